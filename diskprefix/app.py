@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
@@ -24,8 +23,8 @@ from diskprefix.units import format_size
 log = logging.getLogger("diskprefix")
 
 _SPINS = "1500"
-"""GOMP_SPINCOUNT on x86-64: the rounds in which a thread of a step waits awake for its next part. Beside two busy
-processes a thread that sleeps soon is given a processor again at once. Of libgomp's own 300 000 (7 ms) both lose."""
+"""GOMP_SPINCOUNT on x86-64: the rounds that a thread of a step spins before it sleeps. Beside busy processes, a thread
+that sleeps soon is scheduled again at once; libgomp's default of 300 000 rounds (7 ms) costs all of them time."""
 _NO_MEMORY_LEFT = "the model fits in memory, but nothing to compute with is left"
 
 if TYPE_CHECKING:
@@ -38,31 +37,25 @@ if TYPE_CHECKING:
 def serve(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the `DiskPrefixError` that kept the daemon from serving."""
     from diskprefix.model.load.named_model import require_named
+    from diskprefix.store.folder import FolderUnavailable, check_folder
 
-    # libgomp reads it when torch loads it. A round takes another time on other processors, and macOS has no libgomp.
+    # Before torch loads libgomp. Rounds take other times on other CPUs, and macOS has no libgomp.
     if platform.machine() == "x86_64" and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     # Before the port is taken.
     for flag, models in (("--model", settings.model_names), ("--draft-model", [settings.draft_model])):
         for model in models:
             require_named(model, flag, with_weights=True)
-    _require_folder(settings.kv_cache_dir)
+    try:
+        check_folder(settings.kv_cache_dir)
+    except FolderUnavailable as error:
+        if not error.passing:
+            raise
     run_front = hooks.open_front(settings)
     if run_front is None:
         _serve(settings)
     else:
         run_front(settings, prepare, _serve)
-
-
-def _require_folder(path: Path) -> None:
-    """Raises `StoreUnavailable` for a folder that a store cannot use, unless that may end by itself."""
-    from diskprefix.store.folder import FolderUnavailable, check_folder
-
-    try:
-        check_folder(path)
-    except FolderUnavailable as error:
-        if not error.passing:
-            raise
 
 
 def _serve(settings: Settings, front: FrontLine | None = None) -> None:
@@ -72,10 +65,8 @@ def _serve(settings: Settings, front: FrontLine | None = None) -> None:
 
 
 def prepare(settings: Settings, with_model: bool) -> None:
-    """Imports all modules for serving, and `with_model` reads the small parts of the model of the settings.
-
-    The process may fork afterwards: no thread is left, and no accelerator is used.
-    """
+    """Imports all modules for serving; `with_model` also reads small parts of the model. The process may fork then: no
+    thread is left, and no accelerator is used."""
     from diskprefix.model.load.imports import import_transformers
 
     import_transformers()
@@ -94,10 +85,8 @@ def prepare(settings: Settings, with_model: bool) -> None:
 
 
 def load_engine(settings: Settings, progress: Report) -> Engine:
-    """Loads the model and opens its prefix cache. `progress` takes lines of text for people.
-
-    Raises `ModelError`, `SettingsError` or `CacheError`. After an error the folder of the store is free again.
-    """
+    """Loads the model and opens its prefix cache. `progress` takes lines of text for people. Raises `ModelError`,
+    `SettingsError` or `CacheError`, and releases the store's folder."""
     started = time.perf_counter()
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
@@ -131,8 +120,8 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             if buffer_bytes < settings.kv_cache_write_buffer:
                 log.info("[disk-cache] the write buffer is %s, for want of memory", format_size(buffer_bytes))
             settings = settings.with_constants(kv_cache_write_buffer=buffer_bytes)
-        found = measured(loaded, settings)
-        layout = found.layout
+        measurement = measured(loaded, settings)
+        layout = measurement.layout
         if recorder is not None:
             recorder.describe(
                 bytes_per_token=layout.bytes_per_token,
@@ -140,15 +129,15 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
                 logits_bytes=layout.logits_bytes,
                 exact_at=layout.exact_at,
             )
-        cache = found.cache(settings, store, recorder.know if recorder else None)
+        cache = measurement.cache(settings, store, recorder.know if recorder else None)
         opened.pop_all()
         # From here on the cache owns the store.
         opened.callback(cache.close, 0)
         if recorder is not None:
             opened.callback(recorder.close)
             cache.namespaces.on_forget = recorder.forget
-        exactness = {"exact_at": layout.exact_at, "exact_at_reason": found.reason or None}
-        identity = found.fingerprint.as_dict() | exactness | {"root": cache.root.hex()}
+        exactness = {"exact_at": layout.exact_at, "exact_at_reason": measurement.reason or None}
+        identity = measurement.fingerprint.as_dict() | exactness | {"root": cache.root.hex()}
         draft = None if settings.draft_model is None else load_draft(settings, loaded, cache, progress)
         engine = Engine(loaded, cache, recorder=recorder, identity=identity, draft=draft)
         engine.warm_up()
@@ -160,8 +149,8 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
 
 
 def _open_beside(open_store: Callable[[Callable[[str], None]], Store], progress: Report) -> Future[Store]:
-    """Opens a store on a thread of its own. Returns once it is open, or once that takes long: the file is checked, or
-    another process replaces it. Then `progress` gets the reason. Raises what `open_store` raises until then."""
+    """Opens a store on a thread of its own. Returns when it is open, or when that takes long (the file is checked, or
+    another process replaces it), after `progress` got the reason. Raises an error that comes before that."""
     opening: Future[Store] = Future()
     is_decided = Event()
 
@@ -184,6 +173,6 @@ def _open_beside(open_store: Callable[[Callable[[str], None]], Store], progress:
 
 
 def _close_store(opening: Future[Store]) -> None:
-    """Closes the store that an `_open_beside` opened, if it did."""
+    """Closes the store of `_open_beside`, if it was opened."""
     if opening.exception() is None:
         opening.result().close()

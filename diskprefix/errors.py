@@ -40,7 +40,7 @@ GOT = " (got "
 
 class DiskPrefixError(Exception):
     """The base class. `param` names the request field at fault. `code` is a stable word for programs. `for_all` is the
-    message for callers who may not see everything, None if it is the same: theirs has no paths of this machine."""
+    message for callers who may not see paths of this machine, None if the message has none."""
 
     http_status = 500
     exit_code = 1
@@ -63,9 +63,9 @@ class DiskPrefixError(Exception):
         """Returns the error as a caller gets it."""
         if sees_all or self.for_all is None:
             return self
-        told = copy(self)
-        told.message = self.for_all
-        return told
+        error = copy(self)
+        error.message = self.for_all
+        return error
 
 
 class InvalidRequest(DiskPrefixError):

@@ -1,8 +1,7 @@
-"""The places where extras join the core: commands, routes, tiers, recorders and others, see `extras/README.md`.
+"""The places where extras join the core: commands, routes, tiers, recorders and others.
 
-An extra is a module with some of the names that the functions below look for. The package's own extras are listed here
-and imported on first use. Another distribution adds one as an entry point of the group `diskprefix.extras`:
-`extras/README.md` has an example.
+An extra is a module with some of the names that the functions below look up; `extras/README.md` lists them. The
+package's own extras are listed here and imported on first use. Other distributions add theirs as entry points.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ _NAMES = (
     "embedding",
     "ollama",
 )
-"""The order is that of the commands in `diskprefix --help`."""
+"""In the order of their commands in `diskprefix --help`."""
 _OWN = tuple(f"diskprefix.extras.{name}" for name in _NAMES)
 _GROUP = "diskprefix.extras"
 
 
 class Recorder(Protocol):
-    """Records requests. Its errors fail no request. `know` and `forget` may be called in any thread."""
+    """Records requests, which its errors never fail. `know` and `forget` may be called in any thread."""
 
     def describe(
         self,
@@ -66,13 +65,13 @@ class Recorder(Protocol):
         logits_bytes: int,
         exact_at: Literal["token", "grid"],
     ) -> None:
-        """Receives the sizes of the model's state, as in `kv.layout.Layout`."""
+        """Receives the sizes of the model's state: see `kv.layout.Layout`."""
 
     def know(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
         """Receives the prompts of a root from before this process, oldest first."""
 
     def forget(self) -> None:
-        """Drops what it knows of prompts, because some were deleted."""
+        """Drops all known prompts, because some were deleted."""
 
     def record_request(
         self,
@@ -87,34 +86,32 @@ class Recorder(Protocol):
         prefill_ms: float,
         remembered: bool,
     ) -> None:
-        """Records a finished request. `when`: its arrival, in seconds since 1970. `reply`: the
-        tokens that the model computed after the prompt. `remembered`: the prompt was computed to its end and has no
-        pictures."""
+        """Records a finished request, which arrived at `when` (seconds since 1970). `reply` has the tokens that were
+        computed after the prompt. `remembered`: the prompt was computed to its end and has no pictures."""
 
     def close(self) -> None:
-        """Writes what is pending and ends."""
+        """Writes pending records and ends."""
 
 
 class RunFront(Protocol):
-    """Serves with a process for each model, behind this one. Returns when that has stopped. Raises `SettingsError`, and
+    """Serves each model in a process of its own. Returns when the daemon has stopped. Raises `SettingsError`, and
     `SystemExit` with the exit code of the only model's process."""
 
     def __call__(
         self, settings: Settings, prepare: Callable[[Settings, bool], None], work: Callable[[Settings, FrontLine], None]
     ) -> None:
-        """Calls `work` in processes that serve the model of its settings. `prepare` imports what they need, and with
-        True reads small parts of the model of its settings."""
+        """Calls `work` in each process, with the settings of its model. `prepare` imports the modules for that, and
+        with True reads small parts of the model."""
 
 
 @cache
 def extras() -> tuple[ModuleType, ...]:
     """Returns the modules of all extras, the package's own first."""
-    own = tuple(importlib.import_module(name) for name in _OWN)
-    return own + tuple(_loaded())
+    return (*map(importlib.import_module, _OWN), *_others())
 
 
-def _loaded() -> Iterator[ModuleType]:
-    """Yields the extras of other distributions. One that cannot be loaded must not keep the daemon from serving."""
+def _others() -> Iterator[ModuleType]:
+    """Yields the extras of other distributions. An extra that cannot be loaded must not stop the daemon."""
     for entry in entry_points(group=_GROUP):
         try:
             yield entry.load()
@@ -126,7 +123,7 @@ def commands() -> dict[str, str]:
     """Returns `COMMANDS` of all extras: `module:function` by the name of the command."""
     places: dict[str, str] = {}
     for found in _all("COMMANDS"):
-        # The first has the name: no other package replaces a command of this one.
+        # The first extra with a name wins: no other package replaces a command of this package.
         places |= {name: place for name, place in found.items() if name not in places}
     return places
 
@@ -134,8 +131,8 @@ def commands() -> dict[str, str]:
 def command(place: str) -> click.Command:
     """Imports the command at `module:function`."""
     module, _, name = place.partition(":")
-    found: click.Command = getattr(importlib.import_module(module), name)
-    return found
+    command: click.Command = getattr(importlib.import_module(module), name)
+    return command
 
 
 def add_routes(app: Any) -> None:
@@ -146,57 +143,52 @@ def add_routes(app: Any) -> None:
 
 def open_tier(settings: Settings) -> SharedTier | None:
     """Returns the shared tier, None if no extra has one for these settings. Raises `SettingsError`."""
-    tier: SharedTier | None = _only(one for open_ in _all("open_tier") if (one := open_(settings)) is not None)
+    tier: SharedTier | None = _only("open_tier", settings)
     return tier
 
 
 def open_bucket(url: str, key_file: Path) -> Bucket:
     """Returns the opened bucket of a shared tier, to remove objects from it. Raises `SettingsError`."""
-    found: Bucket | None = _only(one for open_ in _all("open_bucket") if (one := open_(url, key_file)) is not None)
-    if found is None:
+    bucket: Bucket | None = _only("open_bucket", url, key_file)
+    if bucket is None:
         raise SettingsError(f"no extra is installed that knows the bucket {url}")
-    return found
+    return bucket
 
 
 def open_recorder(settings: Settings, secret_of: Callable[[], int]) -> Recorder | None:
-    """Returns the recorder, None if no extra has one for these settings. `secret_of` returns the store's secret.
-
-    Raises `SettingsError`.
-    """
-    found = (open_(settings, secret_of) for open_ in _all("open_recorder"))
-    recorder: Recorder | None = _only(one for one in found if one is not None)
+    """Returns the recorder, None if no extra has one for these settings. `secret_of` returns the store's secret. Raises
+    `SettingsError`."""
+    recorder: Recorder | None = _only("open_recorder", settings, secret_of)
     return recorder
 
 
 def open_compression(settings: Settings, max_positions: int, served: int) -> Compress | None:
-    """Returns what shortens the conversations of a model, None if no extra does for these settings.
+    """Returns the function that shortens conversations, None if no extra has one for these settings.
 
     Of the model's `max_positions`, KV memory has room for `served`. Raises `SettingsError`.
     """
-    found = (open_(settings, max_positions, served) for open_ in _all("open_compression"))
-    compress: Compress | None = _only(one for one in found if one is not None)
+    compress: Compress | None = _only("open_compression", settings, max_positions, served)
     return compress
 
 
 def open_pictures(
     folder: Path, config: Any, problem: str | None, make_processor: Callable[[], Any] | None = None
 ) -> PictureProcessor:
-    """Returns what prepares images for the multimodal model in a folder: that of another distribution, or
-    else the package's own, which takes any model.
+    """Returns the processor of images for the multimodal model in a folder: that of another distribution, or else the
+    package's own, which takes any model.
 
-    `config` is its configuration of transformers. With a `problem`, the model takes text only. `make_processor` returns
-    transformers' processor of a `.gguf` model, beside which there are no files of one. Raises `SettingsError`.
+    `config` is transformers' configuration of the model. With a `problem`, the model takes text only. `make_processor`
+    returns transformers' processor of a `.gguf` model, which has no files of one. Raises `SettingsError`.
     """
     own, *others = _all("open_pictures")
-    found = (open_(folder, config, problem, make_processor) for open_ in others)
-    processor: PictureProcessor | None = _only(one for one in found if one is not None)
+    processor: PictureProcessor | None = _first(open_(folder, config, problem, make_processor) for open_ in others)
     return own(folder, config, problem, make_processor) if processor is None else processor
 
 
 def open_front(settings: Settings) -> RunFront | None:
-    """Returns what serves in processes of its own, None if no extra does for these settings. Raises `SettingsError`."""
-    found = (open_(settings) for open_ in _all("open_front"))
-    run_front: RunFront | None = _only(one for one in found if one is not None)
+    """Returns the function that serves each model in a process of its own, None if no extra has one for these settings.
+    Raises `SettingsError`."""
+    run_front: RunFront | None = _only("open_front", settings)
     return run_front
 
 
@@ -204,9 +196,14 @@ def _all(name: str) -> Iterator[Any]:
     return (getattr(extra, name) for extra in extras() if hasattr(extra, name))
 
 
-def _only(found: Iterator[Any]) -> Any:
-    """Returns the only item, None without any. Raises `SettingsError` for several."""
-    one, *others = [*found] or [None]
+def _only(name: str, *args: Any) -> Any:
+    """Returns the result of the only extra whose function `name` returns one, None without any."""
+    return _first(open_(*args) for open_ in _all(name))
+
+
+def _first(results: Iterator[Any]) -> Any:
+    """Returns the only result that is not None, None without any. Raises `SettingsError` for several."""
+    one, *others = [result for result in results if result is not None] or [None]
     if others:
         raise SettingsError("two extras answer for the same setting; uninstall one of them")
     return one

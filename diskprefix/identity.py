@@ -15,20 +15,13 @@ def identity_text(
     `fingerprint` has everything that changes the model's numbers. `layout` describes a block's payload,
     `layout_version` its byte format. `salt` separates tenants.
     """
-    return canonical(
-        {
-            "fingerprint": fingerprint,
-            "block_size": block_size,
-            "layout_version": layout_version,
-            "layout": layout,
-            "salt": salt,
-        }
-    )
+    own = {"block_size": block_size, "layout_version": layout_version, "layout": layout, "salt": salt}
+    return canonical({"fingerprint": fingerprint} | own)
 
 
 def identity_of_tenant(identity: str, tenant: str) -> str:
-    """Returns the identity of a tenant, from another tenant's with the same model. Raises `ValueError` for a text that
-    is no identity."""
+    """Returns the identity of a tenant from that of another tenant. Raises `ValueError` for a text that is no
+    identity."""
     values = json.loads(identity)
     if not isinstance(values, dict):
         raise ValueError("not an identity")
@@ -36,7 +29,7 @@ def identity_of_tenant(identity: str, tenant: str) -> str:
 
 
 def identity_fields(text: str) -> dict[str, str]:
-    """Returns the fields of an identity, without the tenant. Raises `ValueError` if it is not the text of one."""
+    """Returns the fields of an identity, without the tenant. Raises `ValueError` for a text that is no identity."""
     try:
         values = json.loads(text)
         others = {name: str(values[name]) for name in ("block_size", "layout_version", "layout")}
@@ -45,9 +38,9 @@ def identity_fields(text: str) -> dict[str, str]:
         raise ValueError(f"not an identity: {error}") from error
 
 
-def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+def differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
     """Returns the names of the fields in which two identities differ, sorted."""
-    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 
 def canonical(values: Mapping[str, Any]) -> str:

@@ -1,5 +1,5 @@
-"""Counts the values of JSON texts without parsing (two bytes of text can become a hundred bytes of objects), and mends
-escapes that are no characters."""
+"""Counts the values of JSON texts without parsing (two bytes of text can become a hundred bytes of objects), and
+replaces escapes that are not characters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_PARTS, MOST_VALUES = 1 << 18, 1 << 21
 
 
 class Counted(NamedTuple):
-    """The counts of a text. `parts` are objects, lists and texts, `values` are these and all others."""
+    """The counts of a text: `parts` of objects, lists and texts, `values` of all values."""
 
     parts: int
     values: int
@@ -67,7 +67,7 @@ _SURROGATES = re.compile(
 def whole_characters(text: str) -> str:
     r"""Returns JSON text with U+FFFD for each escape of half a surrogate pair, such as `\ud83d` alone.
 
-    A tool's result that was cut inside an emoji ends with one. No tokenizer takes it, and a client's history keeps it.
+    A tool's result that was cut inside an emoji ends with such an escape, which no tokenizer takes.
     """
     if r"\ud" not in text and r"\uD" not in text:
         return text

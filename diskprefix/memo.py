@@ -32,13 +32,13 @@ class Memo:
 
     def put(self, key: str, value: Any) -> None:
         """Keeps `value` under `key`. Ignores errors of the file system."""
-        # Two processes that write at once may lose one of the records. It is computed again.
-        records = {known: kept for known, kept in self._read().items() if known != key}
+        # Two processes that write at once may lose a record, which is computed again.
+        records = {name: record for name, record in self._read().items() if name != key}
         records = dict(list(records.items())[-(self._max_records - 1) :]) | {key: value}
         target = cache_home() / f"{self._name}.json"
         if distrusted_by_root(target.parent):
             return
-        # A new name that nobody can guess: another user may have put a link at a known one.
+        # A new name that nobody can guess: another user may have put a link at a known name.
         with suppress(OSError):
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f".{self._name}.", dir=target.parent) as folder:
@@ -53,7 +53,5 @@ class Memo:
             found = {} if distrusted_by_root(file) else json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        if not isinstance(found, dict) or found.get("format") != self._version:
-            return {}
-        records = found.get("records")
-        return records if isinstance(records, dict) else {}
+        is_known = isinstance(found, dict) and found.get("format") == self._version
+        return records if is_known and isinstance(records := found.get("records"), dict) else {}

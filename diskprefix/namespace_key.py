@@ -1,8 +1,8 @@
 """The key of machines that share a cache (`--namespace-key-file`).
 
-It replaces each store's own secret as the seed of node names, so all machines use the same names. Objects from outside
-the machine carry a MAC with it, because whoever can plant state controls answers. Keyed BLAKE2b derives three values
-from the file. None of them reveals the others.
+The key replaces each store's own secret as the seed of node names, so all machines use the same names. Remote objects
+carry a MAC, because whoever can plant state controls answers. Keyed BLAKE2b derives three values from the file, none of
+which reveals another.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class NamespaceKey:
         """
         secret = read_private(_FLAG, path, _MOST_BYTES).strip()
         if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
-            raise SettingsError(
-                f"{_FLAG}: {path} must hold {_LEAST_BYTES} to {_MOST_BYTES} bytes that nobody can guess; write them "
-                f"for example with: (umask 077; openssl rand -base64 32 > {path})"
-            )
+            sizes = f"{_LEAST_BYTES} to {_MOST_BYTES} bytes that nobody can guess"
+            command = f"(umask 077; openssl rand -base64 32 > {path})"
+            raise SettingsError(f"{_FLAG}: {path} must hold {sizes}; write them for example with: {command}")
         return cls.of(secret)

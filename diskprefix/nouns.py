@@ -65,7 +65,7 @@ MissReason: TypeAlias = Literal[
 MISS_REASONS: tuple[str, ...] = get_args(MissReason)
 CacheOutcome: TypeAlias = Literal["hit", "miss", "short"]
 LONG_PROMPT = 512
-"""Tokens of a prompt from which on it tells what the cache is good for."""
+"""Prompts with fewer tokens do not count as hits or misses."""
 
 
 def outcome_of(prompt_tokens: int, restored: int) -> CacheOutcome:
@@ -81,11 +81,11 @@ Saved: TypeAlias = Literal["none", "queued", "stored", "dropped"]
 
 @dataclass(frozen=True)
 class Tenant:
-    """The ids of a tenant: that of the key, then that of the salt. Its text joins them with `/`."""
+    """The ids of a tenant: the key's, then the salt's. Its text joins them with `/`."""
 
     ids: tuple[str, ...] = ()
     is_salted: bool = field(default=False, compare=False)
-    """Not part of the text: whether a client has chosen the tenant for a request, of which there may be any number."""
+    """Whether a request chose the tenant by a salt, of which there may be any number. Not part of the text."""
 
     @classmethod
     def of_key(cls, api_key: str) -> Tenant:
@@ -116,19 +116,18 @@ MOST_NAME_CHARS = 200
 
 
 def require_model_name(name: str) -> None:
-    """Raises `ModelNotFound` for a name that no model can have. To be called before a name from outside is looked up:
-    looking for the nearest of a name of megabytes takes seconds and gigabytes."""
+    """Raises `ModelNotFound` for a name that no model can have. Call it before looking up a name from outside: finding
+    the nearest name of a text of megabytes takes seconds and gigabytes."""
     if len(name) > MOST_NAME_CHARS:
-        raise ModelNotFound(
-            f"model: no model has a name of {len(name):,} characters; {MOST_NAME_CHARS} are the most", param="model"
-        )
+        problem = f"model: no model has a name of {len(name):,} characters; {MOST_NAME_CHARS} are the most"
+        raise ModelNotFound(problem, param="model")
 
 
 class ScopeWord(NamedTuple):
-    """A kind of scopes. `text` is the canonical one, with `{}` for a value from 1 on.
+    """A kind of scopes. `text` is its canonical text, with `{}` for a value from 1 on.
 
-    `is_limit`: no more than `value` tokens of a prompt and its reply are kept. `keeps_all`: a prompt is kept even if
-    messages were left out of it, and with the places that other conversations may share.
+    `is_limit`: at most `value` tokens of a prompt and its reply are kept. `keeps_all`: a prompt is kept even if some of
+    its messages were left out, and with the positions that other conversations may share.
     """
 
     text: str
@@ -167,7 +166,7 @@ class Scope:
 
     @property
     def most(self) -> int | None:
-        """The most tokens that are kept of a prompt and its reply; None if that is left to the policy."""
+        """The most tokens that are kept of a prompt and its reply, None if the policy decides."""
         return self.value if SCOPE_WORDS[self.kind].is_limit else None
 
     @property
@@ -183,14 +182,15 @@ class Scope:
 
 
 class Mark(NamedTuple):
-    """A position, in tokens, that the client wants kept for `ttl_s` seconds (None: the daemon's) after its last use."""
+    """A position in tokens up to which the client wants the prompt kept for `ttl_s` seconds (None: the daemon's time)
+    after its last use."""
 
     position: int
     ttl_s: float | None = None
 
 
 class Change(NamedTuple):
-    """A change by a normaliser, or `unread_content`: a note in the place of a picture. `path` is the place in the
+    """A change by a normaliser, or `unread_content`: a note in the place of a picture. `path` is the path in the
     client's body."""
 
     normaliser: str
@@ -198,7 +198,7 @@ class Change(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """The number of old messages that were left out, and the places of the first and the last in the client's body."""
+    """The number of old messages that were left out, and the paths of the first and the last in the client's body."""
 
     messages: int
     first: str
@@ -242,12 +242,11 @@ class SourceText:
 class Picture:
     """A picture of a prompt.
 
-    `name` is a digest (16 bytes) of its content, and of what the processor makes of it. `text` stands for it in the
-    prompt; its placeholders are `num_tokens` tokens, each a row of the encoder's output. `shape` has what positions
-    need, by the name of the model's argument: tensors on the CPU such as `image_grid_thw`. `size` is that of the image
-    in the file, for people: "1920x1080"; `num_bytes` is that of the file. `prepare` decodes it and returns the
-    encoder's input, tensors on the CPU by the name of the argument; it takes long, and raises `InvalidRequest` with
-    `param`, the path of its content in the body.
+    `name` is a digest (16 bytes) of its content and of the processor's output. `text` replaces it in the prompt, with
+    `num_tokens` placeholder tokens, each for a row of the encoder's output. `shape` has the model's arguments that
+    positions need, tensors on the CPU such as `image_grid_thw`. `size` is the image's for people ("1920x1080"),
+    `num_bytes` the file's. `prepare` decodes the image and returns the encoder's arguments, tensors on the CPU; this
+    takes long, and raises `InvalidRequest` with `param`, the path of the content in the body.
     """
 
     name: bytes
@@ -264,11 +263,11 @@ class Picture:
 class Prompt:
     """A tokenised prompt with its structure.
 
-    `boundaries` are the safe cut positions in ascending order, each one past a marker that the template wrote. They are
-    empty for text without markers. `system_end` is the boundary after the system message and the tools, 0 if there is
-    none. `text` is the preview for people. `pictures` are in the order of their tokens, whose ids are
-    `tokens.picture_ids`. `marks` are the client's marks in ascending order. `source` is None if its lines are not
-    needed. `replayed` counts the messages that are replaced by the tokens that were sampled for them.
+    `boundaries` are the safe cut positions, ascending, each one past a marker that the template wrote; text without
+    markers has none. `system_end` is the boundary after the system message and the tools, 0 if there is none. `text` is
+    the preview for people. `pictures` are in the order of their tokens, whose ids are `tokens.picture_ids`. `marks` are
+    the client's, ascending. `source` is None if its lines are not needed. `replayed` counts the replies whose sampled
+    tokens are in the prompt.
     """
 
     token_ids: TokenIds
@@ -294,10 +293,10 @@ class CacheOptions:
     """The cache's options for one request.
 
     `scope` limits the kept part of the prompt, `tenant` owns its state. `group` (8 bytes, see `tenant_ids.group_of`;
-    empty without a key): the window has only prompts of the same group. `save`: False only restores. `ttl_s`: seconds
-    to keep the state after its last use; None leaves that to the daemon. `replay`: use the sampled tokens of earlier
-    replies in the prompt, and remember those of this reply. `leaves_last`: the prompt's last token is computed, even if
-    all of it is stored. `is_asked`: scope or time to live are the request's own.
+    empty without a key): the window has only prompts of this group. `save`: False only restores. `ttl_s`: seconds to
+    keep the state after its last use, None for the daemon's time. `replay`: use the sampled tokens of earlier replies,
+    and record those of this reply. `leaves_last`: compute the prompt's last token even if all of it is stored.
+    `is_asked`: scope or time to live are the request's own.
     """
 
     scope: Scope
@@ -311,7 +310,7 @@ class CacheOptions:
 
 
 class Break(NamedTuple):
-    """A difference from an earlier prompt at token `at`. About `num_tokens` after it are the same again."""
+    """A difference from an earlier prompt at token `at`. About `num_tokens` tokens after it are equal."""
 
     at: int
     num_tokens: int
@@ -319,19 +318,20 @@ class Break(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The policy's decision on what to keep of one prompt. All positions and lengths are in tokens.
+    """The policy's decision on how much of one prompt to keep. All positions and lengths are in tokens.
 
-    `selected` is the policy's boundary; `aligned` is up to where state is kept for it: the same position if the model
-    is exact at every token, elsewhere the grid point at or below it. `keep_tail`: `selected` is the whole prompt, so
-    its last tokens and its next-token logits are kept too and an exact repeat runs no forward; `aligned` may then be 0.
-    `keeps_reply`: the prompt is kept to its end, or to its last boundary because it is expected to go on from there, so
-    the state of its reply is kept with it where that is exact. `checkpoints` are the positions, ascending, at which
-    state that cannot be cut is kept; `votes` the votes of the window for each, where it was asked. `anchors` are
-    positions whose checkpoints are not dropped for those of later turns: other prompts may need them. `common` is the
-    longest prefix shared with one of the `recent` prompts looked at, `seen` the longest whose blocks were seen before.
-    `window` (the most prompts that would have been looked at) is 0 unless the scope is auto; `price` (of a checkpoint,
-    in tokens) unless it places checkpoints. `lost` is what this prompt lacks of the one that it shares most with, at
-    that one's end, in tokens; `trials` and `again` are those of the `Sighting`.
+    The policy chooses the boundary `selected`. State is kept up to `aligned`, which is `selected` if the model is exact
+    at every token, else the grid point at or below it. With `keep_tail`, `selected` is the whole prompt, and its last
+    tokens and next-token logits are kept too, so an exact repeat runs no forward (`aligned` may then be 0). With
+    `keeps_reply`, the state of the reply is kept too where it is exact, because the prompt is kept to its end or is
+    expected to continue from its last boundary. State that cannot be cut is kept at `checkpoints`, ascending; `votes`
+    has the window's votes for each, if it was asked. Checkpoints at `anchors`, which other prompts may need, are not
+    dropped for those of later turns.
+
+    The longest prefix shared with one of `recent` prompts has `common` tokens, the longest whose blocks were seen has
+    `seen`. `window` is the number of prompts to look at, 0 unless the scope is auto; `price` is the price of a
+    checkpoint in tokens, 0 unless checkpoints are placed. `lost` is the number of tokens at the end of the most similar
+    prompt that this prompt lacks. `trials` and `again` are the fields of the `Sighting`.
     """
 
     scope: Scope
@@ -367,7 +367,7 @@ class Selection:
     def shared(self, rule: str, num_tokens: int, had: int) -> int:
         """Returns how many of the first `num_tokens` tokens to upload for other machines, by the rule `--remote-write`.
 
-        `seen-twice` uploads the `had` tokens of the store or the engine, or those that an earlier prompt begins with.
+        `seen-twice` uploads the `had` tokens that the store or the engine had, or the beginning of an earlier prompt.
         """
         if rule == "seen-twice":
             return min(num_tokens, max(had, self.common, self.seen))
@@ -381,18 +381,16 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheReport:
-    """The cache's work for one request. The response's `prefix_cache` object shows a part of it, the debug log all.
+    """The cache's work for one request. The response's `prefix_cache` object shows a part, the debug log everything.
 
-    `restored` prompt tokens were not computed; their state came from `source`. `saved`: `none` there was nothing to
-    save, `queued` the writer has it, `stored` it was stored before, `dropped` not all of it could be saved; then
-    `dropped_because` says why. `miss_reason` is None if something was restored of a short prompt, or half of a long
-    one. server/README.md explains each reason.
+    `restored` prompt tokens were not computed; their state came from `source` in `restore_ms`. `matched` tokens were
+    found in the store; if they are more, `refused` is the reason. `miss_reason` is None if any token of a short prompt,
+    or half of a long one, was restored. server/README.md explains each reason.
 
-    `matched` prompt tokens were found in the store. If more were found than restored, `refused` is the reason.
-    `restore_ms`: the time to read, verify and copy the state.
-
-    `broken` is a difference from an earlier prompt with much the same text after it, `broken_line` the prompt's line
-    there; None and empty without one. `rewriting` and `replayed` are the prompt's.
+    `saved`: `none` if there was nothing to save, `queued` if the writer has it, `stored` if it was stored before,
+    `dropped` if not all could be saved, because of `dropped_because`. `broken` is a difference from an earlier prompt
+    with nearly equal text after it, None without one, and `broken_line` the prompt's line there. `rewriting` and
+    `replayed` are the prompt's.
     """
 
     selection: Selection
@@ -416,11 +414,9 @@ class CacheReport:
 
     def log_line(self) -> str:
         """Returns one line with all values as `name=value`, without empty ones."""
-        values = vars(self) | vars(self.selection)
-        for name in ("selection", "broken_line", "rewriting"):
-            del values[name]
-        said = (f"{name}={_logged(value)}" for name, value in values.items() if value not in (None, ()))
-        return f"[disk-cache] {' '.join(said)}"
+        hidden, values = ("selection", "broken_line", "rewriting"), vars(self) | vars(self.selection)
+        shown = {name: value for name, value in values.items() if name not in hidden and value not in (None, ())}
+        return " ".join(["[disk-cache]", *(f"{name}={_logged(value)}" for name, value in shown.items())])
 
 
 def _logged(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Reads files with secrets. Refuses those that other users can read or write."""
+"""Reads files with secrets. Refuses files that other users can read or write."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def read_private(flag: str, path: Path, most_bytes: int) -> bytes:
     Raises `SettingsError` if it cannot be read, or if other users may read or write it.
     """
     try:
-        # The open file is checked, not its name, which may lead to another file a moment later.
-        # Without waiting: a named pipe to which nobody writes would block.
+        # The open file is checked, not its name, which may lead to another file a moment later. O_NONBLOCK: opening a
+        # named pipe without a writer would block.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if (problem := _problem(path, os.fstat(file.fileno()))) is not None:
                 raise SettingsError(f"{flag}: {problem}")

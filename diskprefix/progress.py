@@ -12,9 +12,9 @@ Report: TypeAlias = Callable[[str], None]
 """Takes one line of text for people."""
 
 _SHOWN_S = 2.0
-"""The shortest wait that is told ahead."""
+"""The shortest remaining time that is reported."""
 _BESIDE_CHARS = 40
-"""The columns of a terminal that a bar and its figures take."""
+"""The columns of a bar and its figures."""
 
 
 @contextmanager
@@ -23,8 +23,8 @@ def progress_bar(
 ) -> Iterator[Callable[[float], None]]:
     """Yields a function that takes the work done so far, out of `total` or of an unknown amount (None).
 
-    `label` is reported at the start. Then a bar is shown on stderr until the end; without a terminal, each quarter is
-    reported, with the time that is left. A smaller number than before changes nothing.
+    `label` is reported at the start. Then a bar is shown on stderr; without a terminal, each quarter is reported, with
+    the time that is left. A smaller number than before changes nothing.
     """
     report(label)
     from rich.console import Console
@@ -38,7 +38,7 @@ def progress_bar(
         yield _quarters(label, total or math.inf, report)
         return
     amount = DownloadColumn(binary_units=True) if in_bytes else TaskProgressColumn()
-    # In a narrow terminal the end of the label is left out, which was reported, and not the time that is left.
+    # A narrow terminal cuts the label, which was reported, and not the time that is left.
     text = TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=console.width - _BESIDE_CHARS))
     columns = (SpinnerColumn(), text, BarColumn(), amount, ElapsedColumn(), RemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:

@@ -28,8 +28,7 @@ Kind: TypeAlias = Literal["text", "integer", "size", "duration", "switch", "file
 
 
 def expanded(path: str | Path) -> Path:
-    """Returns the path with the home folder in place of a leading `~` or `~USER`. Raises `SettingsError` if there is no
-    such user."""
+    """Returns the path with a leading `~` or `~USER` expanded. Raises `SettingsError` for an unknown user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -62,8 +61,8 @@ def config_home() -> Path:
 
 
 def _home(variable: str, folder: str) -> Path:
-    """Returns the folder `diskprefix` in that of a variable, or in `folder` of the home folder. Raises `SettingsError`
-    for a relative path, which would be another place in each working directory, and for a user without a home."""
+    """Returns `diskprefix` in the folder of a variable, or in `folder` of the home folder. Raises `SettingsError` for a
+    relative path, which would depend on the working directory, and for a user without a home."""
     base = os.environ.get(variable, "").strip()
     try:
         path = (Path(base) if base else Path.home() / folder) / "diskprefix"
@@ -76,8 +75,8 @@ def _home(variable: str, folder: str) -> Path:
 
 
 def require_text(text: str, what: str) -> None:
-    """Raises `SettingsError` for a text of the command line or the environment that the encoding of file names does not
-    have: libraries that read tokenizers and stores cannot take such a path, and no reply could name it."""
+    """Raises `SettingsError` for a text of the command line or the environment with bytes outside the encoding of file
+    names: libraries cannot open such a path, and no reply could name it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -100,7 +99,7 @@ class Setting:
     help: str
     kind: Kind
     is_common: bool = False
-    """Shown by `--help`. Others are shown by `--help-all` only."""
+    """Shown by `--help`, not by `--help-all` only."""
     metavar: str | None = None
     unset: str | None = None
     """The default as the help shows it, if the value is None or depends on the machine."""
@@ -119,7 +118,7 @@ _SAMPLING = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
-"""The bounds of what `--sampling` sets. Requests have the same."""
+"""The bounds of the values of `--sampling`, as in requests."""
 DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
 """The default of `--kv-cache-dir`, as the help shows it."""
 
@@ -194,15 +193,15 @@ class Settings:
     chat_template: Path | None = _model(None, "A Jinja file: a chat template.", kind="file", unset="the model's own")
     speculative: str = _model(
         "auto",
-        "What guesses the next tokens, where that makes replies faster; they stay the same. ngram: earlier text that a "
-        "reply repeats. mtp: the draft layer that some models have. auto: both. off: nothing. For a model with such a "
-        "layer, off and ngram do not find what auto and mtp saved.",
+        "Speculative decoding, where that is faster; replies do not change. ngram drafts from earlier text that a "
+        "reply repeats, mtp with the draft layer that some models have, auto with both. With such a layer, off and "
+        "ngram do not find prefixes that auto and mtp saved.",
         is_common=True,
         choices=("off", "ngram", "mtp", "auto"),
     )
     draft_model: str | None = _model(
         None,
-        "A smaller model with the same vocabulary, which guesses the next tokens too. It takes a part of --kv-memory.",
+        "A smaller model with the same vocabulary, which drafts tokens too. It takes a part of --kv-memory.",
         is_common=True,
         metavar="ID|PATH",
         unset="none",
@@ -238,7 +237,7 @@ class Settings:
     )
     max_sequences: int = _server(
         8,
-        "The most replies that are computed at the same time. The first request of an API key starts even if all "
+        "The most replies that are computed at a time. The first request of an API key starts even if all "
         "places are taken.",
         is_common=True,
         bounds=(1, 1024),
@@ -285,8 +284,8 @@ class Settings:
     )
     disk_prefix_cache: str = _cache(
         "auto:30",
-        "How much of each prompt is kept: off, full (all of it), auto:N (what is likely to come again, judged by the N "
-        "most recent prompts) or N (the first N tokens). A request may choose its own scope.",
+        "How much of each prompt is kept: off, full (all of it), auto:N (what is likely to be sent again, judged by "
+        "the N most recent prompts) or N (the first N tokens). A request may choose its own scope.",
         is_common=True,
         metavar="SCOPE",
     )
@@ -374,18 +373,17 @@ class Settings:
 
     # No settings: nobody needs other numbers, but tests, and a machine with little memory.
     kv_cache_write_buffer: ClassVar[int] = 1024**3
-    """Bytes for state that waits to be written, at most half of what is left beside `kv_memory`."""
+    """Bytes for state that waits to be written, at most half of the memory left beside `kv_memory`."""
     kv_cache_min_free: ClassVar[int] = 256 * 1024**2
     """Bytes of the disk that the store leaves free."""
     kv_memory_keeps: ClassVar[bool] = True
     """State stays in `kv_memory` when its request ends. The next turn continues from it without a read from disk."""
     kv_cache_interval: ClassVar[int] = 10240
-    """Of models with state that cannot be cut, the tokens between two checkpoints."""
+    """Tokens between two checkpoints of a model with state that cannot be cut."""
     kv_cache_cold_max: ClassVar[int] = 10240
-    """Of models with state that cannot be cut, one more checkpoint is kept at the last message boundary within so many
-    tokens."""
+    """Such a model has one more checkpoint at the last message boundary within so many tokens."""
     remote_deadline: ClassVar[float] = 10.0
-    """The most seconds that a request waits for the bucket. What is missing then is computed."""
+    """The most seconds that a request waits for the bucket before it computes missing blocks."""
 
     def with_constants(self, **values: float) -> Settings:
         """Returns the same settings with other values of the numbers above."""
@@ -405,7 +403,7 @@ class Settings:
         """The numbers of `sampling` by the names that requests have for them. Raises `SettingsError`."""
         found: dict[str, float] = {}
         for part in (self.sampling or "").split(","):
-            name, _, text = (one.strip() for one in part.partition("="))
+            name, _, text = map(str.strip, part.partition("="))
             if not part.strip():
                 continue
             if name not in _SAMPLING:
@@ -438,9 +436,8 @@ class Settings:
         except SettingsError:
             raise SettingsError(f"{flag}: {text!r} is not off or a size a day; write for example 20GiB/day") from None
         if not _LEAST_WRITTEN <= num_bytes <= MAX_BUDGET:
-            raise SettingsError(
-                f"{flag}: {text} is out of range ({format_size(_LEAST_WRITTEN)}/day to {format_size(MAX_BUDGET)}/day)"
-            )
+            bounds = f"{format_size(_LEAST_WRITTEN)}/day to {format_size(MAX_BUDGET)}/day"
+            raise SettingsError(f"{flag}: {text} is out of range ({bounds})")
         return num_bytes
 
     def __post_init__(self) -> None:
@@ -462,10 +459,8 @@ class Settings:
         if not re.fullmatch("off|auto|[0-9]{2,9}", threshold) or (threshold.isdigit() and int(threshold) < 16):
             raise SettingsError(f"--prefill-compression: {threshold!r} is not off, auto or a number of tokens from 16")
         if self.remote_tier is not None and self.namespace_key_file is None:
-            raise SettingsError(
-                "--remote-tier needs --namespace-key-file: machines that share a bucket name and sign what lies there "
-                "with one key"
-            )
+            reason = "machines that share a bucket name and sign what lies there with one key"
+            raise SettingsError(f"--remote-tier needs --namespace-key-file: {reason}")
 
 
 SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in fields(Settings)}

@@ -1,4 +1,4 @@
-"""The ids of tenants. Each tenant has its own cache and finds nothing of another one.
+"""The ids of tenants. Each tenant has its own cache and finds nothing of other tenants.
 
 The API key of a request, the salt in the request, both, or neither make its tenant. Its text is part of the root of the
 cache's keys and is written to disk. It consists of digests, so it shows neither keys nor salts. Keys and salts are
@@ -31,7 +31,7 @@ def short_tenant(tenant: str) -> str:
 
 
 def matches(tenant: str, wanted: str) -> bool:
-    """Returns whether `wanted` names the tenant with the text `tenant`, or the tenant that it is a user of.
+    """Returns whether `wanted` names the tenant with the text `tenant`, or the tenant whose user it is.
 
     `wanted` is a salt, an API key, or what `inspect` shows: one id or several joined with `/`, each whole or at least
     its first 8 hex digits. No text names `SHARED`.

@@ -26,8 +26,8 @@ TokenIds: TypeAlias = "npt.NDArray[np.int32]"
 HASH_BYTES = 16
 ID_BYTES = 4
 LEAST_TOKENS = 16
-"""Fewer common tokens are not worth a restore or a wait: every prompt of a template shares them, and computing them
-takes no longer than the step that they are in."""
+"""Fewer common tokens are not worth a restore or a wait: every prompt of a template shares them, and they do not
+lengthen the step that computes them."""
 
 
 def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer[npt.NBitBase]]) -> TokenIds:
@@ -38,8 +38,8 @@ def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer[npt.NBitBase]]) -> 
 
 
 def picture_ids(name: bytes, num_tokens: int) -> TokenIds:
-    """Returns the token ids of a picture, made of its name: so its name is in those of its blocks. They are
-    negative, as no token of a vocabulary is. One id tells pictures apart with 31 bits, four of them with 124."""
+    """Returns the token ids of a picture, made of its name, so that the names of its blocks depend on it. They are
+    negative, as no token of a vocabulary is. Each holds 31 bits of a hash of the name."""
     import numpy as np
 
     words = np.frombuffer(hashlib.shake_128(name).digest(ID_BYTES * num_tokens), "<i4")
@@ -56,7 +56,7 @@ def block_hash(secret: int, parent: bytes, token_ids: TokenIds | bytes, mark: by
 
 
 def block_hashes(secret: int, root: bytes, token_ids: bytes, block_size: int) -> list[bytes]:
-    """Returns `block_hash` of all full blocks of a prompt: in one loop, because a lookup needs hundreds at once."""
+    """Returns the `block_hash` of each full block of a prompt, in one loop: a lookup needs hundreds at once."""
     names, parent, size = [], root, ID_BYTES * block_size
     for start in range(0, len(token_ids) - size + 1, size):
         parent = xxhash.xxh3_128_digest(parent + token_ids[start : start + size], seed=secret)
@@ -65,7 +65,7 @@ def block_hashes(secret: int, root: bytes, token_ids: bytes, block_size: int) ->
 
 
 def beginning_hashes(secret: int, parent: bytes, token_ids: bytes, mark: bytes) -> list[bytes]:
-    """Returns `block_hash` of each beginning of the token ids (int32, little-endian), from the empty one on."""
+    """Returns the `block_hash` of each beginning of the token ids (int32, little-endian), from the empty one on."""
     hashed, found = xxhash.xxh3_128(parent, secret), []
     for start in range(0, len(token_ids) + 1, ID_BYTES):
         ended = hashed.copy()
@@ -126,8 +126,8 @@ def checksum(payload: bytes | memoryview, seed: int = 0) -> int:
 
 
 def file_digest(path: Path, before_piece: Callable[[], None] = lambda: None) -> str:
-    """Returns the 128-bit xxh3 of a file's content as 32 hex digits. Raises `OSError`, and what `before_piece`
-    raises."""
+    """Returns the 128-bit xxh3 of a file's content as 32 hex digits. Calls `before_piece` before each read. Raises
+    `OSError`."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(8 << 20):

@@ -1,4 +1,4 @@
-"""Tells root's process what another user could exchange between a check and a use."""
+"""Finds paths that another user could exchange between a check and a use by a process of root."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def distrusted_by_root(path: Path) -> str | None:
-    """Returns a description of the part of `path`, links followed, that another user controls, who could have root's
-    process read or write other files. Returns None for other users' processes. Parts that do not exist pass."""
+    """Describes the part of `path`, links followed, that another user could replace; None if there is none, and for
+    processes of other users than root. Ignores parts that do not exist."""
     place = Path(os.path.realpath(path))
     for part in (place, *place.parents) if os.geteuid() == 0 else ():
         if not part.exists():

@@ -1,4 +1,4 @@
-"""Sizes, durations and counts as people write and read them."""
+"""Sizes, durations and counts as people write them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diskprefix.errors import SettingsError
 from diskprefix.printable import shown
 
 _MOST_CHARS = 100
-"""A text that is longer is neither a size nor a duration. A pattern takes seconds to find that out of megabytes."""
+"""A longer text is no size or duration; matching a pattern against megabytes takes seconds."""
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}b": n for u, n in _UNITS.items() if u not in ("", "b")}
 _UNITS |= {f"{u}ib": 1024**i for i, u in enumerate("kmgt", start=1)}
@@ -36,9 +36,8 @@ def parse_duration(text: str | float, *, param: str) -> float:
     """
     match = _DURATION.fullmatch(text) if len(text := str(text)) <= _MOST_CHARS else None
     if not match:
-        raise SettingsError(
-            f"{param}: {shown(text)!r} is not a duration; write for example 90s, 15m, 12h, 7d or 2w, in lower case"
-        )
+        examples = "90s, 15m, 12h, 7d or 2w, in lower case"
+        raise SettingsError(f"{param}: {shown(text)!r} is not a duration; write for example {examples}")
     return float(match[1]) * _SECONDS[match[2]]
 
 

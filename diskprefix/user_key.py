@@ -1,7 +1,7 @@
-"""The secrets of a user: drawn at their first use and kept where only that user reads them.
+"""The secrets of a user, made at their first use, in files that only the user can read.
 
-Agents and commands send the key to a daemon without API keys, which takes it for their tenant. So they share a cache,
-and other users of the daemon can test no guesses on it. The token is that of the user's daemons.
+Agents and commands send the key to daemons without API keys, as their tenant: they share a cache, which other users
+cannot probe. The token gives access to the user's daemons.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ _SECRET = re.compile(r"[0-9a-f]{64}\n")
 
 
 def user_key(daemon: str | None = None) -> str:
-    """Returns the key of this user, for daemons of this user; with the address of another `daemon`, a key derived for
-    that one, whose owner thus learns no key for other daemons. Raises `SettingsError` if the file cannot be made, or
-    if others can read it."""
+    """Returns the key for this user's daemons, or a key derived for the address of another `daemon`, whose owner thus
+    learns no other key. Raises `SettingsError` if the file cannot be made, or if others can read it."""
     key = _secret("key")
     return key if daemon is None else hmac.new(key.encode(), daemon.encode(), "sha256").hexdigest()
 
 
 def user_token() -> str:
-    """Returns the secret of the token that daemons of this user take for their owner's: the same at each start, so an
-    open dashboard goes on. Raises as `user_key`."""
+    """Returns the secret of the owner's token, the same at each start, so that an open dashboard keeps working. Raises
+    as `user_key`."""
     return _secret("token")
 
 

@@ -1,7 +1,6 @@
-"""Finds the positions at which a prompt may be cut safely: directly behind a marker that the chat template wrote.
+"""Finds the positions at which a prompt may be cut safely: directly after a marker that the chat template wrote.
 
-`README.md` describes markers. The text of a message may spell one, where a request asks for that. It has stand-ins in
-what the template wrote, so it is no boundary.
+`README.md` describes markers. A marker that the text of a message spells has stand-ins, so it is no boundary.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Offsets: TypeAlias = Sequence[tuple[int, int]] | npt.NDArray[np.int32]
 
 
 def bound(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Finds the boundaries of the prompt, and the end of its system part."""
+    """Finds the boundaries of the prompt and the end of its system part."""
     template_input, written = draft.rendering.template_input, draft.rendering.written
     markers = template.markers_of(template_input.tools)
     boundaries = template_boundaries(draft.written_ids, draft.offsets, markers.values(), draft.rendering.text, written)
@@ -35,29 +34,26 @@ def bound(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
 def template_boundaries(
     token_ids: TokenIds | Sequence[int], offsets: Offsets, marker_ids: Collection[int], text: str, written: str
 ) -> tuple[int, ...]:
-    """Returns the positions behind the markers that the chat template wrote, ascending, each at most len(token_ids).
+    """Returns the positions after the markers that the chat template wrote, ascending.
 
-    `token_ids` and `offsets` belong to `text`; `written` is the same with stand-ins. Tokens without text (offsets
+    `token_ids` and `offsets` belong to `text`; `written` is `text` with stand-ins. Tokens without text (offsets
     (0, 0)), which the tokenizer adds, count as the template's.
     """
-    positions = raw_boundaries(token_ids, marker_ids)
-    if written == text:
-        return positions
 
     def is_written(position: int) -> bool:
         start, end = offsets[position - 1]
         return written[start:end] == text[start:end]
 
-    return tuple(filter(is_written, positions))
+    return tuple(filter(is_written, raw_boundaries(token_ids, marker_ids)))
 
 
 def text_boundaries(
     token_ids: TokenIds, num_added: tuple[int, int], marker_ids: Collection[int], bos_id: int | None
 ) -> tuple[int, ...]:
-    """Returns the positions behind special tokens and markers in a text without a template.
+    """Returns the positions after special tokens and markers in a text without a template.
 
-    Of the `num_added` tokens that the tokenizer adds before and behind the text, none is a boundary: BOS would be the
-    only one of a plain text, and then only that token could be saved.
+    The `num_added` tokens that the tokenizer adds before and after the text are no boundaries: BOS would be the only
+    boundary of a plain text, and then only that token could be saved.
     """
     begin, end = num_added[0], len(token_ids) - num_added[1]
     boundaries = tuple(position for position in raw_boundaries(token_ids, marker_ids) if begin < position <= end)
@@ -68,9 +64,9 @@ def text_boundaries(
 def system_end(boundaries: Sequence[int], offsets: Offsets, rendered: str, probe_rendered: str) -> int:
     """Returns the last of `boundaries` before the first message that is not a system message; 0 if there is none.
 
-    `boundaries` and `offsets` belong to `rendered`. `probe_rendered` is the template's output for `probe_of` its input:
-    the text up to the first difference does not depend on the later messages. A template that writes the system message
-    inside the first user turn has no boundary behind it: the result is then the start of that turn.
+    `boundaries` and `offsets` belong to `rendered`. `probe_rendered` is the rendering of `probe_of`: the text up to the
+    first difference does not depend on the later messages. If the template writes the system message inside the first
+    user turn, the result is the start of that turn.
     """
     agreed_chars = common_chars(rendered, probe_rendered)
     return max(takewhile(lambda end: offsets[end - 1][1] <= agreed_chars, boundaries), default=0)

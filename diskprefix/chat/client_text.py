@@ -1,8 +1,8 @@
-"""Keeps the texts of clients apart from what a chat template writes, so that they spell no tokens.
+"""Keeps the texts of clients apart from the text of the chat template, so that they spell no tokens.
 
-Before a conversation is rendered, the characters of a text that spell a token are replaced by *stand-ins*: characters
-of Unicode's private use area. A template copies, trims and joins them as it does letters. In its output each stand-in
-says two things: which character it stands for, and that a client wrote it.
+Before rendering, the characters of a text that spell a token are replaced by *stand-ins*: characters of Unicode's
+private use area, which a template copies, trims and joins as it does letters. In its output a stand-in tells which
+character it replaces, and that a client wrote it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Change: TypeAlias = Callable[[Author, str], str]
 
 
 class TokenTexts:
-    """Finds texts of tokens in other texts, as tokenizers do: the leftmost, and of these the longest. The case of
-    letters is ignored, because a template may change it. `cuts` are texts at which a template cuts others."""
+    """Finds the texts of tokens in other texts as tokenizers do: the leftmost, and of these the longest. Case is
+    ignored, because a template may change it. `cuts` are texts at which a template splits others."""
 
     def __init__(self, texts: Iterable[str], cuts: Iterable[str] = ()) -> None:
         self.texts = folded(texts)
@@ -42,8 +42,9 @@ class TokenTexts:
         self._sign = re.compile(f"[{signs}]" if signs else "(?!)", re.IGNORECASE)
 
     def split(self, text: str) -> list[str]:
-        """Splits a text. Every second piece is a token's text or a cut, or a part of a token's text at an end of the
-        text or beside a cut, which other text may complete. Blanks at the ends do not count: templates trim them."""
+        """Splits a text. Every second piece is a token's text, a cut, or a part of a token's text that adjacent text
+        may complete: at an end of the text or beside a cut. Blanks at the ends are ignored, since templates trim them.
+        """
         if self._sign.search(text) is None:
             return [text]
         pieces: list[str] = []
@@ -52,18 +53,18 @@ class TokenTexts:
         return pieces
 
     def _split_at_ends(self, text: str) -> list[str]:
-        said = text.strip()
-        head, tail = said[: self._longest], said[-self._longest :]
+        trimmed = text.strip()
+        head, tail = trimmed[: self._longest], trimmed[-self._longest :]
         sizes = range(len(head), 0, -1)
         first = next((k for k in sizes if head[k - 1].lower() in self._last and _shape(head[:k]) in self._ends), 0)
         last = next((k for k in sizes if tail[-k].lower() in self._first and _shape(tail[-k:]) in self._begins), 0)
         if not first and not last:
             return [text]
-        begin = text.index(said)
-        end = begin + len(said)
+        begin = text.index(trimmed)
+        end = begin + len(trimmed)
         middle = begin + first
-        behind = max(middle, end - last)
-        return [text[:begin], text[begin:middle], text[middle:behind], text[behind:end], text[end:]]
+        after = max(middle, end - last)
+        return [text[:begin], text[begin:middle], text[middle:after], text[after:end], text[end:]]
 
     def spelled(self, text: str, begin: int, end: int) -> bool:
         """Returns whether a token's text in `text` has one of the characters from `begin` to `end`."""
@@ -76,17 +77,17 @@ class TokenTexts:
 
 
 def folded(texts: Iterable[str]) -> frozenset[str]:
-    """Returns texts in small letters."""
+    """Returns the texts in lower case, without empty ones."""
     return frozenset(text.lower() for text in texts if text)
 
 
 def _shape(text: str) -> str:
-    """Returns a text in small letters with 0 for any number: thousands of tokens may differ in a number only."""
+    """Returns a text in lower case with 0 for each number: thousands of tokens may differ in a number only."""
     return re.sub("[0-9]+", "0", text.lower())
 
 
 def _alternatives(texts: Iterable[str]) -> str:
-    """Returns a pattern for texts, written as a tree: at each place few are tried. NUL stands for any number."""
+    """Returns a pattern for texts, written as a tree to try few at each position. NUL stands for any number."""
     ordered = sorted(texts)
     branches = [
         ("[0-9]+" if first == "\0" else re.escape(first)) + _alternatives(text[1:] for text in begun)
@@ -98,17 +99,12 @@ def _alternatives(texts: Iterable[str]) -> str:
 
 
 class TextRules:
-    """The rules for the texts of each author. They must not spell the tokens that `never` returns for the author. They
-    may spell the other `markers`, but no boundary is behind those. With `joins`, a token that a text spells together
-    with the text beside it counts as such a marker; otherwise it becomes no token."""
+    """The rules for the texts of each author. A text must not spell the tokens that `never` returns for its author. It
+    may spell other `markers`, which are no boundaries then. With `joins`, a token that a text spells together with
+    adjacent text counts as such a marker; otherwise it becomes no token."""
 
     def __init__(
-        self,
-        tokens: TokenTexts,
-        markers: Iterable[str],
-        never: Callable[[Author], Iterable[str]],
-        *,
-        joins: bool = False,
+        self, tokens: TokenTexts, markers: Iterable[str], never: Callable[[Author], Iterable[str]], joins: bool = False
     ) -> None:
         self.tokens, self.markers, self.joins = tokens, folded(markers), joins
         self.never = cache(lambda author: folded(never(author)))
@@ -120,7 +116,7 @@ class TextRules:
 
 
 class StandIns:
-    """The stand-ins of one prompt, which are not `used` in it. Every function keeps the length of a text."""
+    """The stand-ins of one prompt, none of which is `used` in it. Every method keeps the length of a text."""
 
     def __init__(self, rules: TextRules, used: Collection[str] = ()) -> None:
         self._rules = rules
@@ -130,9 +126,9 @@ class StandIns:
         self._doubtful = {ord(char): code for char, code in zip(rules.characters, codes[size:], strict=True)}
         self._doubtful_originals = {code: char for char, code in self._doubtful.items()}
         self._originals = {code: char for char, code in self._never.items()} | self._doubtful_originals
-        one = f"[{chr(codes[0])}-{chr(codes[-1])}]" if codes else "(?!)"
-        # The search for one character is faster than that for a repetition.
-        self._any = re.compile(f"({one}{one}*)")
+        any_code = f"[{chr(codes[0])}-{chr(codes[-1])}]" if codes else "(?!)"
+        # Searching for one character is faster than for a repetition.
+        self._any = re.compile(f"({any_code}{any_code}*)")
 
     def are_in(self, text: str) -> bool:
         return self._any.search(text) is not None
@@ -146,27 +142,27 @@ class StandIns:
         return "".join(pieces)
 
     def _of(self, author: Author, spelled: str) -> Mapping[int, int]:
-        """Returns the stand-ins for a piece of a text, which is a token's text, a cut, or a part of a token's text."""
+        """Returns the stand-ins for a token's text, a cut, or a part of a token's text."""
         is_part = spelled not in self._rules.tokens.known
         if spelled in self._rules.never(author) or (is_part and not self._rules.joins):
             return self._never
         return self._doubtful if is_part or spelled in self._rules.markers else {}
 
     def are_escaped_in(self, written: str) -> bool:
-        """Returns whether a text has an escape that may stand for a stand-in."""
+        """Returns whether a text has an escape of a stand-in."""
         return any(_escaped(match) in self._originals for match in _ESCAPE.finditer(written))
 
     def others(self) -> StandIns:
-        """Returns stand-ins for the same characters, none of which is one of these."""
+        """Returns other stand-ins for the same characters."""
         return StandIns(self._rules, set(map(chr, self._originals)))
 
     def moved(self, text: str, others: StandIns) -> str:
-        """Returns a text with `others` in the place of these stand-ins."""
+        """Returns a text with these stand-ins replaced by `others`."""
         return text.translate(dict(zip(self._originals, others._originals, strict=True)))
 
     def unescaped(self, written: str, others: StandIns, written_with_others: str) -> str:
-        """Returns what a template wrote, without the escapes of JSON or Python in the place of stand-ins. The same
-        place of `written_with_others` has the escape of the other stand-in; an escape that a client wrote stays."""
+        """Returns a rendered text with stand-ins in the place of their escapes in JSON or Python. There
+        `written_with_others` has the escape of the other stand-in; an escape that a client typed stays."""
         moved = dict(zip(self._originals, others._originals, strict=True))
 
         def stand_in(match: re.Match[str]) -> str:
@@ -177,11 +173,11 @@ class StandIns:
         return _ESCAPE.sub(stand_in, written)
 
     def text(self, written: str) -> str:
-        """Returns the text that is written: each character is the client's."""
+        """Returns the text with the client's characters."""
         return self._any.sub(lambda match: match[0].translate(self._originals), written)
 
     def read(self, written: str) -> tuple[str, str]:
-        """Returns the text that is written, and the same with stand-ins where a token's text must become no token."""
+        """Returns the text, and the text with stand-ins where it must become no token."""
         pieces = self._any.split(written)
         runs, pieces[1::2] = pieces[1::2], [run.translate(self._originals) for run in pieces[1::2]]
         text, ends = "".join(pieces), [*accumulate(map(len, pieces))]
@@ -203,18 +199,18 @@ def _escaped(match: re.Match[str]) -> int:
 
 
 def private_characters(number: int, used: Collection[str]) -> range:
-    """Returns the codes of successive characters of the private use area that are not `used`. Raises `InvalidRequest`
-    if there are none."""
+    """Returns the codes of successive unused characters of the private use area. Raises `InvalidRequest` if there are
+    none."""
     for begin in range(0xF0000, 0x10FFFE, max(number, 1)):
         codes = range(begin, begin + number)
-        # The last two characters of a plane are none.
+        # The last two codes of a plane are no characters.
         if (begin & 0xFFFF) + number <= 0xFFFE and not any(chr(code) in used for code in codes):
             return codes
     raise InvalidRequest("the prompt has characters of every part of Unicode's private use area")
 
 
 def with_stand_ins(value: T, rules: TextRules, visit: Callable[[T, Change], T]) -> tuple[T, StandIns | None]:
-    """Returns `value` with stand-ins in its texts, which `visit` finds, and the stand-ins; None if it needs none."""
+    """Returns `value` with stand-ins in the texts that `visit` finds, and the stand-ins, None if it needs none."""
     texts: list[str] = []
 
     def change(author: Author, text: str) -> str:

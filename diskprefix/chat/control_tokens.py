@@ -33,20 +33,23 @@ _MARKUP = {
 
 
 def control_texts(added: Mapping[int, AddedToken]) -> frozenset[str]:
-    """Returns the texts of control tokens: all special tokens, and other added tokens unless they stand for ordinary
-    text, which has them so that it takes fewer tokens."""
+    """Returns the texts of control tokens: all special tokens, and other added tokens except those that only shorten
+    ordinary text."""
     return frozenset(
         token.content
         for token in added.values()
-        if token.content.strip("▁ \t\r\n") and (token.special or _is_no_ordinary_text(token.content))
+        if token.content.strip("▁ \t\r\n") and (token.special or _is_control(token.content))
     )
 
 
 def looks_like_a_marker(text: str) -> bool:
-    """Returns whether `text` is neither a word nor blanks, which may be added tokens but are no separators."""
-    return any(map(str.isalpha, text)) and any(not (c.isalnum() or c.isspace() or c in "_▁") for c in text)
+    """Returns whether `text` has letters and signs. Words and blanks may be added tokens, but are no separators."""
+    return any(map(str.isalpha, text)) and bool(_signs(text))
 
 
-def _is_no_ordinary_text(text: str) -> bool:
-    signs = {char for char in text if not (char.isalnum() or char.isspace() or char in "_▁")}
-    return (looks_like_a_marker(text) or len(signs) > 1) and text not in _MARKUP
+def _is_control(text: str) -> bool:
+    return (looks_like_a_marker(text) or len(_signs(text)) > 1) and text not in _MARKUP
+
+
+def _signs(text: str) -> set[str]:
+    return {char for char in text if not (char.isalnum() or char.isspace() or char in "_▁")}

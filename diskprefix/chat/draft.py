@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -53,8 +53,8 @@ class ReplySpan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptDraft:
-    """A prompt while it is made. Comments name the step that sets the fields. `replies` are records of earlier replies,
-    `known` encoded texts of earlier prompts; None if the request does without them."""
+    """A prompt while it is made. Comments name the step that sets the fields. `replies` has the records of earlier
+    replies, `known` the encoded texts of earlier prompts; both are None if the request does not use them."""
 
     conversation: Conversation
     """Set by the caller; `normalise`, `place` and `fit` change it."""
@@ -63,7 +63,7 @@ class PromptDraft:
 
     # recall
     remembered: Mapping[int, SampledTurn] = field(default_factory=dict)
-    """Remembered replies by the index of their message, ascending."""
+    """Recorded replies by the index of their message, ascending."""
     conversation_hash: ConversationHash | None = None
 
     # read_pictures
@@ -81,17 +81,14 @@ class PromptDraft:
     offsets: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """As in `Encoding`. A sampled token has the characters of its whole span."""
     written_ids: TokenIds = field(default_factory=lambda: as_token_ids([]))
-    """The prompt's token ids, -1 for sampled ones: the template did not write those. So have the tokens of a picture,
-    except the last."""
+    """The token ids that the template wrote: -1 for sampled tokens and for all but the last token of a picture."""
 
     prompt: Prompt = field(default_factory=lambda: Prompt(token_ids=as_token_ids([])))
     """The result. Each step sets its own fields."""
 
     @property
-    def said(self) -> Conversation:
-        """The conversation in the words of the remembered replies."""
-        if not self.remembered:
-            return self.conversation
+    def replayed_conversation(self) -> Conversation:
+        """The conversation in the words of the recorded replies."""
         messages = list(self.conversation.messages)
         for index, sampled in self.remembered.items():
             messages[index] = with_turn(messages[index], sampled.turn)
@@ -114,7 +111,5 @@ Compress: TypeAlias = Callable[[Sequence[DraftStep], CountTokens, PromptDraft], 
 
 
 def run_steps(steps: Sequence[DraftStep], draft: PromptDraft) -> PromptDraft:
-    """Returns what the last of `steps` makes of the draft."""
-    for step in steps:
-        draft = step(draft)
-    return draft
+    """Returns the draft after all `steps`."""
+    return reduce(lambda done, step: step(done), steps, draft)

@@ -33,18 +33,14 @@ _PROBED_CHARS_PER_POSITION = 32
 """The characters that are encoded first in a longer text. Real text has about four characters per token."""
 
 
-def encoded(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Encoding]:
+def encode_texts(backend: Tokenizer, texts: Sequence[str]) -> list[Encoding]:
     """Encodes texts in parallel, without the tokens that the tokenizer adds."""
-    return encoded_by(tokenizer.backend_tokenizer, texts)
-
-
-def encoded_by(backend: Tokenizer, texts: Sequence[str]) -> list[Encoding]:
     batch = backend.encode_batch(texts, add_special_tokens=False)
-    return [Encoding(np.array(one.ids, np.int32), np.array(one.offsets, np.int32).reshape(-1, 2)) for one in batch]
+    return [Encoding(np.array(text.ids, np.int32), np.array(text.offsets, np.int32).reshape(-1, 2)) for text in batch]
 
 
 def joined(parts: Iterable[tuple[int, Encoding]]) -> Encoding:
-    """Joins at least one part of a text. Each comes with its first character's position in the text."""
+    """Joins one or more parts of a text, each given with the position of its first character."""
     ids, offsets = [], []
     for begin, part in parts:
         ids.append(part.token_ids)
@@ -54,8 +50,8 @@ def joined(parts: Iterable[tuple[int, Encoding]]) -> Encoding:
 
 
 def encode(encoder: Encoder, template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Encodes the rendered text, with sampled tokens in the place of its spans. Reasoning that the client left out may
-    make the prompt too long. Then all replies stand as the client sent them."""
+    """Encodes the rendered text, with sampled tokens in its spans. If reasoning that the client left out makes the
+    prompt too long, all replies are encoded as the client sent them."""
     try:
         return _with_tokens(encoder, draft)
     except ContextTooLong:
@@ -72,12 +68,12 @@ def _with_tokens(encoder: Encoder, draft: PromptDraft) -> PromptDraft:
     written_ids: list[TokenIds] = []
     begin = 0
     for span in (*draft.spans, end_of_text):
-        adds_special = not begin and encoder.adds_bos(text)
         expanded = pictures.expanded(text[begin : span.begin], for_tokens[begin : span.begin])
-        part = encoder.encode(
-            expanded.text, expanded.for_tokens, adds_special=adds_special, param=param, known=draft.known
-        )
-        parts += [(begin, part._replace(offsets=expanded.rendered(part.offsets))), (span.begin, _sampled(span))]
+        adds_special = not begin and encoder.adds_bos(text)
+        part = encoder.encode(*expanded[:2], adds_special=adds_special, param=param, known=draft.known)
+        offsets = np.tile(np.array([0, span.end - span.begin], np.int32), (len(span.token_ids), 1))
+        sampled = Encoding(np.array(span.token_ids, np.int32), offsets)
+        parts += [(begin, part._replace(offsets=expanded.rendered(part.offsets))), (span.begin, sampled)]
         written_ids += [part.token_ids, np.full(len(span.token_ids), -1, np.int32)]
         begin = span.end
     token_ids, offsets = joined(parts)
@@ -88,13 +84,8 @@ def _with_tokens(encoder: Encoder, draft: PromptDraft) -> PromptDraft:
     return draft.with_prompt(token_ids=token_ids, pictures=placed, replayed=len(draft.spans))
 
 
-def _sampled(span: ReplySpan) -> Encoding:
-    offsets = np.tile(np.array([0, span.end - span.begin], np.int32), (len(span.token_ids), 1))
-    return Encoding(np.array(span.token_ids, np.int32), offsets)
-
-
 def added_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Returns the tokens that a tokenizer puts before and behind every text, such as BOS."""
+    """Returns the tokens that a tokenizer puts before and after every text, such as BOS."""
     (alone,) = tokenizer.backend_tokenizer.encode_batch([_PROBE], add_special_tokens=False)
     (encoding,) = tokenizer.backend_tokenizer.encode_batch([_PROBE])
     begin = next((k for k, is_added in enumerate(encoding.special_tokens_mask) if not is_added), len(encoding.ids))
@@ -105,8 +96,8 @@ class TextParts:
     """Cuts texts where their parts, encoded alone, give the tokens of the whole text: before a special token.
 
     Tokenizers find their added tokens first, the leftmost and of these the longest, and encode the text between them
-    piece by piece (`AddedVocabulary` of the library tokenizers). So the two sides of such a token are independent,
-    unless a token takes blanks beside it, must be a word, or overlaps the beginning of another.
+    piece by piece (`AddedVocabulary` of the library tokenizers). So the text before such a token is independent of the
+    rest, unless a token takes adjacent blanks, must be a word, or overlaps the beginning of another.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -117,7 +108,7 @@ class TextParts:
         self._separator = re.compile("|".join(map(re.escape, found)) or "(?!)")
 
     def of(self, text: str) -> list[str]:
-        """Returns the parts of a text. A longer text that begins with this one has the same parts, except the last."""
+        """Returns the parts of a text. All but the last are also parts of any longer text that begins with this one."""
         begins = [0]
         while match := self._separator.search(text, begins[-1] + PART_CHARS):
             begins.append(match.start())
@@ -125,9 +116,9 @@ class TextParts:
 
     @staticmethod
     def _holds(tokenizer: PreTrainedTokenizerFast, separators: list[str]) -> bool:
-        """Returns whether a trial gives the same tokens: a tokenizer may have unknown steps."""
+        """Returns whether parts give the tokens of the whole in a trial: a tokenizer may have unknown steps."""
         parts = [separator + _PROBE.format(separator, separators[0]) for separator in separators[:8]]
-        whole, *alone = encoded(tokenizer, ["".join(parts), *parts])
+        whole, *alone = encode_texts(tokenizer.backend_tokenizer, ["".join(parts), *parts])
         found = joined(zip(accumulate(map(len, parts), initial=0), alone, strict=False))
         return all(map(np.array_equal, whole, found))
 
@@ -151,7 +142,7 @@ def _separating(added: Iterable[AddedToken]) -> list[str]:
 
 
 class PlainTexts:
-    """Encodes texts in which some added tokens must not be found. All else is encoded as by the tokenizer."""
+    """Encodes texts in which some added tokens must not be found, and all else as the tokenizer does."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._backend = tokenizer.backend_tokenizer
@@ -159,12 +150,12 @@ class PlainTexts:
         self._contents = {index: token.content for index, token in added.items()}
         control = control_texts(added)
         self._control = {index for index, token in added.items() if token.content in control}
-        self.has_normalized = self._backend.normalizer is not None and any(one.normalized for one in added.values())
+        self.has_normalized = self._backend.normalizer is not None and any(token.normalized for token in added.values())
         """Whether a text may become a token that it does not spell: `＜s＞` may become `<s>`."""
 
     def encode(self, text: str, for_tokens: str, found: Encoding) -> Encoding:
-        """Returns the tokens of a text. `found` are the tokens of `for_tokens`: the added tokens among them are those
-        of the text, except control tokens that it does not spell."""
+        """Returns the tokens of a text. Its added tokens are those in `found`, the tokens of `for_tokens`, except
+        control tokens that `for_tokens` does not spell."""
         right: dict[int, tuple[int, int]] = {}
         is_right = text == for_tokens
         for at in np.flatnonzero(np.isin(found.token_ids, [*self._contents])).tolist():
@@ -175,14 +166,14 @@ class PlainTexts:
                 right[begin] = index, end
         if is_right:
             return found
-        # The added tokens become characters that the text does not have, and these the only added tokens.
+        # Each added token is replaced by a character that the text does not have, the only added token of the backend.
         guard = chr(private_characters(1, set(text))[0])
-        pieces, behind = [], 0
+        pieces, last = [], 0
         for begin, (_, end) in right.items():
-            pieces += [text[behind:begin], guard * (end - begin)]
-            behind = end
+            pieces += [text[last:begin], guard * (end - begin)]
+            last = end
         backend = self.without_tokens(guard)
-        [plain] = encoded_by(backend, ["".join([*pieces, text[behind:]])])
+        [plain] = encode_texts(backend, ["".join([*pieces, text[last:]])])
         guard_id = backend.token_to_id(guard)
         parts, first = [], 0
         for at in np.flatnonzero(np.isin(plain.token_ids, [guard_id, *self._control])).tolist():
@@ -203,7 +194,7 @@ class PlainTexts:
         return joined((0, part) for part in parts)
 
     def without_tokens(self, *added: str) -> Tokenizer:
-        """Returns the tokenizer with no added tokens but these."""
+        """Returns the tokenizer with these added tokens only."""
         backend = Tokenizer(self._backend.model)
         backend.normalizer, backend.pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
         backend.add_tokens([AddedToken(text, normalized=False) for text in added])
@@ -215,9 +206,8 @@ class PlainTexts:
 
 
 class Encoder:
-    """Encodes the prompts of one model. Errors name the field `param`. Thread-safe. `positions_limit` says in an error
-    why no more than `max_positions` are served. With a `processor` each prompt begins with a BOS, as the processors of
-    multimodal models write it."""
+    """Encodes the prompts of one model. Errors name the field `param`. Thread-safe. `positions_limit` tells clients why
+    no more than `max_positions` are served. With a `processor`, prompts begin with BOS, as multimodal models expect."""
 
     def __init__(
         self,
@@ -236,7 +226,7 @@ class Encoder:
         tokenizer("", add_special_tokens=False, verbose=False)
         self._parts = TextParts(tokenizer)
         self.added = added_tokens(tokenizer)
-        """Token ids that the tokenizer puts before and behind a text."""
+        """Token ids that the tokenizer puts before and after a text."""
 
     def warm_up(self) -> None:
         """Computes the values that the first prompt needs."""
@@ -254,9 +244,9 @@ class Encoder:
     ) -> Encoding:
         """Returns the tokens of `text`, and with `adds_special` those that the tokenizer adds, such as BOS.
 
-        Added tokens are looked for in `for_tokens`, which is `text` with stand-ins where none may be found; in all of
-        `text` if it is None. Long parts of the text are looked up in `known`, and kept there. Raises `InvalidRequest`
-        for a text without tokens or with half a character, and `ContextTooLong`.
+        Added tokens are searched for in `for_tokens`, which is `text` with stand-ins where none may be found; None: in
+        `text`. Long parts are looked up in `known`, and added to it. Raises `InvalidRequest` for a text without tokens
+        or with half a character, and `ContextTooLong`.
         """
         if (least := self._least(text)) >= self._max_positions:
             raise self._too_long(f"at least {least}", param)
@@ -269,7 +259,7 @@ class Encoder:
         begins = [0, *accumulate(map(len, parts := self._parts.of(text if for_tokens is None else for_tokens)))]
         texts = [text[begin:end] for begin, end in pairwise(begins)]
         all_plain = for_tokens is not None and self._plain.has_normalized
-        # No text has the half of a surrogate pair: a part that may not spell tokens is not taken for one that may.
+        # No text has a lone surrogate, so it separates parts that may not spell tokens from those that may.
         is_plain = [all_plain or own != part for own, part in zip(texts, parts, strict=True)]
         keys = [f"{texts[k]}\ud800{part}" if is_plain[k] else part for k, part in enumerate(parts)]
         long = [k for k, own in enumerate(texts) if len(own) >= PART_CHARS] if known is not None else []
@@ -281,7 +271,9 @@ class Encoder:
                 encodings[k] = self._plain.encode(texts[k], parts[k], encodings[k])
         encoding = joined((begins[k], encodings[k]) for k in range(len(parts)))
         if adds_special:
-            encoding = encoding.between(*self.added)
+            before, after = (np.array(ids, np.int32) for ids in self.added)
+            offsets = np.pad(encoding.offsets, ((len(before), len(after)), (0, 0)))
+            encoding = Encoding(np.concatenate([before, encoding.token_ids, after]), offsets)
         if not len(encoding.token_ids):
             raise InvalidRequest.at(param, "the prompt has no tokens")
         self.check_positions(len(encoding.token_ids), param)
@@ -300,20 +292,20 @@ class Encoder:
         return self.processor is not None and not (bos and text.startswith(bos))
 
     def _encoded(self, texts: Sequence[str]) -> list[Encoding]:
-        return encoded(self._tokenizer, texts)
+        return encode_texts(self._tokenizer.backend_tokenizer, texts)
 
     @cached_property
     def _longest_token(self) -> int:
-        """The number of characters of the longest token of the vocabulary. A byte counts as a character."""
+        """The characters of the longest token of the vocabulary. A byte counts as a character."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     def _least(self, text: str) -> int:
-        """Returns a lower bound of the number of tokens. To encode megabytes of blanks, which are few tokens, takes a
-        minute and gigabytes of memory."""
+        """Returns a lower bound of the number of tokens. Encoding megabytes of blanks, which are few tokens, takes a
+        minute and gigabytes."""
         return len(text) // self._longest_token
 
     def _probe(self, text: str, param: str) -> None:
-        """Raises `ContextTooLong` if the beginning of a long text has too many tokens, before all of it is encoded."""
+        """Raises `ContextTooLong` if the beginning of a long text alone has too many tokens."""
         limit = self._max_positions * _PROBED_CHARS_PER_POSITION
         if len(text) > limit:
             begins = self._tokenizer(text[:limit], add_special_tokens=False, verbose=False)["input_ids"]
@@ -326,7 +318,7 @@ class Encoder:
             raise self._too_long(str(num_tokens), param)
 
     def _too_long(self, num_tokens: str, param: str) -> ContextTooLong:
-        # Agents look for the words of Anthropic's API, "prompt is too long: N tokens > M", and then shorten it.
+        # Agents look for the words of Anthropic's API, "prompt is too long: N tokens > M", and then compact.
         return ContextTooLong(
             f"{param}: the prompt is too long: {num_tokens} tokens > {self._max_positions}, {self._positions_limit} "
             "for prompt and reply together",

@@ -1,7 +1,4 @@
-"""A text with a gap, as code editors send it, written with the tags that a tokenizer names for it.
-
-The tags are those that llama.cpp's server knows (`llama-vocab.cpp`).
-"""
+"""Fill-in-the-middle prompts of code editors, with the tags that llama.cpp's server knows (`llama-vocab.cpp`)."""
 
 from __future__ import annotations
 
@@ -13,42 +10,42 @@ from diskprefix.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class FillIn:
-    """A text with a gap behind `before`. `files` are others, by name, that the model may look at. `begun` is the
-    beginning of what is written into the gap. `path` is the field of the request that asks for it. With
-    `special_tokens_in_text`, the texts may spell control tokens."""
+    """A text with a gap between `prefix` and `suffix`. `files` are pairs of name and text, as context. The filling
+    starts with `beginning`. Errors name the field `path`. With `special_tokens_in_text`, texts may spell control
+    tokens."""
 
-    before: str
-    behind: str
+    prefix: str
+    suffix: str
     path: str
     files: tuple[tuple[str, str], ...] = ()
-    begun: str = ""
+    beginning: str = ""
     special_tokens_in_text: bool = False
 
     def changed(self, change: Callable[[str], str]) -> FillIn:
-        """Returns the gap with each of its texts changed."""
+        """Returns the same gap with each text changed."""
         files = tuple((change(name), change(text)) for name, text in self.files)
-        before, behind, begun = map(change, (self.before, self.behind, self.begun))
-        return replace(self, before=before, behind=behind, begun=begun, files=files)
+        prefix, suffix, beginning = map(change, (self.prefix, self.suffix, self.beginning))
+        return replace(self, prefix=prefix, suffix=suffix, beginning=beginning, files=files)
 
 
 @dataclass(frozen=True)
 class FillInTags:
-    """The tags of a family of models. With `behind_first`, what is behind the gap comes first. `file` separates files,
-    each of which begins with its name."""
+    """The tags of a family of models. With `suffix_first`, the suffix comes first. `file` separates files, each of
+    which begins with its name."""
 
-    before: str
-    behind: str
+    prefix: str
+    suffix: str
     middle: str = ""
-    behind_first: bool = False
+    suffix_first: bool = False
     file: str = ""
     ends: tuple[str, ...] = ()
     """Added tokens that end a reply, besides the model's own."""
 
     def text_of(self, gap: FillIn) -> str:
-        before, behind = self.before + gap.before, self.behind + gap.behind
-        parts = (behind, before) if self.behind_first else (before, behind)
+        prefix, suffix = self.prefix + gap.prefix, self.suffix + gap.suffix
+        parts = (suffix, prefix) if self.suffix_first else (prefix, suffix)
         files = [f"{self.file}{name}\n{text}\n" for name, text in gap.files] if self.file else []
-        return "".join([*files, self.file if files else "", *parts, self.middle, gap.begun])
+        return "".join([*files, self.file if files else "", *parts, self.middle, gap.beginning])
 
 
 _PADS = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<fim_pad>", "<fim-pad>")
@@ -60,22 +57,17 @@ _KNOWN = (
     FillInTags("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     FillInTags("<|prefix|>", "<|suffix|>", "<|middle|>"),
     FillInTags("▁<PRE>", "▁<SUF>", "▁<MID>", ends=("▁<EOT>",)),
-    FillInTags("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", behind_first=True),
-    FillInTags("[PREFIX]", "[SUFFIX]", behind_first=True),
+    FillInTags("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
+    FillInTags("[PREFIX]", "[SUFFIX]", suffix_first=True),
 )
 
 
 def fill_in_tags(added: Collection[str], gap: FillIn) -> FillInTags:
-    """Returns the tags for `gap`, of which `added`, the tokenizer's added tokens, has all. Raises `InvalidRequest` if
-    the model was not trained to fill a gap."""
+    """Returns the tags whose texts are all `added` tokens. Raises `InvalidRequest` if the model was not trained to fill
+    a gap."""
     for tags in _KNOWN:
-        if all(tag in added for tag in (tags.before, tags.behind, tags.middle) if tag):
+        if all(tag in added for tag in (tags.prefix, tags.suffix, tags.middle) if tag):
             file = tags.file if tags.file in added else ""
-            ends = tuple(end for end in tags.ends if end in added)
-            return FillInTags(tags.before, tags.behind, tags.middle, tags.behind_first, file, ends)
-    raise InvalidRequest.at(
-        gap.path,
-        "this model's tokenizer names no tokens for filling in; serve one that was trained for it, such as "
-        "Qwen2.5-Coder",
-        code="unsupported",
-    )
+            return replace(tags, file=file, ends=tuple(end for end in tags.ends if end in added))
+    problem = "this model's tokenizer names no tokens for filling in; serve one that was trained for it, such as "
+    raise InvalidRequest.at(gap.path, f"{problem}Qwen2.5-Coder", code="unsupported")

@@ -1,4 +1,4 @@
-"""Texts that earlier prompts had, as tokens in memory."""
+"""Encoded texts of earlier prompts, in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,14 +26,9 @@ class Encoding(NamedTuple):
     offsets: npt.NDArray[np.int32]
     """First and last character (exclusive) of each token, shape (num_tokens, 2). (0, 0): the tokenizer added it."""
 
-    def between(self, before: Sequence[int], behind: Sequence[int]) -> Encoding:
-        """Returns these tokens with others without text before and behind them."""
-        token_ids = np.concatenate([np.array(before, np.int32), self.token_ids, np.array(behind, np.int32)])
-        return Encoding(token_ids, np.pad(self.offsets, ((len(before), len(behind)), (0, 0))))
-
 
 class KnownParts:
-    """Encoded parts of earlier prompts, in memory. The least recently used go. For any thread."""
+    """An LRU cache of encoded parts of prompts. Thread-safe."""
 
     def __init__(self) -> None:
         self._parts: OrderedDict[tuple[Hashable, bytes], tuple[Encoding, float]] = OrderedDict()
@@ -64,7 +59,7 @@ class KnownParts:
                 self._drop(next(iter(self._parts)))
 
     def forget(self, is_gone: Callable[[Hashable], bool]) -> None:
-        """Drops what has expired, and the parts of owners that are gone."""
+        """Drops expired parts, and the parts of owners that are gone."""
         now = time.monotonic()
         with self._lock:
             for key in [key for key, (_, until) in self._parts.items() if until <= now or is_gone(key[0])]:
@@ -77,8 +72,8 @@ class KnownParts:
 
 @dataclass(frozen=True)
 class OwnedParts:
-    """The known parts that one request finds: those of its `owner`. New ones are kept for `lasts_s` seconds after their
-    last use, unless it `keeps` none."""
+    """The known parts of the `owner` of a request. If it `keeps` new parts, they last `lasts_s` seconds after their
+    last use."""
 
     known: KnownParts
     owner: Hashable
@@ -89,7 +84,7 @@ class OwnedParts:
         return self.known.get(self.owner, text)
 
     def put(self, text: str, encoding: Encoding) -> None:
-        """Keeps a part, or the one that was found for longer."""
+        """Adds a part, or renews the time of a known one."""
         if self.keeps:
             self.known.put(self.owner, text, encoding, self.lasts_s)
 

@@ -1,6 +1,6 @@
 """Finds the positions that a client marks with `cache_control`: on tools, messages and content parts.
 
-The conversation is rendered once more, cut off at the mark, or with another user message behind it; `README.md` gives
+The conversation is rendered once more, cut off at the mark, or with another user message after it; `README.md` gives
 the reason. In the second case the position may include the header of the next message, but never its text.
 """
 
@@ -36,8 +36,8 @@ Render: TypeAlias = Callable[[TemplateInput], str]
 
 @dataclass(frozen=True)
 class MarkTarget:
-    """The object that is marked: tool or message `index`, or the message's content up to `end`: as many characters of
-    its text, or as many parts if it has images."""
+    """The marked object: tool or message `index`, or the first `end` characters of the message's text (the first `end`
+    parts if it has images)."""
 
     kind: Literal["tools", "messages"]
     index: int
@@ -47,18 +47,17 @@ class MarkTarget:
 
 def mark(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     """Finds the positions that the client marked."""
-    targets = mark_targets(draft.said)
+    targets = mark_targets(draft.replayed_conversation)
     if not targets:
         return draft
-    # With stand-ins: the text of a message must not pass for what the template writes at the end of a message.
+    # With stand-ins: the text of a message must not pass for the template's end of a message.
+    template_input, written = draft.rendering.template_input, draft.rendering.written
     render = partial(template.try_render, ending="none")
-    rendering = draft.rendering
-    marks = find_marks(targets, rendering.template_input, rendering.written, draft.offsets, render)
-    return draft.with_prompt(marks=marks)
+    return draft.with_prompt(marks=find_marks(targets, template_input, written, draft.offsets, render))
 
 
 def mark_targets(conversation: Conversation) -> list[MarkTarget]:
-    """Returns the targets of the last `MAX_MARKS` marks of a conversation, tools before messages."""
+    """Returns the targets of the last `MAX_MARKS` marks, tools before messages."""
     targets = [MarkTarget("tools", k, mark.ttl_s) for k, mark in conversation.tool_marks]
     for i, message in enumerate(conversation.messages):
         targets += _targets_in(message, i)
@@ -81,14 +80,10 @@ def _targets_in(message: Message, index: int) -> list[MarkTarget]:
 
 
 def find_marks(
-    targets: Sequence[MarkTarget],
-    template_input: TemplateInput,
-    rendered: str,
-    offsets: Offsets,
-    render: Render,
+    targets: Sequence[MarkTarget], template_input: TemplateInput, rendered: str, offsets: Offsets, render: Render
 ) -> tuple[Mark, ...]:
-    """Returns the positions behind `targets`, ascending and without repeats. The longest time to live counts. A target
-    without a position is left out. `rendered` is the rendering of `template_input`, `offsets` belong to its tokens."""
+    """Returns the positions after `targets`, ascending and distinct, with the longest time to live of each. Skips a
+    target without a position. `rendered` is the rendering of `template_input`, and `offsets` belong to its tokens."""
     found: dict[int, float | None] = {}
     of_messages = [target for target in targets if target.kind == "messages"]
     # An empty list, not None: some tokenizers have one template for requests with tools and another for those without.
@@ -99,8 +94,7 @@ def find_marks(
         num_chars = _num_chars_before(target, template_input, rendered, render)
         position = _tokens_within(num_chars, offsets, len(rendered))
         if not position:
-            place = f"{target.kind}.{target.index}"
-            log.debug("the mark on %s is ignored: its position in the prompt cannot be found", place)
+            log.debug("the mark on %s.%d is ignored: its position cannot be found", target.kind, target.index)
             continue
         times = [ttl_s for ttl_s in (found.get(position), target.ttl_s) if ttl_s is not None]
         found[position] = max(times, default=None)
@@ -117,8 +111,8 @@ def _num_chars_before(target: MarkTarget, template_input: TemplateInput, rendere
 
 
 def _contains_target(text: str, target: MarkTarget, ending: TemplateInput) -> bool:
-    """Returns whether `text`, the rendering of `ending`, contains the marked object. Some templates write system
-    messages and tools only together with the first user message."""
+    """Returns whether `text`, the rendering of `ending`, has the marked object: some templates write system messages
+    and tools only with the first user message."""
     if target.kind == "tools":
         return any(tool["function"]["name"] in text for tool in (ending.tools or [])[-1:])
     # A message that is cut inside its text ends in a character that the prompt does not have there.
@@ -127,7 +121,7 @@ def _contains_target(text: str, target: MarkTarget, ending: TemplateInput) -> bo
 
 
 def _cut(target: MarkTarget, template_input: TemplateInput) -> tuple[TemplateInput, TemplateInput]:
-    """Returns the input cut off at the mark, and the same with another user message behind the mark."""
+    """Returns the input cut off at the mark, and the input with another user message after the mark."""
     if target.kind == "tools":
         head = template_input.leading_system
         rest = template_input.messages[len(head) :]

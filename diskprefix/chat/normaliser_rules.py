@@ -54,7 +54,7 @@ class Normaliser:
         return (replace(conversation, messages=messages), paths) if paths and messages else (conversation, ())
 
     def _rewritten(self, part: ContentPart) -> ContentPart | None:
-        """Returns a part after `drop` or `zero`: the same object if nothing changes, None if no text is left."""
+        """Returns a part after `drop` or `zero`: the same object if unchanged, None if no text is left."""
         if not isinstance(part, TextPart):
             return part
         if self.action == "drop":
@@ -78,15 +78,15 @@ class Normaliser:
                 marks.append(message.mark)
         if not moved or not others:
             return conversation, ()
-        if behind := [mark for mark in marks if mark is not None]:
-            stay[-1] = replace(stay[-1], mark=stay[-1].mark or behind[-1])
+        if later := [mark for mark in marks if mark is not None]:
+            stay[-1] = replace(stay[-1], mark=stay[-1].mark or later[-1])
         content = [replace(part, mark=None) if isinstance(part, TextPart) else part for part in moved]
         index = len(others) - (others[-1].role == "assistant")
         others.insert(index, Message(role="system", content=content, path=moved[0].path))
         return replace(conversation, messages=[*stay, *others]), [part.path for part in moved]
 
     def _cut(self, parts: Sequence[ContentPart], *, is_first: bool) -> tuple[list[ContentPart], list[ContentPart]]:
-        """Returns the parts before the first match, and the others. What begins the system prompt is no match."""
+        """Returns the parts before the first match, and the rest. The beginning of the system prompt is no match."""
         for index, part in enumerate(parts):
             if isinstance(part, TextPart) and (match := self.pattern.search(part.text)):
                 head, tail = part.text[: match.start()].rstrip("\n"), part.text[match.start() :]
@@ -98,12 +98,13 @@ class Normaliser:
 
 def read_normalisers(path: Path) -> tuple[Normaliser, ...]:
     """Returns the normalisers of a file, in its order."""
-    normalisers = list[Normaliser]()
-    for name, entry in tomllib.loads(path.read_text(encoding="utf-8")).items():
-        patterns = {key: "|".join(entry.get(key, [default])) for key, default in _PATTERNS.items()}
-        compiled = {key: re.compile(pattern, re.MULTILINE) for key, pattern in patterns.items()}
-        normalisers.append(Normaliser(name=name, **(entry | compiled)))
-    return tuple(normalisers)
+
+    def compiled(entry: Mapping[str, Any]) -> dict[str, re.Pattern[str]]:
+        texts = {key: "|".join(entry.get(key, [default])) for key, default in _PATTERNS.items()}
+        return {key: re.compile(text, re.MULTILINE) for key, text in texts.items()}
+
+    entries = tomllib.loads(path.read_text(encoding="utf-8"))
+    return tuple(Normaliser(name=name, **(entry | compiled(entry))) for name, entry in entries.items())
 
 
 def _zeros(match: re.Match[str]) -> str:

@@ -1,7 +1,6 @@
-"""Changes a conversation before it is rendered, so that the cache finds it again.
+"""Undoes meaningless changes of clients before a conversation is rendered, so that the cache finds it again.
 
-Each normaliser was made for a client's real requests. The result depends on the conversation alone. The mode `report`
-changes nothing: the reply says what would have changed.
+The result depends on the conversation alone. The mode `report` changes nothing: the reply says what would have changed.
 """
 
 from __future__ import annotations
@@ -35,23 +34,18 @@ class Normalisers:
 
     @classmethod
     def parse(cls, text: str, *, param: str) -> Normalisers:
-        """Returns the normalisers of `NAME=MODE,…`; a MODE alone is that of all others. Raises `SettingsError`."""
-        items = [item.strip() for item in text.split(",")]
-        named: dict[str, Mode] = {}
-        rest: list[Mode] = []
-        for item in items:
+        """Returns the normalisers of `NAME=MODE,…`; a MODE alone applies to all others. Raises `SettingsError`."""
+        modes: dict[str, Mode] = {}
+        for item in map(str.strip, text.split(",")):
             name, equals, mode = (piece.strip().lower() for piece in item.rpartition("="))
-            is_known = mode in get_args(Mode) and (name in _BY_NAME if equals else True)
-            if not is_known or name in named or (not equals and rest):
+            # A MODE alone has the name "".
+            if mode not in get_args(Mode) or name in modes or (name not in _BY_NAME if equals else name):
                 raise SettingsError(
                     f"{param}: {item[:40]!r} is not a normaliser with its mode, or is there twice; write NAME=MODE,… "
                     f"or a MODE for all; names: {', '.join(_BY_NAME)}; modes: {', '.join(get_args(Mode))}"
                 )
-            if equals:
-                named[name] = cast(Mode, mode)
-            else:
-                rest.append(cast(Mode, mode))
-        return cls(dict.fromkeys(_BY_NAME, rest[0] if rest else "report") | named)
+            modes[name] = cast(Mode, mode)
+        return cls(dict.fromkeys(_BY_NAME, modes.pop("", "report")) | modes)
 
     @property
     def is_off(self) -> bool:
@@ -92,9 +86,8 @@ _SHAPE_CHARS = 100
 
 
 def shape_of(line: str) -> str:
-    """Returns a line in which all digits are # and all letters x, except in names: `name=value`, `"name":`, and `name:`
-    at the beginning. The result is written to the log, and a prompt may hold secrets, so a name has at most 24 letters,
-    `_` and `-`, and no digits."""
+    """Returns a line with # for digits and x for letters, except in names: `name=value`, `"name":`, and a leading
+    `name:`. The log shows it, and a prompt may hold secrets, so a name is at most 24 letters, `_` and `-`."""
     # Values and names in turn.
     pieces = _NAME.split(" ".join(line[: 4 * _SHAPE_CHARS].split()))
     pieces[::2] = [re.sub(r"\d", "#", re.sub(r"[^\W\d_]", "x", value)) for value in pieces[::2]]

@@ -1,11 +1,12 @@
 """Renders a conversation or a text into a `Prompt`: chat template, token ids, safe boundaries and marks. `README.md`
-draws the steps. It may take long for a long prompt, so the server calls it in a thread."""
+draws the steps. A long prompt takes long, so the server calls this in a thread."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from diskprefix.chat.boundaries import bound, text_boundaries
@@ -19,7 +20,7 @@ from diskprefix.chat.late_system import place
 from diskprefix.chat.marks import mark
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.chat.normalisers import Normalisers, normalise
-from diskprefix.chat.output.choose_format import Chosen, choose_format
+from diskprefix.chat.output.choose_format import choose_format
 from diskprefix.chat.output.format import OutputFormat, PlainText
 from diskprefix.chat.replay import Origin, RecordStore, Replayed
 from diskprefix.chat.splice import recall, splice
@@ -41,10 +42,10 @@ _SCANNED_CHARS = 10_000
 
 
 class PromptRenderer:
-    """Renders and tokenises the prompts of one model. May be called from several threads.
+    """Renders and tokenises the prompts of one model. Thread-safe.
 
-    `processor` is that of a multimodal model. `compress` shortens conversations that have too many tokens.
-    `end_ids` are the tokens with which the model ends a reply.
+    Multimodal models have a `processor`. `compress` shortens conversations that have too many tokens. The model ends
+    its replies with one of `end_ids`.
     """
 
     def __init__(
@@ -79,31 +80,29 @@ class PromptRenderer:
         if processor is not None and self._template.exists:
             self._template.form = MessageForm(parts_only=self._template.loses_plain_text())
         self.output_format: OutputFormat = PlainText()
-        """The format of reasoning and tool calls. `warm_up` finds it out."""
+        """The format of reasoning and tool calls, set by `warm_up`."""
 
     def warm_up(self) -> None:
-        """Compiles the template and fills the tokenizer's caches, so that the first request does not wait for that."""
-        template = self._template
-        if template.exists:
-            self.output_format, form = self._verified_format()
-            template.form = replace(form, parts_only=template.form.parts_only)
-            template.rules_of(None)
-        self._encoder.warm_up()
-
-    def _verified_format(self) -> Chosen:
+        """Compiles the template and fills the tokenizer's caches, so that the first request does not wait for them."""
         template = self._template
 
         def write(messages: list[JsonObject], tools: list[JsonObject], add_generation_prompt: bool) -> str:
             return template.try_render(TemplateInput(messages, tools, {}), "reply" if add_generation_prompt else "none")
 
-        return choose_format(template.source_for([]), write, special=template.special, added=template.added)
+        if template.exists:
+            source = template.source_for([])
+            chosen = choose_format(source, write, special=template.special, added=template.added)
+            self.output_format = chosen.format
+            template.form = replace(chosen.form, parts_only=template.form.parts_only)
+            template.rules_of(None)
+        self._encoder.warm_up()
 
     def replay(
         self, conversation: Conversation, replies: RecordStore | None, known: OwnedParts | None = None
     ) -> Replayed:
-        """Returns the prompt of a conversation, with the sampled tokens of the replies that `replies` remembers. Texts
-        that are `known` are not encoded again. Raises `InvalidRequest` if the template or the model refuses the
-        conversation, and `ContextTooLong` if the prompt exceeds the model's positions."""
+        """Returns the prompt of a conversation, with the sampled tokens of the replies recorded in `replies`. `known`
+        texts are not encoded again. Raises `ContextTooLong`, and `InvalidRequest` if the template or the model refuses
+        the conversation."""
         require_few_arguments(conversation)
         draft = run_steps(self._steps(), PromptDraft(conversation=conversation, replies=replies, known=known))
         if draft.conversation_hash is None or draft.ending != "reply":
@@ -113,10 +112,10 @@ class PromptRenderer:
     def text_of(self, conversation: Conversation) -> str:
         """Returns the text that the template writes, without images. Raises `InvalidRequest` as `replay`."""
         require_few_arguments(conversation)
-        steps: list[DraftStep] = [*self._rewriting_steps(), partial(render, self._template)]
-        if self._compress is not None and not conversation.has_pictures:
-            steps = [*self._rewriting_steps(), *self._writing_steps()]
-        return run_steps(steps, PromptDraft(conversation=conversation)).rendering.text
+        compresses = self._compress is not None and not conversation.has_pictures
+        steps = self._writing_steps() if compresses else [partial(render, self._template)]
+        draft = PromptDraft(conversation=conversation)
+        return run_steps([*self._rewriting_steps(), *steps], draft).rendering.text
 
     def _steps(self) -> list[DraftStep]:
         return [
@@ -143,12 +142,10 @@ class PromptRenderer:
             partial(splice, self._template, self.output_format),
             partial(encode, self._encoder, self._template),
         ]
-        if self._compress is None:
-            return steps
-        return [partial(self._compress, steps, self._encoder.count)]
+        return steps if self._compress is None else [partial(self._compress, steps, self._encoder.count)]
 
     def fill_in_ends(self, gap: FillIn) -> tuple[str, ...]:
-        """Returns the added tokens that end what fills a gap. Raises `InvalidRequest` as `completion`."""
+        """Returns the added tokens that end the filling of a gap. Raises `InvalidRequest` as `completion` does."""
         return fill_in_tags(self._template.added, gap).ends
 
     def completion(
@@ -159,10 +156,12 @@ class PromptRenderer:
         special_tokens_in_text: bool = True,
         param: str = "prompt",
     ) -> Prompt:
-        """Returns the prompt of a text, of token ids or of a text with a gap, without a chat template. Texts that
-        are `known` are not encoded again. A text spells control tokens only with `special_tokens_in_text`, that around
-        a gap only if the gap says so. `param` is its path in the body. Raises `InvalidRequest` for an unknown token
-        id, an empty prompt, or a gap that the model was not trained to fill, and `ContextTooLong`."""
+        """Returns the prompt of a text, of token ids or of a text with a gap, without a chat template.
+
+        Texts that are `known` are not encoded again. A text spells control tokens only with `special_tokens_in_text`, a
+        `FillIn` only if its own field says so. `param` is the path in the body. Raises `InvalidRequest` for an unknown
+        token id, an empty prompt, or a gap that the model was not trained to fill, and `ContextTooLong`.
+        """
         template, bos_id, num_added = self._template, self._tokenizer.bos_token_id, (0, 0)
         markers = {*(template.markers_of(None).values() if template.exists else ()), *template.special.values()}
         if isinstance(prompt, list):
@@ -176,12 +175,14 @@ class PromptRenderer:
             token_ids = self._encoder.encode(text, for_tokens, adds_special=True, param=param, known=known).token_ids
             num_added = len(self._encoder.added[0]), len(self._encoder.added[1])
         boundaries = text_boundaries(token_ids, num_added, markers, bos_id)
-        return Prompt(token_ids=token_ids, boundaries=boundaries, text=preview_of_text(text))
+        return Prompt(
+            token_ids=token_ids, boundaries=boundaries, text=_preview(text, text[_PREVIEW_CHARS:][-_PREVIEW_CHARS:])
+        )
 
     def _text_of(self, prompt: str | FillIn, special_tokens_in_text: bool) -> tuple[str, str | None]:
-        """Returns a text, and the same with stand-ins where it spells tokens; None if it may spell them."""
+        """Returns a text, and the text with stand-ins where it spells tokens; None if it may spell them."""
         gap = prompt if isinstance(prompt, FillIn) else FillIn(prompt, "", "", (), "", special_tokens_in_text)
-        write = fill_in_tags(self._template.added, gap).text_of if gap is prompt else _before
+        write = fill_in_tags(self._template.added, gap).text_of if gap is prompt else attrgetter("prefix")
         if gap.special_tokens_in_text:
             return write(gap), None
         rules = self._template.text_rules
@@ -206,35 +207,26 @@ class PromptRenderer:
 
 
 def describe(keeps_source: bool, draft: PromptDraft) -> PromptDraft:
-    """Sets what people read of the prompt: a preview and, if `keeps_source`, its text."""
+    """Sets the preview of the prompt and, if `keeps_source`, its text."""
     source = SourceText.of(draft.rendering.text, draft.offsets) if keeps_source else None
     return draft.with_prompt(text=preview_of_chat(draft.rendering.template_input, draft.pictures), source=source)
 
 
-def _before(gap: FillIn) -> str:
-    return gap.before
-
-
 def preview_of_chat(template_input: TemplateInput, pictures: Sequence[Picture]) -> str:
-    """Returns the beginnings of the first message and of the newest message of the user, to be shown to people."""
+    """Returns the beginnings of the first message and of the user's newest message, for people."""
     left, messages, stand_ins = iter(pictures), template_input.messages, template_input.stand_ins
     texts = [_shown(message["content"], left) for message in messages]
     newest = max((k for k, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
-    first, last = texts[0], texts[newest] if newest else ""
-    return _preview(first, last) if stand_ins is None else _preview(stand_ins.text(first), stand_ins.text(last))
+    shown = (texts[0], texts[newest] if newest else "")
+    return _preview(*(shown if stand_ins is None else map(stand_ins.text, shown)))
 
 
 def _shown(content: str | Sequence[JsonObject], pictures: Iterator[Picture]) -> str:
-    """Returns a message's text, with the sizes of the next of the `pictures` in their places."""
+    """Returns a message's text, with the size of each picture, the next of `pictures`, in its place."""
     if isinstance(content, str):
         return content
     shown = (f"[image {picture.size}]" for picture in pictures)
     return PART_SEPARATOR.join(part["text"] if part["type"] == "text" else next(shown) for part in content)
-
-
-def preview_of_text(text: str) -> str:
-    """Returns the beginning and the end of a text, to be shown to people."""
-    return _preview(text, text[_PREVIEW_CHARS:][-_PREVIEW_CHARS:])
 
 
 def _preview(first: str, last: str) -> str:

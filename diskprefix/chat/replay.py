@@ -1,7 +1,7 @@
-"""Records of replies, so that the sampled tokens of a reply can stand in later prompts.
+"""Records replies, so that later prompts can use their sampled tokens.
 
-A client sends back a text that differs from the reply: formatted arguments, other blanks, no reasoning. So a reply is
-recorded under a hash of the words that come back, and of the conversation before it. README.md describes the rest.
+Clients send a reply back with other formatting, other blanks and no reasoning. So it is recorded under a hash of the
+words that come back and of the conversation before it. README.md describes the rest.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -55,18 +56,17 @@ class Turn:
         return cls("".join(content), "".join(reasoning), named)
 
     def canonical(self) -> list[Any]:
-        """Returns the words without blanks at the ends of texts and without the formatting of arguments."""
+        """Returns the words, without blanks at the ends of texts and formatting of arguments."""
         calls = [[name, _canonical_arguments(arguments)] for name, arguments in self.calls]
         return [self.content.strip(), self.reasoning.strip(), calls]
 
 
 def _canonical_arguments(arguments: str | Mapping[str, Any]) -> str:
-    """Returns JSON text with sorted keys, without blanks. 1.0 is 1. Text that is not JSON stays as it is."""
+    """Returns JSON text with sorted keys, without blanks, and with 1 for 1.0; text that is not JSON unchanged."""
     try:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        return json.dumps(
-            json.loads(whole_characters(text), parse_float=_number), sort_keys=True, separators=(",", ":")
-        )
+        value = json.loads(whole_characters(text), parse_float=_number)
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
     except (ValueError, RecursionError):
         return str(arguments)
 
@@ -97,8 +97,8 @@ class ConversationHash:
         self._add("assistant", content, calls)
 
     def ids(self, call_ids: Sequence[str | None]) -> list[str]:
-        """Returns the ids of the last message with all messages before it: one with the ids of its calls, which tell
-        two equal conversations apart, and one without them, for clients that change them."""
+        """Returns the ids of the conversation so far: one with the ids of the last message's calls, which tell equal
+        conversations apart, and one without them, for clients that change them."""
         with_calls = self._hash.copy()
         with_calls.update(json.dumps(call_ids).encode())
         without = self._hash.hexdigest()
@@ -131,7 +131,7 @@ class TextHash:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A recorded reply: its words, its sampled tokens without the one that ended it, and the place where it began."""
+    """A recorded reply: its words, its sampled tokens without the end token, and the place where it began."""
 
     turn: Turn
     token_ids: tuple[int, ...]
@@ -153,36 +153,27 @@ def find_turns(
     messages: Sequence[Message], turns: RecordStore, pictures: Sequence[Picture] = ()
 ) -> tuple[dict[int, SampledTurn], ConversationHash]:
     """Returns the recorded replies by the index of their message, ascending, and the hash of the conversation."""
-    found, left = {}, iter(pictures)
-    conversation = ConversationHash()
+    found, left, conversation = {}, iter(pictures), ConversationHash()
     for index, message in enumerate(messages):
         conversation.add_message(message, islice(left, len(message.pictures)))
         if message.role == "assistant":
             ids = conversation.ids([call.id for call in message.tool_calls])
             sampled = next(filter(None, map(_decoded, map(turns.get, ids))), None)
-            if sampled is not None and _says(message, sampled.turn):
+            # The id covers all but the reasoning, which the client may leave out.
+            if sampled and (message.reasoning or "").strip() in ("", sampled.turn.reasoning.strip()):
                 found[index] = sampled
     return found, conversation
 
 
 def _decoded(record: bytes | None) -> SampledTurn | None:
-    if record is None:
-        return None
-    try:
-        return SampledTurn.decode(record)
-    except (ValueError, TypeError):
-        return None
-
-
-def _says(message: Message, turn: Turn) -> bool:
-    """Returns whether the reasoning of `message`, if the client kept it, is that of `turn`. The id covers the rest."""
-    kept = (message.reasoning or "").strip()
-    return not kept or kept == turn.reasoning.strip()
+    with suppress(ValueError, TypeError):
+        return None if record is None else SampledTurn.decode(record)
+    return None
 
 
 def with_turn(message: Message, turn: Turn) -> Message:
-    """Returns `message` in the recorded words, with the reasoning that the client may have left out. The ids of calls
-    stay those of the client, because the results refer to them."""
+    """Returns `message` in the recorded words, reasoning included. The calls keep the client's ids, because the results
+    refer to them."""
     sent = zip(message.tool_calls, turn.calls, strict=True)
     calls = tuple(ToolCall(call.id, name, arguments) for call, (name, arguments) in sent)
     marks = [part.mark for part in message.texts if part.mark is not None]
@@ -217,8 +208,8 @@ class ReplyMemory:
         self._end_ids = end_ids
 
     def remember(self, turn: Turn, call_ids: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Records a reply with its sampled tokens, of which the last may be one that ends a reply. An empty reply is
-        not recorded: any empty message would be taken for it."""
+        """Records a reply with its sampled tokens, perhaps with an end token. Ignores an empty reply, for which any
+        empty message would be taken."""
         has_end = bool(token_ids) and token_ids[-1] in self._end_ids
         sampled = SampledTurn(turn, tuple(token_ids[:-1] if has_end else token_ids), self._origin.place)
         if not sampled.token_ids or not any(turn.canonical()):

@@ -15,7 +15,7 @@ from diskprefix.chat.replay import SampledTurn, TextHash, Turn, find_turns
 from diskprefix.chat.template import ChatTemplate, render
 
 _MOST_TRIES = 4
-"""The most renderings to find the remembered replies that fit."""
+"""The most renderings to find the recorded replies that fit."""
 _ENDS_TRIED = 4
 """A reply may contain the text of an end, and the template may write one inside a reply (GPT-OSS does)."""
 _END_CHARS = 200
@@ -23,7 +23,7 @@ _END_CHARS = 200
 
 
 def recall(draft: PromptDraft) -> PromptDraft:
-    """Finds the remembered replies of the conversation."""
+    """Finds the recorded replies of the conversation."""
     if draft.replies is None:
         return draft
     remembered, conversation_hash = find_turns(draft.conversation.messages, draft.replies, draft.pictures)
@@ -31,7 +31,8 @@ def recall(draft: PromptDraft) -> PromptDraft:
 
 
 def splice(template: ChatTemplate, output_format: OutputFormat, draft: PromptDraft) -> PromptDraft:
-    """Finds the places of the remembered replies in the text. Those that do not fit are rendered as they were sent."""
+    """Finds the spans of the recorded replies in the text. Replies that do not fit are rendered as the client sent
+    them."""
     for tries_left in reversed(range(_MOST_TRIES)):
         if not draft.remembered:
             return draft
@@ -52,11 +53,10 @@ def find_spans(
     endings: Collection[str],
     readings: Callable[[int, int], Iterable[Turn]],
 ) -> dict[int, ReplySpan]:
-    """Returns the spans of those replies in `found` that fit, by the index of their message.
+    """Returns the spans of the replies in `found` that fit, by the index of their message.
 
-    A reply fits if the text before it is the same as when it was sampled, and if one of the `readings` of its text
-    (from begin to end, in characters) has its words. `endings` are the texts that may stand behind it in `written`, the
-    rendered text with stand-ins.
+    A reply fits if the text before it is that of its record, and if one of the `readings` of the text (from begin to
+    end, in characters) has its words. One of `endings` must follow it in `written`, the rendered text with stand-ins.
     """
     text_hash, end_of_last, spans = TextHash(rendered), 0, {}
     pattern = re.compile("|".join(map(re.escape, sorted(endings, key=len, reverse=True))) or "(?!)")
@@ -81,7 +81,7 @@ def readings(
     begin: int,
     end: int,
 ) -> Iterator[Turn]:
-    """Parses a part of a rendered text as if it were sampled: with its special tokens as text, and without them."""
+    """Parses a part of a rendered text as a reply: with its special tokens as text, and without them."""
     hidden = [text for text in special if text and text not in output_format.special_tokens]
     as_text = rendered[begin:end]
     as_tokens = re.sub("|".join(map(re.escape, hidden)) or "(?!)", "", as_text)

@@ -1,4 +1,4 @@
-"""The chat template of a model: renders conversations, and finds out what it writes around messages and replies."""
+"""The chat template of a model: renders conversations, and finds the tokens around messages and replies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _LATE_SYSTEM = TemplateInput([_TURNS[0], _SYSTEM, *_TURNS[1:]], None, {})
 _SECOND_SYSTEM = TemplateInput([_SYSTEM | {"content": "x"}, _SYSTEM, *_TURNS], None, {})
 _ANSWER = "A reply."
 _CUTS = re.compile(r"""(?:split|replace)\(\s*('[^'\\]+'|"[^"\\]+"|'\\n'|"\\n")""")
-"""Texts that a template takes out of others, which it may then join."""
+"""Texts that a template removes from others, joining the text around them."""
 
 Write: TypeAlias = Callable[[Sequence[dict[str, Any]], bool], str]
 """Renders messages with the chat template, with the beginning of a reply if the second argument is true.
@@ -68,8 +68,8 @@ _GROWING = (
 
 
 class ChatTemplate:
-    """The chat template of one model. Thread-safe. `end_ids` are the tokens with which the model ends a reply,
-    `placeholders` the texts that stand for images."""
+    """The chat template of one model. Thread-safe. The model ends a reply with one of `end_ids`; `placeholders` are the
+    texts that stand for images."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, end_ids: Collection[int], placeholders: Collection[str] = ()
@@ -99,26 +99,24 @@ class ChatTemplate:
     def source_for(self, tools: list[JsonObject] | None, path: str = "messages") -> str:
         """Returns the template for conversations with `tools`. Raises `InvalidRequest` if the model has none."""
         if not self._tokenizer.chat_template:
-            raise InvalidRequest(
-                "this model has no chat template; use /v1/completions, or start the daemon with --chat-template FILE",
-                param=path,
-                code="no_chat_template",
+            problem = (
+                "this model has no chat template; use /v1/completions, or start the daemon with --chat-template FILE"
             )
+            raise InvalidRequest(problem, param=path, code="no_chat_template")
         return str(self._tokenizer.get_chat_template(tools=tools))
 
     def input_of(self, conversation: Conversation, with_pictures: bool) -> TemplateInput:
-        """Returns the template's input, with or without images. Raises `InvalidRequest` for a variable that
-        the daemon sets."""
+        """Returns the template's input. Raises `InvalidRequest` for a variable that the daemon sets."""
         tools = conversation.tools
         template = self.source_for(tools, conversation.path)
         if tools and "tools" not in template and not self._warned_of_tools:
             self._warned_of_tools = True
             log.warning("a request offers tools, but the model's chat template ignores them; this is logged once")
         for name in self._reserved & conversation.template_variables.keys():
-            problem = "is set by the daemon and cannot be changed"
-            raise InvalidRequest.at(f"chat_template_kwargs.{name}", problem)
-        developer_is_known = "developer" in template
-        messages = [message_for_template(one, developer_is_known, with_pictures) for one in conversation.messages]
+            raise InvalidRequest.at(f"chat_template_kwargs.{name}", "is set by the daemon and cannot be changed")
+        messages = [
+            message_for_template(message, "developer" in template, with_pictures) for message in conversation.messages
+        ]
         template_input = TemplateInput(messages, tools, variables_for_template(conversation), conversation.path)
         rules = self.rules_of(tools, conversation.special_tokens_in_text, with_pictures)
         changed, stand_ins = with_stand_ins(template_input, rules, visit_texts)
@@ -126,13 +124,11 @@ class ChatTemplate:
 
     def render(self, template_input: TemplateInput, ending: Ending) -> str:
         """Returns the text of the messages. Raises `InvalidRequest` if the template refuses them."""
-        return self._apply(template_input._replace(messages=self.form.applied(template_input.messages)), ending)
-
-    def _apply(self, template_input: TemplateInput, ending: Ending) -> str:
+        template_input = template_input._replace(messages=self.form.applied(template_input.messages))
         written, stand_ins = self._written(template_input, ending), template_input.stand_ins
         if stand_ins is None or not stand_ins.are_escaped_in(written):
             return written
-        # A client may have typed an escape. The escape of a stand-in is another one if the stand-in is.
+        # A client may have typed an escape. With other stand-ins, only the escapes of stand-ins differ.
         others = stand_ins.others()
         moved = visit_texts(template_input, lambda _, text: stand_ins.moved(text, others))
         return stand_ins.unescaped(written, others, self._written(moved, ending))
@@ -151,13 +147,13 @@ class ChatTemplate:
                 )
             )
         except _TEMPLATE_FAULTS as error:
-            said = str(error) if stand_ins is None else stand_ins.text(str(error))
-            reason = shown(" ".join(said.split()), _REASON_CHARS) or type(error).__name__
+            message = str(error) if stand_ins is None else stand_ins.text(str(error))
+            reason = shown(" ".join(message.split()), _REASON_CHARS) or type(error).__name__
             problem = f"the chat template refuses the messages: {reason}"
             raise InvalidRequest.at(template_input.path, problem, "template_error") from error
 
     def try_render(self, template_input: TemplateInput, ending: Ending) -> str:
-        """Renders to find boundaries. Returns an empty text, which leads to no boundary, if the template refuses."""
+        """Renders to find boundaries. Returns "", which has no boundary, if the template refuses."""
         try:
             return self.render(template_input, ending)
         except InvalidRequest as error:
@@ -166,12 +162,12 @@ class ChatTemplate:
 
     @cached_property
     def writes_late_system(self) -> bool:
-        """True if the template writes a system message behind others."""
+        """True if the template writes a system message after messages of other roles."""
         return _TEXT in self.try_render(_LATE_SYSTEM, "reply")
 
     @cached_property
     def writes_second_system(self) -> bool:
-        """True if the template writes a system message behind another one."""
+        """True if the template writes a second system message."""
         return _TEXT in self.try_render(_SECOND_SYSTEM, "reply")
 
     def writes_in_result(self, mark: str) -> bool:
@@ -180,10 +176,11 @@ class ChatTemplate:
         return mark in self.try_render(TemplateInput([_USER, _CALL, result], None, {}), "none")
 
     def loses_plain_text(self) -> bool:
-        """Returns whether the template takes lists of content parts only, and would leave out a plain text."""
-        contents = (_TEXT, text_for_template(_TEXT))
-        inputs = (TemplateInput([{"role": "user", "content": content}], None, {}) for content in contents)
-        plain, in_parts = (_TEXT in self.try_render(template_input, "reply") for template_input in inputs)
+        """Returns whether the template writes texts only from lists of content parts."""
+        plain, in_parts = (
+            _TEXT in self.try_render(TemplateInput([{"role": "user", "content": content}], None, {}), "reply")
+            for content in (_TEXT, text_for_template(_TEXT))
+        )
         return in_parts and not plain
 
     def markers_of(self, tools: list[JsonObject] | None) -> dict[str, int]:
@@ -195,7 +192,7 @@ class ChatTemplate:
         return self._markers[template]
 
     def reply_ends_of(self, tools: list[JsonObject] | None) -> frozenset[str]:
-        """Returns the texts of tokens that may stand behind a reply."""
+        """Returns the texts of tokens that may follow a reply."""
         template = self.source_for(tools)
         if template not in self._reply_ends:
             self._reply_ends[template] = end_texts(self.added, self._end_ids, self._writer(tools), self._first_token)
@@ -251,16 +248,16 @@ class ChatTemplate:
 
 
 def render(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Renders the conversation in the words of its remembered replies, which gives "" if the template refuses them."""
-    template_input = template.input_of(draft.said, bool(draft.pictures))
+    """Renders the conversation in the words of its recorded replies, to "" if the template refuses them."""
+    template_input = template.input_of(draft.replayed_conversation, bool(draft.pictures))
     write = template.try_render if draft.remembered else template.render
     return replace(draft, rendering=Rendering(template_input, write(template_input, draft.ending)), spans=())
 
 
 def turn_texts(control: Collection[str], special: Collection[str], write: Write) -> set[str]:
-    """Returns the texts of the tokens that begin or end turns: those that the template writes around plain messages
-    and results of calls. Tags of thoughts and calls are none. For a template that refuses plain conversations, all
-    special tokens count."""
+    """Returns the texts of tokens that begin or end turns: those that the template writes around plain messages and
+    results of calls, except tags of thoughts and calls. If the template refuses plain conversations, all special tokens
+    count."""
     plain = write((_USER, _REPLY, _USER), False)
     if not plain:
         return set(control) & set(special)
@@ -273,12 +270,12 @@ def turn_texts(control: Collection[str], special: Collection[str], write: Write)
 
 
 def template_markers(special_texts: Collection[str], other_texts: Collection[str], write: Write) -> frozenset[str]:
-    """Returns the texts of the added tokens behind which a conversation of this template may be cut.
+    """Returns the texts of the added tokens after which a conversation of this template may be cut.
 
-    Other added tokens than special ones count only if those do not separate messages, if the template writes them
-    around messages, and if they stay when the conversation continues. A token does not count if its text in a message
-    changes the rendering (templates move or drop reasoning), except special tokens that separate messages. For a
-    template that refuses plain conversations, all special tokens count.
+    Other than special tokens count only if special tokens do not separate messages, if the template writes them around
+    messages, and if they stay when the conversation continues. A token whose text in a message changes the rendering
+    (templates move or drop reasoning) counts only if it is special and separates messages. If the template refuses
+    plain conversations, all special tokens count.
     """
     special = frozenset(filter(None, special_texts))
     prompts = [[write(messages, True) for messages in pair] for pair in _GROWING]
@@ -294,7 +291,7 @@ def template_markers(special_texts: Collection[str], other_texts: Collection[str
 
 
 def _interpreted(tokens: list[str], write: Write) -> set[str]:
-    """Returns those of `tokens` whose text in a message changes the rendering around it."""
+    """Returns the `tokens` whose text in a message changes the rendering around it."""
 
     def differ(tokens: list[str], suffix: str) -> list[str]:
         if not tokens or not _makes_a_difference(tokens, suffix, write):
@@ -325,9 +322,9 @@ def end_texts(
     added: Mapping[str, int], end_ids: Collection[int], write: Write, first_token: Callable[[str], int | None]
 ) -> frozenset[str]:
     """Returns the texts of the tokens that may end a reply: `end_ids`, and the token that the template writes there. A
-    token counts only if it is the `first_token` of its own text: then the tokens before it cannot merge with it."""
+    token counts only if it is the `first_token` of its own text, so that tokens before it cannot merge with it."""
     texts = {text for text, token_id in added.items() if token_id in end_ids}
     user = {"role": "user", "content": "A question?"}
-    behind = write([user, {"role": "assistant", "content": _ANSWER}, user], False).partition(_ANSWER)[2].lstrip()
-    texts.add(max((text for text in added if behind.startswith(text)), key=len, default=""))
+    after = write([user, {"role": "assistant", "content": _ANSWER}, user], False).partition(_ANSWER)[2].lstrip()
+    texts.add(max((text for text in added if after.startswith(text)), key=len, default=""))
     return frozenset(text for text in texts if text and first_token(f"{text}\nx") == added[text])

@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from diskprefix.chat.client_text import Author, Change, StandIns
-from diskprefix.chat.messages import ContentPart, Conversation, JsonObject, Message, TextPart, ToolCall
+from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart, ToolCall
 from diskprefix.errors import InvalidRequest
 from diskprefix.json_values import count_values, whole_characters
 
@@ -24,8 +24,8 @@ _MOST_LEVELS = 200
 PART_SEPARATOR = "\n"
 """Between the text parts of a message."""
 _AUTHORS: dict[str, Author] = {"system": "system", "developer": "system", "assistant": "reply"}
-"""The authors of messages by their role, of all but the client."""
-_SAID = ("content", "reasoning_content")
+"""The authors of messages by role; the client wrote all others."""
+_WORDS = ("content", "reasoning_content")
 """The fields that the author of a message wrote."""
 
 
@@ -47,20 +47,19 @@ class TemplateInput(NamedTuple):
 
 
 def message_for_template(message: Message, developer_is_known: bool, with_pictures: bool) -> JsonObject:
-    """Returns `message` as templates expect it. The role `developer` becomes `system` unless the template knows it.
-    With images, the content is a list of parts, otherwise a text."""
+    """Returns `message` as templates expect it: with the role `system` for a `developer` that the template does not
+    know, and with a list of parts as content if it has images."""
     role = "system" if message.role == "developer" and not developer_is_known else message.role
     text = PART_SEPARATOR.join(part.text for part in message.texts)
-    has_parts = with_pictures and message.pictures
-    rendered: JsonObject = {"role": role, "content": [*map(_part, message.content)] if has_parts else text}
+    parts = [
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+        for part in message.content
+    ]
+    rendered: JsonObject = {"role": role, "content": parts if with_pictures and message.pictures else text}
     if message.tool_calls:
         rendered["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
-    said = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": message.reasoning}
-    return rendered | {name: value for name, value in said.items() if value is not None}
-
-
-def _part(part: ContentPart) -> JsonObject:
-    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+    others = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": message.reasoning}
+    return rendered | {name: value for name, value in others.items() if value is not None}
 
 
 def visit_texts(template_input: TemplateInput, change: Change) -> TemplateInput:
@@ -76,13 +75,13 @@ def visit_texts(template_input: TemplateInput, change: Change) -> TemplateInput:
 def _changed_message(message: JsonObject, change: Change) -> JsonObject:
     author = _AUTHORS.get(message["role"], "client")
     return {
-        name: value if name == "role" else changed_texts(value, partial(change, author if name in _SAID else "client"))
+        name: value if name == "role" else changed_texts(value, partial(change, author if name in _WORDS else "client"))
         for name, value in message.items()
     }
 
 
 def changed_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a copy of `value` with changed texts. A key that is a word stays: templates look for it."""
+    """Returns a copy of `value` with its texts changed, except keys that are words: templates look for them."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -100,8 +99,8 @@ def variables_for_template(conversation: Conversation) -> JsonObject:
 
 
 def require_few_arguments(conversation: Conversation) -> None:
-    """Raises `InvalidRequest` if the arguments of calls, as JSON text, have too many values: all of them are parsed.
-    Arguments that are objects were counted with the body."""
+    """Raises `InvalidRequest` if the arguments of calls that are JSON text have too many values. Arguments that are
+    objects were counted with the body."""
     calls = (call for message in conversation.messages for call in message.tool_calls)
     texts = [call.arguments.encode("utf-8", "replace") for call in calls if isinstance(call.arguments, str)]
     if too_many := count_values(texts).too_many:
@@ -110,8 +109,8 @@ def require_few_arguments(conversation: Conversation) -> None:
 
 
 def _tool_call(call: ToolCall) -> JsonObject:
-    """Returns a call with its arguments as an object: templates iterate over them or write them as JSON. Some clients
-    send an empty text for no arguments. Arguments that are no JSON stay text."""
+    """Returns a call with its arguments as an object, over which templates iterate; arguments that are not JSON stay
+    text. Some clients send an empty text for no arguments."""
     arguments = call.arguments or {}
     if isinstance(arguments, str):
         try:
@@ -145,18 +144,18 @@ def texts_of(content: str | Sequence[JsonObject]) -> list[str]:
 
 
 def with_other_user_message(messages: Sequence[JsonObject], rest: Sequence[JsonObject]) -> list[JsonObject]:
-    """Returns `messages` and a user message that begins with another character than `rest`, their real continuation."""
+    """Returns `messages` and a user message with another first character than `rest`, their real continuation."""
     return [*messages, {"role": "user", "content": other_first_character(rest[0]["content"] if rest else "")}]
 
 
 def probe_of(template_input: TemplateInput) -> TemplateInput:
-    """Returns the leading system messages and the tools, followed by a user message other than the real one."""
+    """Returns the input with another user message after the leading system messages."""
     leading = template_input.leading_system
     return template_input._replace(messages=with_other_user_message(leading, template_input.messages[len(leading) :]))
 
 
 def other_first_character(content: str | Sequence[JsonObject]) -> str:
-    """Returns a character with which the content's text does not begin, with or without the blanks around it."""
+    """Returns a character with which the content's text does not begin, even without leading blanks."""
     return "y" if "".join(texts_of(content)).lstrip().startswith("x") else "x"
 
 
@@ -180,7 +179,6 @@ class MessageForm:
     """Ids of calls are nine letters and digits."""
 
     def applied(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
-        """Returns `messages` in this form."""
         return [self._message(message) for message in messages]
 
     def _message(self, message: JsonObject) -> JsonObject:
@@ -217,8 +215,5 @@ def common_chars(a: str, b: str) -> int:
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
     return low

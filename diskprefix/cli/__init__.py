@@ -15,27 +15,21 @@ from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError, LoadInterrupted
 from diskprefix.printable import printable_only
 
-COMMANDS = {
-    "serve": "serve_command",
-    "completion": "about",
-}
-"""The module of each command of the core, which is the first and the last. The function has the command's name."""
-
 _USAGE_EXIT_CODE, _SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 2, 4, 130, 141
-"""The last two are what a shell reports for a process that SIGINT or SIGPIPE killed."""
+"""The last two are a shell's codes for a process that SIGINT or SIGPIPE killed."""
 
 
-def command_names() -> list[str]:
-    """Returns the names of all commands, in the order in which people need them."""
-    first, *last = COMMANDS
-    return [first, *hooks.commands(), *last]
+def command_places() -> dict[str, str]:
+    """Returns `module:function` by the name of the command, in the order in which people need them."""
+    completion = "diskprefix.cli.about:completion"
+    return {"serve": "diskprefix.cli.serve_command:serve", **hooks.commands(), "completion": completion}
 
 
 class LazyGroup(click.Group):
     """A group that imports a subcommand when its help or its call needs it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        return command_names()
+        return list(command_places())
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -43,16 +37,14 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            near = get_close_matches(args[0], command_names(), n=1)
+            near = get_close_matches(args[0], command_places(), n=1)
             if not near:
                 raise
-            said = error.format_message().rstrip(".")
-            raise click.UsageError(f"{said}; did you mean {near[0]}?", error.ctx) from error
+            problem = error.format_message().rstrip(".")
+            raise click.UsageError(f"{problem}; did you mean {near[0]}?", error.ctx) from error
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name in COMMANDS:
-            return hooks.command(f"diskprefix.cli.{COMMANDS[cmd_name]}:{cmd_name}")
-        place = hooks.commands().get(cmd_name)
+        place = command_places().get(cmd_name)
         return None if place is None else hooks.command(place)
 
 
@@ -96,7 +88,7 @@ def _run(args: list[str] | None) -> int:
     try:
         result: Any = cli.main(args, prog_name="diskprefix", standalone_mode=False)
     except SystemExit as end:
-        # Only click exits with 1: nobody reads the output. Here that code has another meaning.
+        # click exits with 1 if nobody reads the output. Here that code has another meaning.
         if end.code == 1:
             return _BROKEN_PIPE_EXIT_CODE
         raise
@@ -107,38 +99,33 @@ def _run(args: list[str] | None) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
-    except click.UsageError as error:
-        hint = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-        return _fail(f"{error.format_message().rstrip('.')}{hint}", error.exit_code)
     except click.ClickException as error:
-        return _fail(error.format_message(), error.exit_code)
+        context = getattr(error, "ctx", None)
+        hint = f" (see {context.command_path} --help)" if context else ""
+        return _fail(f"{error.format_message().rstrip('.')}{hint}", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", _INTERRUPTED_EXIT_CODE)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "diskprefix":
             raise
-        return _fail(
-            f"{error.name} is not installed; everything that is needed comes with: pip install diskprefix",
-            _USAGE_EXIT_CODE,
-        )
+        problem = f"{error.name} is not installed; everything that is needed comes with: pip install diskprefix"
+        return _fail(problem, _USAGE_EXIT_CODE)
     except OSError as error:
-        # The error of a file that is open already, such as the output, names no file.
-        what = error.filename or "cannot write the output"
+        # An error without a file's name is that of an open file: the output.
         if not error.filename:
             _drop_output()
-        return _fail(f"{what}: {error.strerror or error}", _SYSTEM_EXIT_CODE)
+        return _fail(f"{error.filename or 'cannot write the output'}: {error.strerror or error}", _SYSTEM_EXIT_CODE)
     return result if isinstance(result, int) else 0
 
 
 def _drop_output() -> None:
-    """Has what standard output still holds written nowhere: Python writes it at its end, and exits with 120 if that
-    fails."""
+    """Redirects buffered output to nowhere: Python would write it at exit, and exit with 120 if that fails."""
     with suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _end_at_once(exit_code: int) -> NoReturn:
-    """Ends without Python's wait for threads: one that loads a model cannot be stopped."""
+    """Ends without waiting for threads: a thread that loads a model cannot be stopped."""
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

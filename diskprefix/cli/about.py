@@ -1,4 +1,4 @@
-"""`diskprefix --version` and `diskprefix completion SHELL`. Imports nothing that takes long."""
+"""`diskprefix --version` and `diskprefix completion SHELL`. Importing it is quick."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 import click
-from click.shell_completion import get_completion_class
+from click.shell_completion import BashComplete, FishComplete, ZshComplete
 
-from diskprefix.errors import SettingsError
 from diskprefix.native import build
 from diskprefix.store.schema import FORMAT_VERSION
 from diskprefix.version import __version__
@@ -19,14 +18,9 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "lmd
 def version_text() -> str:
     """Returns a few lines for people, who paste them into a report."""
     packages = ", ".join(f"{name} {_installed(name)}" for name in _PACKAGES)
-    return "\n".join(
-        [
-            f"diskprefix {__version__}",
-            f"Python {platform.python_version()} on {platform.system()} {platform.machine()}",
-            packages,
-            f"kernels: {_kernels()}; store format {FORMAT_VERSION}",
-        ]
-    )
+    system = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    kernels = f"kernels: {_kernels()}; store format {FORMAT_VERSION}"
+    return "\n".join([f"diskprefix {__version__}", system, packages, kernels])
 
 
 def _installed(package: str) -> str:
@@ -42,12 +36,12 @@ def _kernels() -> str:
     return "compiled" if build.is_current() else "compiled for another version: models are exact on the grid only"
 
 
-SHELLS = ("bash", "zsh", "fish")
+SHELLS = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
 _VARIABLE = "_DISKPREFIX_COMPLETE"
 
 
 @click.command(short_help="Print the completion for a shell.")
-@click.argument("shell", type=click.Choice(SHELLS))
+@click.argument("shell", type=click.Choice(list(SHELLS)))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
     """Print a script that makes SHELL complete commands, options and values when Tab is pressed.
@@ -60,10 +54,6 @@ def completion(context: click.Context, shell: str) -> None:
     \b
     Exit codes: 0 done; 2 wrong usage.
     """
-    found = get_completion_class(shell)
-    command = context.find_root().command
-    if found is None:
-        raise SettingsError(f"{shell} is not a shell that completes")
-    # click's class for bash asks the installed bash for its version; the text does not depend on it.
-    complete = found(command, {}, "diskprefix", _VARIABLE)
+    # Not `source`: click's class for bash asks the installed bash for its version, which the text does not depend on.
+    complete = SHELLS[shell](context.find_root().command, {}, "diskprefix", _VARIABLE)
     click.echo(complete.source_template % complete.source_vars())

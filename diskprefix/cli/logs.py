@@ -1,4 +1,4 @@
-"""The log of a daemon on standard error: one line for each message."""
+"""The daemon's log on standard error, one line for each message."""
 
 from __future__ import annotations
 

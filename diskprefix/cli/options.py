@@ -21,12 +21,12 @@ from diskprefix.units import parse_duration, parse_size, whole_size
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-# No folder of its own: the default needs a home folder, which not every command does.
+# With a folder, because the default one needs a home folder, which not every command does.
 _DEFAULTS = Settings(kv_cache_dir=Path())
 
 
 class PathType(click.Path):
-    """A path that is not empty. pathlib would take an empty one for the current folder."""
+    """A path that is not empty. pathlib would take an empty path for the current folder."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(path_type=Path, **attributes)
@@ -38,7 +38,7 @@ class PathType(click.Path):
 
 
 _POLICY, _SHOWS_ALL = "diskprefix.policy", "diskprefix.help-all"
-"""The keys of a context's `meta` for the value of --policy, and for --help-all."""
+"""The keys of --policy and --help-all in a context's `meta`."""
 _EMPTY = "it is empty; give a value, or leave it out"
 _CLICK_TYPES: Mapping[str, Any] = {
     "integer": int,
@@ -55,7 +55,7 @@ def variable_of(flag: str) -> str:
 
 
 class GroupedOption(click.Option):
-    """An option with its heading in the help. One that is not common is shown by `--help-all` only."""
+    """An option under a heading in the help. Only `--help-all` shows options that are not common."""
 
     def __init__(self, *args: Any, group: str = "Options", is_common: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,14 +68,14 @@ class GroupedOption(click.Option):
 
 
 class NonemptyOption(GroupedOption):
-    """An option that receives an empty variable too. Others treat it as not set."""
+    """An option that does not treat an empty variable as unset."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:  # noqa: ARG002 - click's signature
         return os.environ.get(str(self.envvar))
 
 
 class JoinedOption(GroupedOption):
-    """An option whose values, if it is given several times, are joined with commas."""
+    """An option that may be given several times; the values are joined with commas."""
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         # Only the parser collects them: variables and policy files have one text.
@@ -91,7 +91,7 @@ class JoinedOption(GroupedOption):
 
 
 def nonempty(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
-    """Returns the value of a text option, or of one with several values. Raises `BadParameter` for an empty text."""
+    """Returns the value or values of a text option. Raises `BadParameter` for an empty text."""
     if value == "" or (isinstance(value, tuple) and "" in value):
         raise click.BadParameter(_EMPTY)
     return value
@@ -133,16 +133,15 @@ class GroupedCommand(click.Command):
 
 
 def option(flag: str, *, help: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
-    """Returns `click.option` with its default in the help, and with a heading if `group` names one."""
-    said: dict[str, Any] = {"cls": GroupedOption, "show_default": True, "help": help}
-    return click.option(flag, **said | attributes)
+    """Returns `click.option` with its default in the help, under the heading `group` if that is given."""
+    return click.option(flag, help=help, **{"cls": GroupedOption, "show_default": True, **attributes})
 
 
 _PORT = variable_of("--port")
 
 
 def _usual_url() -> str:
-    """Returns the address of the daemon that `diskprefix serve` starts here without flags."""
+    """Returns the address of a daemon that `diskprefix serve` starts without flags."""
     try:
         port = policy_value("port", os.environ.get(_PORT) or _DEFAULTS.port)
     except SettingsError as error:
@@ -151,7 +150,7 @@ def _usual_url() -> str:
 
 
 def url_option() -> Callable[[Decorated], Decorated]:
-    """Returns the option `--url`: the daemon to ask."""
+    """Returns the option `--url`: the daemon's address."""
     return option(
         "--url",
         metavar="URL",
@@ -180,29 +179,24 @@ def api_key_option(help: str, *, otherwise: str = "none") -> Callable[[Decorated
 def setting_option(name: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
     """Returns the option of a field of `Settings`, with its environment variable. `attributes` override the field's."""
     setting, default, flag = SETTINGS[name], getattr(_DEFAULTS, name), flag_of(name)
-    said: dict[str, Any] = {"help": setting.help, "envvar": variable_of(flag)}
-    said["metavar"] = setting.metavar or _METAVARS.get(setting.kind)
-    if setting.choices:
-        said["type"] = click.Choice(setting.choices, case_sensitive=False)
-    else:
-        said["type"] = _CLICK_TYPES.get(setting.kind)
-    if name == "api_keys":
-        # Without keys everybody is served: an empty value must not mean that.
-        said["cls"] = NonemptyOption
-    if name == "model":
-        said["cls"] = JoinedOption
+    own: dict[str, Any] = {"help": setting.help, "envvar": variable_of(flag)}
+    own["metavar"] = setting.metavar or _METAVARS.get(setting.kind)
+    choice = click.Choice(setting.choices, case_sensitive=False) if setting.choices else None
+    own["type"] = choice or _CLICK_TYPES.get(setting.kind)
+    # Without keys everybody is served: an empty value must not mean that.
+    own["cls"] = {"api_keys": NonemptyOption, "model": JoinedOption}.get(name, GroupedOption)
     if setting.unset:
-        said["show_default"] = setting.unset
+        own["show_default"] = setting.unset
+    elif setting.kind == "duration":
+        own["default"] = f"{default:g}s"
     else:
-        said["default"] = whole_size(default) if setting.kind == "size" else default
-        if setting.kind == "duration":
-            said["default"] = f"{default:g}s"
+        own["default"] = whole_size(default) if setting.kind == "size" else default
     declaration = f"{flag}/--no-{flag.removeprefix('--')}" if setting.kind == "switch" else flag
-    return option(declaration, **said | attributes)
+    return option(declaration, **own | attributes)
 
 
 def setting_options(names: Iterable[str], before_group: str = "") -> Callable[[Decorated], Decorated]:
-    """Returns `setting_option` for each of `names`, in their order. Each heading begins with `before_group`."""
+    """Returns the `setting_option` of each of `names`, in order. Each heading begins with `before_group`."""
 
     def apply(command: Decorated) -> Decorated:
         for name in reversed(list(names)):
@@ -235,7 +229,7 @@ def policy_option(group: str) -> Callable[[Decorated], Decorated]:
 
 
 def policy_of(context: click.Context) -> str | None:
-    """Returns what --policy says, None if it is not given."""
+    """Returns the value of --policy, None if it is not given."""
     name: str | None = context.meta.get(_POLICY)
     return name
 
@@ -246,13 +240,13 @@ def policy_values(name_or_path: str) -> dict[str, Any]:
 
 
 def policy_value(name: str, value: object) -> Any:
-    """Returns what the flag of the field `name` would make of `value`. Raises `DiskPrefixError`."""
+    """Returns `value` as the flag of the field `name` converts it. Raises `DiskPrefixError`."""
     command = setting_option(name)(click.Command(name))
     try:
         converted = command.params[0].process_value(click.Context(command), str(value))
     except click.BadParameter as error:
         raise SettingsError(error.message.rstrip(".")) from error
-    # This checks the range.
+    # Checks the range.
     build_settings({"kv_cache_dir": Path(), name: converted})
     return converted
 

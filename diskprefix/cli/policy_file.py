@@ -50,7 +50,7 @@ def read_policy(path: Path, convert: Callable[[str, Any], Any] | None = None) ->
 
 
 def read_toml(path: Path, flag: str) -> tuple[str, dict[str, Any]]:
-    """Returns the text of a TOML file and what it says. Raises a `SettingsError` that names the flag and the file."""
+    """Returns the text of a TOML file and its values. Raises a `SettingsError` that names the flag and the file."""
     try:
         text = path.read_text(encoding="utf-8")
         return text, tomllib.loads(text)
@@ -62,8 +62,7 @@ def read_toml(path: Path, flag: str) -> tuple[str, dict[str, Any]]:
 
 def checked_value(name: str, value: object, convert: Callable[[str, Any], Any] | None = None) -> Any:
     """Returns the value of a field in a TOML file, after `convert`. Raises `SettingsError` with the reason alone."""
-    setting = SETTINGS[name]
-    is_switch = setting.kind == "switch"
+    setting, is_switch = SETTINGS[name], SETTINGS[name].kind == "switch"
     if not isinstance(value, str | int | float) or isinstance(value, bool) != is_switch:
         wanted = f"one of {', '.join(setting.choices)}, in quotes" if setting.choices else "a number or a text"
         raise SettingsError("must be true or false" if is_switch else f"must be {wanted}")
@@ -79,7 +78,7 @@ def _line_of(text: str, key: str) -> int:
 
 
 def toml_value(value: Any) -> str:
-    """Returns a value as it stands in a policy file."""
+    """Returns a value in the syntax of a policy file."""
     if isinstance(value, bool):
         return "true" if value else "false"
     # JSON's texts are TOML's, as far as paths and names go.

@@ -59,18 +59,17 @@ def serve(context: click.Context, /, print_config: bool, **flags: Any) -> None:
 
 
 def config_text(context: click.Context, settings: Settings) -> str:
-    """Returns the settings in TOML, which `--policy` reads again. A setting that has no value is commented out.
+    """Returns the settings in TOML, which `--policy` reads again. Settings without a value are commented out.
 
-    `context` is that of the command whose flags became `settings`.
+    `context` belongs to the command whose flags became `settings`.
     """
-    lines = [_line(context, name, getattr(settings, name)) for name in SETTINGS]
-    return "\n".join(lines)
+    return "\n".join(_line(context, name, getattr(settings, name)) for name in SETTINGS)
 
 
 def _line(context: click.Context, name: str, value: Any) -> str:
     shown = whole_size(value) if SETTINGS[name].kind == "size" and value else value
-    said = f"# {name} =" if value is None else f"{name} = {toml_value(shown)}"
-    return f"{said:<{_COLUMN}} # {_source(context, name)}"
+    line = f"# {name} =" if value is None else f"{name} = {toml_value(shown)}"
+    return f"{line:<{_COLUMN}} # {_source(context, name)}"
 
 
 def _source(context: click.Context, name: str) -> str:

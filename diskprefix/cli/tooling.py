@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import click
 from diskprefix.cli.options import Decorated, PathType, variable_of
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.printable import printable_only
+from diskprefix.progress import progress_bar
 from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir, expanded
 from diskprefix.store.folder import DATA
 from diskprefix.store.store import Store
@@ -25,15 +26,15 @@ _LONG_S = 3.0
 _SHOWN_ID_DIGITS, _MIN_ID_DIGITS = 12, 4
 _SEE_IDS = "run `diskprefix inspect` to see the ids"
 SHOWN = 20
-"""The maximum number of list items in text output. --json has all."""
+"""The most list items in text output. --json has all."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 """`--json`, passed to the command as `as_json: bool`."""
 
 
-def folder_option(help: str) -> Callable[[Decorated], Decorated]:
-    """Returns the option `--kv-cache-dir`, passed to the command as `kv_cache_dir: Path`."""
-    return click.option(
+def store_options(command: Decorated) -> Decorated:
+    """Adds `--kv-cache-dir` and `--json`, passed to the command as `kv_cache_dir: Path` and `as_json: bool`."""
+    folder_option = click.option(
         "--kv-cache-dir",
         type=PathType(),
         default=default_kv_cache_dir,
@@ -42,22 +43,18 @@ def folder_option(help: str) -> Callable[[Decorated], Decorated]:
         show_envvar=True,
         # No shell expands a variable from an environment file, so this does.
         callback=lambda _context, _parameter, path: expanded(path),
-        help=help,
+        help="The folder of the store. Policy files are not read.",
     )
-
-
-def store_options(command: Decorated) -> Decorated:
-    """Adds `--kv-cache-dir` and `--json`, passed to the command as `kv_cache_dir: Path` and `as_json: bool`."""
-    return folder_option("The folder of the store. Policy files are not read.")(json_option(command))
+    return folder_option(json_option(command))
 
 
 def existing_folder(folder: Path) -> Path:
-    """Returns the folder, or the nearest one above it that exists."""
+    """Returns the folder, or its nearest parent that exists."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
 def require_store(folder: Path) -> None:
-    """Raises `StoreUnavailable` if there is no store in `folder`, so that reading commands do not create one."""
+    """Raises `StoreUnavailable` if there is no store in `folder`: reading commands must not create one."""
     file = folder / DATA
     if not file.is_file() or not file.stat().st_size:
         raise StoreUnavailable(f"{folder} holds no diskprefix store; give its folder with --kv-cache-dir")
@@ -69,22 +66,18 @@ def opened_store(folder: Path, *, write: bool = False, min_free_bytes: int = 0) 
     require_store(folder)
     with advised():
         store = Store(folder, read_only=not write, min_free_bytes=min_free_bytes)
-    try:
+    with closing(store):
         yield store
-    finally:
-        store.close()
 
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """Adds advice to a `StoreCorrupt` that is raised while a store is opened."""
+    """Adds advice to a `StoreCorrupt` from opening a store."""
     try:
         yield
     except StoreCorrupt as error:
-        raise StoreCorrupt(
-            f"{error.message}; `verify --fix` cannot repair this: delete the file, or let `diskprefix serve` move it "
-            "aside and start an empty store"
-        ) from error
+        advice = "delete the file, or let `diskprefix serve` move it aside and start an empty store"
+        raise StoreCorrupt(f"{error.message}; `verify --fix` cannot repair this: {advice}") from error
 
 
 def print_json(value: object) -> None:
@@ -94,7 +87,7 @@ def print_json(value: object) -> None:
 
 
 def plain(text: str) -> Any:
-    """Returns a `rich` text in which nothing is markup and nothing controls the terminal."""
+    """Returns a `rich` text without markup and control characters."""
     from rich.text import Text
 
     return Text(printable_only(text))
@@ -112,8 +105,8 @@ def short_id(id_: str) -> str:
 
 
 def find_entry(entries: list[EntryInfo], beginning: str) -> EntryInfo:
-    """Returns the one of `entries` whose id begins with `beginning`. Raises `SettingsError` for none and for several.
-    A prompt that was extended since has a new id."""
+    """Returns the entry whose id begins with `beginning`. Raises `SettingsError` for none and for several. A prompt
+    that was extended has a new id."""
     if len(beginning) < _MIN_ID_DIGITS:
         problem = f"{beginning!r} is too short for an id; give at least {_MIN_ID_DIGITS} hexadecimal characters"
         raise SettingsError(f"{problem}; {_SEE_IDS}")
@@ -130,7 +123,7 @@ def say(line: str) -> None:
 
 
 def confirmed(question: str, otherwise: str = "add --yes") -> bool:
-    """Asks at the terminal. Raises `SettingsError` without one: `otherwise` says what to do there."""
+    """Asks at the terminal. Without a terminal, raises a `SettingsError` that ends with `otherwise`."""
     if not sys.stdin.isatty():
         raise SettingsError(f"cannot ask, because standard input is no terminal; {otherwise}")
     return click.confirm(question, default=False, err=True)
@@ -139,8 +132,6 @@ def confirmed(question: str, otherwise: str = "add --yes") -> bool:
 @contextmanager
 def progress(label: str, total: int, *, in_bytes: bool = True) -> Iterator[Callable[[int], None]]:
     """Shows a bar on stderr if that is a terminal. Yields a function that takes the work done since its last call."""
-    from diskprefix.progress import progress_bar
-
     done = 0
     with progress_bar(label, total, lambda _line: None, in_bytes=in_bytes) as advance:
 
@@ -154,31 +145,24 @@ def progress(label: str, total: int, *, in_bytes: bool = True) -> Iterator[Calla
 
 @contextmanager
 def status(text: str) -> Iterator[Callable[[str], None]]:
-    """Shows a text on stderr while something is waited for. Yields a function that changes the text.
+    """Shows a text on stderr during a wait. Yields a function that changes the text.
 
-    Where stderr is no terminal, the text is a line, and so is each other text. The first one is printed only if the
-    wait is long, so that short commands print nothing.
+    If stderr is no terminal, each text is a line, and nothing is printed during the first seconds.
     """
-    if not sys.stderr.isatty():
-        with _lines_of_status(text) as say:
-            yield say
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(plain(text)) as shown:
+            yield lambda line: shown.update(plain(line))
         return
-    from rich.console import Console
-
-    with Console(stderr=True).status(plain(text)) as shown:
-        yield lambda line: shown.update(plain(line))
-
-
-@contextmanager
-def _lines_of_status(text: str) -> Iterator[Callable[[str], None]]:
     last, is_long = text, False
 
     def print_last() -> None:
         nonlocal is_long
         is_long = True
-        click.echo(printable_only(last), err=True)
+        say(last)
 
-    def say(line: str) -> None:
+    def show(line: str) -> None:
         nonlocal last
         if line != last:
             last = line
@@ -189,7 +173,7 @@ def _lines_of_status(text: str) -> Iterator[Callable[[str], None]]:
     timer.daemon = True
     timer.start()
     try:
-        yield say
+        yield show
     finally:
         timer.cancel()
 
@@ -206,8 +190,8 @@ def print_table(
     right: Collection[str] = (),
     wrapped: Collection[str] | None = None,
 ) -> None:
-    """Prints a table without lines. A cell is text in the markup of `rich`, or a result of `plain`. The columns `right`
-    are aligned there. Where the terminal is too narrow, the columns `wrapped` take several lines; None: all of them."""
+    """Prints a table without lines. A cell is text in the markup of `rich`, or a result of `plain`. Columns in `right`
+    are aligned right. In a narrow terminal the columns in `wrapped` (None: all) take several lines."""
     from rich.console import Console
     from rich.table import Table
 
@@ -222,7 +206,7 @@ def print_table(
     for row in rows:
         table.add_row(*row)
     console = Console(width=terminal_width(otherwise=200))
-    # rich ends the process when nobody reads a pipe; click raises an error, which becomes the exit code.
+    # With a broken pipe, rich ends the process; click raises an error, which becomes the exit code.
     with console.capture() as printed:
         console.print(table)
     click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))

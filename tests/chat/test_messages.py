@@ -133,7 +133,7 @@ def test_only_a_message_that_says_nothing_has_no_content() -> None:
 
 # A gap to fill in, with the tags of the tokenizer.
 
-GAP = FillIn("def f(", "):", "suffix", files=(("a.py", "x = 1"),), begun="a")
+GAP = FillIn("def f(", "):", "suffix", files=(("a.py", "x = 1"),), beginning="a")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Grammars of forced calls and of strict ones, in a family's own syntax, as llguidance reads them (Lark)."""
+"""Lark grammars for llguidance: forced and strict tool calls in a family's own syntax."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from diskprefix.chat.output.families import Family
 from diskprefix.errors import InvalidRequest
 
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The layout of JSON for llguidance: that of jinja's tojson, which the model has seen in prompts."""
-
+"""The layout of jinja's tojson, which the model has seen in prompts."""
 _MOST_CHARS = 1 << 19
 """The most characters of a grammar. The definitions of a schema are repeated for each argument."""
 _NUMBER = " /[0-9]{1,2}/ "
@@ -26,8 +25,8 @@ _JOINED_BY = {"python": ", "}
 class CallGrammar:
     """The grammars of calls of `tools` in the syntax of `family`.
 
-    `token_ids` are the tags that are added tokens: a model must write the token, not its letters. llguidance takes all
-    added tokens for special ones, so it would refuse the letters that it forced itself.
+    `token_ids` has the tags that are added tokens. A model must write the token, not its letters: llguidance considers
+    all added tokens special, so it would refuse letters that it forced itself.
     """
 
     def __init__(self, family: Family, tools: Sequence[JsonObject], token_ids: Mapping[str, int]) -> None:
@@ -52,10 +51,10 @@ class CallGrammar:
         return "\n".join([start, f"call: {' | '.join(calls)}", *self._rules]) + "\n"
 
     def strict(self, strict: Collection[str]) -> str:
-        """Returns the grammar of any text, in which the arguments of a call of one of `strict` follow its schema.
+        """Returns the grammar of any text in which the arguments of calls of `strict` tools follow their schemas.
 
-        Such a call begins with the family's tag, or is an object without tags. Behind the tag comes the name of one of
-        the tools, and behind that of one that is not strict, any text.
+        A call begins with the family's tag, or is an object without tags. The name of a tool must follow the tag, and
+        any text the name of a tool that is not strict.
         """
         parts = ["text"]
         whole = self._family.before or self._family.whole_call
@@ -63,38 +62,33 @@ class CallGrammar:
         if begin:
             opened = self._up_to("begin", re.escape(begin))
             if begin in self._token_ids:
-                # The letters begin a call too: whoever reads the text does not see the tokens.
+                # The letters begin a call too, because the parser reads text, not tokens.
                 opened = f"({opened} | {self._terminals(begin)})"
             parts.append(f"{opened} {self._begun(begin, strict)}")
         for index, function in enumerate(self._functions):
             if function["name"] in strict:
-                name = re.escape(json.dumps(function["name"], ensure_ascii=False))
-                head = rf'\{{\s*"name"\s*:\s*{name}\s*,\s*"(arguments|parameters)"\s*:'
-                opened = self._up_to(f"object_{index}", head)
+                opened = self._up_to(f"object_{index}", _object_head([function]))
                 arguments = self._json(f"object_arguments_{index}", _object(function))
                 parts.append(f"{opened} {_BLANKS} {arguments}")
         parts += [f"<[{token_id}]>" for token, token_id in self._token_ids.items() if token != begin]
         return "\n".join([f"start: ({' | '.join(parts)})*", "text: /(?s:.+)/", *self._rules]) + "\n"
 
     def forbidden(self) -> str:
-        """Returns the grammar of any text in which no call begins. Where a call begins with several added tokens, only
-        those are forbidden that thoughts and messages do without."""
+        """Returns the grammar of any text in which no call begins. If a call begins with several added tokens, only
+        those are forbidden that are no part of thoughts and messages."""
         begins = [re.escape(tag) for tag in self._family.begins]
         if self._functions:
-            names = "|".join(
-                re.escape(json.dumps(function["name"], ensure_ascii=False)) for function in self._functions
-            )
-            begins.append(rf'\{{\s*"name"\s*:\s*({names})\s*,\s*"(arguments|parameters)"\s*:')
+            begins.append(_object_head(self._functions))
         if self._family.body == "python":
             begins.append(rf"\[\s*({'|'.join(re.escape(function['name']) for function in self._functions)})\s*\(")
         opening = set(self._special.findall("".join(self._family.begins)))
         tokens = " | ".join(f"<[{token_id}]>" for tag, token_id in self._token_ids.items() if tag not in opening)
-        # Two texts must not follow each other: together they could be what neither may hold.
+        # No two adjacent texts: together they could form the beginning of a call.
         more = f"(({tokens}) TEXT?)*" if tokens else ""
         return f"start: TEXT? {more}\nTEXT: /(?s:.+)/ & ~/(?s:.*)({_written('|'.join(begins))})(?s:.*)/\n"
 
     def _begun(self, begin: str, strict: Collection[str]) -> str:
-        """Returns the rule of what comes behind `begin`: calls of strict tools, or the head of another."""
+        """Returns the rule of the text after `begin`: calls of strict tools, or the head of another call."""
         before, heads, calls = self._family.before, [], []
         for index, function in enumerate(self._functions):
             if function["name"] in strict:
@@ -113,7 +107,7 @@ class CallGrammar:
         return self._rule(f"{name}[lazy]", f"/(?s:.*){_written(end)}/", name=name)
 
     def _call(self, index: int, function: JsonObject, begun: str = "") -> str:
-        """Returns the rule of a call, behind `begun` if that is given."""
+        """Returns the rule of a call, or of its rest after `begun`."""
         before, after = self._family.whole_call.split("ARGUMENTS")
         before = before.partition(begun)[2] if begun else before
         if self._family.argument:
@@ -128,7 +122,7 @@ class CallGrammar:
         return json.dumps(name, ensure_ascii=False) if self._family.body == "objects" else name
 
     def _arguments(self, index: int, schema: JsonObject) -> str:
-        """Returns the rule of arguments in the order of the schema. Those that are not required are optional."""
+        """Returns the rule of arguments in the order of the schema, optional unless required."""
         properties = self._tools.properties(self._functions[index]["name"])
         named = schema.get("required")
         required = {key for key in named if isinstance(key, str)} if isinstance(named, list) else set()
@@ -169,14 +163,14 @@ class CallGrammar:
         return self._rule(f"argument_{label}", f"{self._terminals(before)} {value}")
 
     def _stops(self, after: str) -> list[str]:
-        """Returns what ends a text when it is read: its own tag, and what may follow that, as models leave it out."""
+        """Returns the tags that end a text for the reader: its own, and those that may follow, since models omit it."""
         if not after.startswith("\n"):
             return [after.strip()]
         opening, tail = self._family.argument.partition("KEY")[0], self._family.call.split("ARGUMENTS")[1]
         return [text for text in map(str.strip, (after, opening, tail)) if text]
 
     def _free_text(self, label: str, after: str) -> str:
-        """Returns the rule of any text with its end. Nothing in the text ends it when it is read."""
+        """Returns the rule of any text without a tag that would end it for the reader, and of its end."""
         tag, *others = self._stops(after)
         is_token = self._special.match(after) is not None
         stops = "|".join(map(re.escape, [tag, *others] if is_token else others))
@@ -184,7 +178,7 @@ class CallGrammar:
         text = self._rule(f"TEXT_{label}", body, name=f"TEXT_{label}")
         if is_token:
             return f"{text} {self._terminals(after)}"
-        # Without the blanks before it, as the reader finds it too.
+        # Without the blanks before the tag, as the reader finds it.
         text = self._rule(f"text_{label}[suffix={json.dumps(tag)}]", text, name=f"text_{label}")
         return f"{text} {self._terminals(after.partition(tag)[2])}"
 
@@ -212,24 +206,30 @@ class CallGrammar:
         )
 
 
+def _object_head(functions: Sequence[JsonObject]) -> str:
+    """Returns the regular expression of a call without tags up to its arguments."""
+    names = "|".join(re.escape(json.dumps(function["name"], ensure_ascii=False)) for function in functions)
+    return rf'\{{\s*"name"\s*:\s*({names})\s*,\s*"(arguments|parameters)"\s*:'
+
+
 def _object(function: JsonObject) -> JsonObject:
     """Returns the schema of a function's arguments, which are an object."""
     return {"type": "object"} | (function.get("parameters") or {})
 
 
 def _written(pattern: str) -> str:
-    """Returns a regular expression as it stands between slashes."""
+    """Returns a regular expression as Lark writes it between slashes."""
     return pattern.replace("/", r"\/").replace("\\\n", "\\n")
 
 
 def _filled(template: str, **values: str) -> str:
-    """Returns a part of a template with its values in place. Words in the values are not replaced."""
+    """Returns a part of a template with its placeholders replaced, but not words in the values."""
     if not values:
         return template
     return re.sub("|".join(sorted(values, key=len, reverse=True)), lambda found: values[found[0]], template)
 
 
 def _type_of(schema: Any) -> str:
-    """Returns the JSON type of an argument that is no text; "object" if it may have several."""
+    """Returns the JSON type of an argument that is not text, "object" if there may be several."""
     declared = schema.get("type")
     return "number" if declared == "integer" else declared if isinstance(declared, str) else "object"

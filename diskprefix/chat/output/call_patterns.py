@@ -1,4 +1,4 @@
-"""The regular expressions by which calls are read, made of the description of a family."""
+"""Builds the regular expressions that read a family's calls from its description."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _READ_AS = {
     "IS_TEXT": r"(?P<kind>true|false)",
     "TYPE": r"(?P<kind>\w+)",
 }
-"""How placeholders are read; %s is the character behind one."""
+"""The patterns of placeholders; %s is the character after the placeholder."""
 
 
 def _read_as(written: str) -> str:
@@ -40,16 +40,15 @@ def _read_as(written: str) -> str:
             value = _READ_AS[found["value"]].replace("%s", '"')
             parts.append(f'(?: {name}="{value}")?')
         elif found["placeholder"]:
-            behind = written.strip()[found.end() : found.end() + 1]
-            parts.append(_READ_AS[found[0]].replace("%s", behind) if behind else r"(?P<name>[\w.\-]+)")
+            after = written.strip()[found.end() : found.end() + 1]
+            parts.append(_READ_AS[found[0]].replace("%s", after) if after else r"(?P<name>[\w.\-]+)")
         else:
             parts.append(r"\s*" if found["blanks"] else regex.escape(found[0]))
     return "".join(parts)
 
 
 def strings_of(quotes: str) -> regex.Pattern[str]:
-    """Returns a pattern of strings, of which the last one may lack its end: those between `quotes`, as in braces, and
-    those of JSON and Python."""
+    """Returns a pattern of strings, the last perhaps without its end: between `quotes`, and of JSON and Python."""
     between = [rf"{regex.escape(quotes)}.*?(?:{regex.escape(quotes)}|\Z)"] if quotes else [_string("'")]
     return regex.compile("|".join([*between, _string('"')]), regex.DOTALL)
 
@@ -66,7 +65,7 @@ class CallPatterns:
         key, _, value_end = family.argument.partition("VALUE")
         self.ends = any_of(family.ends)
         self.ends_or_strings = None
-        """`ends`, or strings as the group `string`, in which a tag does not end a call."""
+        """`ends`, or a string as the group `string`: a tag in a string does not end a call."""
         if family.body in ("braces", "python"):
             strings = strings_of(family.quotes).pattern
             self.ends_or_strings = regex.compile(f"(?P<string>{strings})|{self.ends.pattern}", regex.DOTALL)
@@ -76,10 +75,8 @@ class CallPatterns:
             pattern = _read_as(head)
             if head.endswith("NAME"):
                 # The name ends where the arguments begin.
-                begins = (
-                    [r"\{"] if family.body == "braces" else map(regex.escape, (key.partition("KEY")[0], family.end))
-                )
-                pattern += rf"\s*(?={'|'.join(begins)})"
+                begins = ("{",) if family.body == "braces" else (key.partition("KEY")[0], family.end)
+                pattern += rf"\s*(?={'|'.join(map(regex.escape, begins))})"
         self.head = regex.compile(pattern) if pattern else None
         argument = family.argument_head or _read_as(key)
         # One line end is no part of a value.

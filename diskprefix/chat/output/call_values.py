@@ -6,6 +6,8 @@ import ast
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import regex
@@ -14,11 +16,8 @@ from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.call_patterns import strings_of
 
 _NUMBERS = {"integer", "number"}
-
-
 _UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
-"""Raised for text that is no Python, or nested too deeply."""
-
+"""Raised for text that is not Python, or nested too deeply."""
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 _BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.\-]*)(\s*:)")
 _WRAPPERS = {"print"}
@@ -29,9 +28,8 @@ class OfferedTools:
     """The names and schemas of the tools of a request."""
 
     def __init__(self, tools: Sequence[JsonObject]) -> None:
-        functions = [tool["function"] for tool in tools]
         self._parameters: dict[str, JsonObject] = {
-            function["name"]: function.get("parameters") or {} for function in functions
+            tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools
         }
 
     def __contains__(self, name: object) -> bool:
@@ -52,23 +50,21 @@ class OfferedTools:
 
     def is_text(self, name: str, key: str) -> bool:
         """Returns whether this argument is always text, so that it needs no quotes."""
-        known = self.properties(name)
-        return _types(known[key]) == {"string"} if key in known else False
-
-    def value(self, name: str, key: str, text: str) -> object:
-        """Returns the value of `text`, an argument without quotes. A text that does not fit the schema stays text: the
-        client, which runs the tool, can say what is wrong."""
-        return value_of(text, self.properties(name).get(key))
+        return _types(self.properties(name).get(key)) == {"string"}
 
 
 def value_of(text: str, schema: object) -> object:
-    """Returns the value of `text`, by its schema if that names types. See `OfferedTools.value`."""
-    types = _types(schema)
-    return _typed(text, types) if types else _untyped(text)
+    """Returns the value of `text`, an argument without quotes, by its schema if that names types. A text that does not
+    fit the schema stays text: the client, which runs the tool, can say what is wrong."""
+    if types := _types(schema):
+        return _typed(text, types)
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return text
 
 
 def _types(schema: object) -> set[str]:
-    """Returns the JSON types that a schema names. What is malformed names none."""
+    """Returns the JSON types that a schema names, none for a malformed one."""
     found, unseen = set[str](), [schema]
     for part in unseen:
         if not isinstance(part, dict):
@@ -85,7 +81,7 @@ def _types(schema: object) -> set[str]:
 
 
 def values_of(schema: JsonObject) -> list[object]:
-    """Returns the values of `enum`, or that of `const`; [] if there are none."""
+    """Returns the values of `enum`, or the value of `const`; [] if there are none."""
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     return values if isinstance(values, list) else []
 
@@ -108,13 +104,6 @@ def _typed(text: str, types: set[str]) -> object:
         return value
     # Models quote strings where the schema allows other types too.
     return value if isinstance(value, str) and "string" in types and len(types) > 1 else text
-
-
-def _untyped(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 class ParsedCall(NamedTuple):
@@ -187,16 +176,16 @@ def _key(node: ast.expr | None) -> str:
     raise ValueError("a key that is no text")
 
 
+@dataclass
 class _Element:
     """An element: `<key>text</key>`, or with elements in place of the text."""
 
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.text = ""
-        self.children: list[_Element] = []
+    key: str
+    text: str = ""
+    children: list[_Element] = field(default_factory=list)
 
     def value(self, schema: Any) -> object:
-        """Returns its value. Elements with the same name are a list, and so are those named item."""
+        """Returns the value. Elements of one name become a list, and so do elements named item."""
         schema = schema if isinstance(schema, dict) else {}
         properties = schema.get("properties")
         known = properties if isinstance(properties, dict) else {}
@@ -204,21 +193,21 @@ class _Element:
             return value_of(self.text, schema) if self.key else {}
         if "item" not in known and {child.key for child in self.children} == {"item"}:
             return [child.value(schema.get("items")) for child in self.children]
-        said: dict[str, list[object]] = {}
+        found: dict[str, list[object]] = {}
         for child in self.children:
-            said.setdefault(child.key, []).append(child.value(known.get(child.key, schema.get("additionalProperties"))))
-        return {key: values[0] if len(values) == 1 else values for key, values in said.items()}
+            value = child.value(known.get(child.key, schema.get("additionalProperties")))
+            found.setdefault(child.key, []).append(value)
+        return {key: values[0] if len(values) == 1 else values for key, values in found.items()}
 
 
 def elements(text: str, prefix: str, schema: JsonObject) -> object:
     """Returns the value of elements whose tags begin with `prefix`; None if one of them does not end."""
     before, *tags = re.split(rf"{re.escape(prefix)}<(/?)([\w.\-]+)>", text)
     open_ones = [_Element("")]
-    for slash, key, behind in zip(tags[::3], tags[1::3], tags[2::3], strict=True):
+    for slash, key, after in zip(tags[::3], tags[1::3], tags[2::3], strict=True):
         if not slash:
-            open_ones.append(_Element(key))
+            open_ones.append(_Element(key, after))
             open_ones[-2].children.append(open_ones[-1])
-            open_ones[-1].text = behind
         elif open_ones.pop().key != key or not open_ones:
             return None
     try:

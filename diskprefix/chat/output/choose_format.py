@@ -1,5 +1,5 @@
-"""Chooses the format that a chat template writes: a known call is rendered, and must be parsed back. The same
-renderings show the form in which the template takes calls."""
+"""Chooses the format of a chat template: a known call is rendered, and the format must parse it back. The renderings
+also show the form in which the template takes calls."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ log = logging.getLogger("diskprefix")
 class FamilyFormat:
     """The format of a family. `OutputFormat` documents the methods.
 
-    `thoughts` are the pairs of tags around reasoning that the parser reads; `thought` is the pair of the template.
-    `token_ids` are the added tokens of the tokenizer that are tags of this format, by their texts.
+    `thoughts` are the pairs of tags around reasoning that the parser reads; `thought` is the template's pair.
+    `token_ids` has the added tokens of the tokenizer that are tags of this format, by text.
     """
 
     family: Family = NONE
@@ -83,7 +83,7 @@ class Chosen(NamedTuple):
 
 
 def choose_format(template: str, render: Render, *, special: Collection[str], added: Mapping[str, int]) -> Chosen:
-    """Returns the format of a chat template. `added` are the tokenizer's added tokens with their ids. Of these,
+    """Returns the format of a chat template. `added` has the ids of the tokenizer's added tokens, of which those in
     `special` are not shown as text."""
     written, dropped = [], _answer_tags(render)
     for form in _FORMS:
@@ -106,7 +106,7 @@ def choose_format(template: str, render: Render, *, special: Collection[str], ad
 def _replies(
     render: Render, form: MessageForm, arguments: object = _ARGUMENTS, call_id: str = _SHORT_ID
 ) -> Iterator[tuple[str, str]]:
-    """Yields prompts with the call that the template writes behind them: with and without reasoning and a result."""
+    """Yields pairs of a prompt and the call that follows in the rendering, with and without reasoning and a result."""
     prompt = render([_USER], _TOOLS, True)
     call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     result: JsonObject = {"role": "tool", "tool_call_id": call_id, "name": _NAME, "content": "a result"}
@@ -127,8 +127,8 @@ def _completed(form: MessageForm, render: Render) -> MessageForm:
 
 
 def _parted(prompt: str, whole: str) -> tuple[str, str]:
-    """Splits a text into its prompt and its reply: behind the text shared with `prompt`, but not inside a tag. The end
-    of the prompt, if it is repeated there, is no part of the reply: the name of a role, the end of a thought."""
+    """Splits a text into prompt and reply: after the text shared with `prompt`, but not inside a tag. An end of the
+    prompt that is repeated there (the name of a role, the end of a thought) is no part of the reply."""
     if whole.startswith(prompt):
         return prompt, whole[len(prompt) :]
     common = common_chars(prompt, whole)
@@ -138,8 +138,8 @@ def _parted(prompt: str, whole: str) -> tuple[str, str]:
 
 
 def _named_family(template: str, special: Iterable[str]) -> Family:
-    """Returns the family whose tags stand in a template that does not write calls, or among the special tokens.
-    Families with tags at both ends come first, since others have a part of these tags."""
+    """Returns the family whose tags are in a template that does not write calls, or among the special tokens. Families
+    with tags at both ends come first, since others have a part of these tags."""
     named = "\n".join([template, *special])
     for family in sorted(FAMILIES, key=lambda family: not family.ends):
         wanted = [texts for texts in (family.begins, family.ends, family.signs) if texts]
@@ -151,7 +151,7 @@ def _named_family(template: str, special: Iterable[str]) -> Family:
 
 
 def _answer_tags(render: Render) -> tuple[str, ...]:
-    """Returns the tags that a template writes around each answer, as that of ERNIE 4.5."""
+    """Returns the tags that a template such as ERNIE 4.5's writes around each answer."""
     text = render([_USER, {"role": "assistant", "content": _ANSWER}], [], False)
     found = re.search(rf"(<(\w+)>)\s*{_ANSWER}\s*(</\2>)", text)
     return () if found is None else (found[1], found[3])
@@ -163,17 +163,14 @@ def _candidates(
     written = "".join(reply for _, reply in replies)
     shown = "\n".join([template, *map("".join, replies)])
     for family in FAMILIES:
-        if family.channels:
-            may_be = all(sign in shown for sign in family.signs)
-        else:
-            may_be = any(sign in written for sign in family.signs or family.begins)
-        if may_be:
+        signs = family.signs or family.begins
+        if all(sign in shown for sign in signs) if family.channels else any(sign in written for sign in signs):
             yield _family_format(family, shown, added, dropped)
 
 
 def _family_format(family: Family, shown: str, added: Mapping[str, int], dropped: tuple[str, ...]) -> FamilyFormat:
-    """Returns the format of a family with the tags of reasoning in `shown`, the template and its output. Tags that are
-    `dropped` stand around answers."""
+    """Returns the format of a family with the tags of reasoning in `shown`, the template and its output. `dropped` are
+    the tags around answers."""
     family = replace(family, dropped=(*family.dropped, *dropped))
     known = tuple(
         (begin, end) for begin, end in THOUGHTS if end in shown and (begin in shown or begin == THOUGHTS[0][0])

@@ -1,5 +1,5 @@
-"""One description of each family of models, of `families.toml`: how it writes calls and reasoning. `call_grammar.py`
-forces calls by it, `call_reader.py` and `parsers.py` read them, and `choose_format.py` chooses one for a template."""
+"""The descriptions of families of models in `families.toml`: how they write calls and reasoning. `call_grammar.py`
+forces calls, `call_reader.py` and `parsers.py` read them, and `choose_format.py` chooses the family of a template."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ braces      the name, then JSON with bare keys and other quotes
 
 @dataclass(frozen=True)
 class Channels:
-    """Replies that are messages with headers. Regular expressions; NAMES stands for the names of the tools.
+    """Replies that are messages with headers, as regular expressions. NAMES stands for the names of the tools.
 
-    A message is a call if `header` matched its group `name`, reasoning if it matched `thought`, content otherwise.
-    `end` ends it. Outside of messages, a tag of `tags` is dropped, unless it is in `kept`.
+    A message is a call if `header` matched its group `name`, reasoning if it matched `thought`, else content. `end`
+    ends it. Outside of messages, `tags` are dropped unless they are in `shown`.
     """
 
     header: str
     end: str
     tags: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Family:
-    """The format of a family of models. Its texts are what the chat template writes, with placeholders in capitals.
+    """The format of a family of models, as its chat template writes it, with placeholders in capitals.
 
-    `call` has NAME and ARGUMENTS, and may have INDEX (any number). It is read with other blanks and without attributes
-    that have a placeholder. `begin` and `end` stand around all calls, or (`each`) around each one. A list's brackets
-    belong to them: its begin ends with "[".
+    `call` has NAME and ARGUMENTS, and may have INDEX (any number). The reader allows other blanks, and attributes with
+    a placeholder to be absent. `begin` and `end` surround all calls, or with `each` every call, and include the
+    brackets of a list.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Family:
     end: str = ""
     each: bool = False
     lead: str = ""
-    """What stands before `begin`, and is not needed to find it."""
+    """The text before `begin`, not needed to find it."""
     between: str = ""
     bare: str = ""
     """The beginning of a call that may stand without `begin`."""
@@ -65,24 +65,24 @@ class Family:
     dropped: tuple[str, ...] = ()
     """Tags around the answer that are left out."""
     signs: tuple[str, ...] = ()
-    """Where the tags do not tell families apart: one of them stands in each call that the template writes. Of a family
-    with channels, all of them stand in the template or in what it writes."""
+    """Where tags do not tell families apart: each call that the template writes has one of these texts. With channels,
+    the template or its output has all of them."""
     thought: ThoughtTags | None = None
-    """The texts around reasoning, if they are not among `THOUGHTS`: in the file, its end and what comes before that."""
+    """The texts around reasoning, if they are not among `THOUGHTS`: in the file, the end and the text before it."""
     channels: Channels | None = None
 
-    # What models write besides, as texts or regular expressions. "" for what follows from the texts above.
+    # Variants that models write, as texts or regular expressions; "" for those that follow from the texts above.
     also_begins: tuple[str, ...] = ()
     also_ends: tuple[str, ...] = ()
     head: str = ""
-    """What stands before the arguments, with the group `name`."""
+    """The text before the arguments, with the group `name`."""
     tail: str = ""
-    """What stands behind the arguments."""
+    """The text after the arguments."""
     argument_head: str = ""
-    """What stands before a value, with the group `key`; `kind` is its type, where "true" and "string" mean text."""
+    """The text before a value, with the group `key`; the group `kind` is its type: "true" and "string" mean text."""
     argument_end: str = ""
     head_tags: tuple[str, ...] = ()
-    """Tags that stand in `head` alone."""
+    """Tags in `head` only."""
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class Family:
 
     @property
     def after(self) -> str:
-        """The text behind all calls."""
+        """The text after all calls."""
         return "" if self.each else self.end
 
     @property
@@ -111,7 +111,7 @@ class Family:
 
     @property
     def is_bare(self) -> bool:
-        """Returns whether calls are objects without tags."""
+        """True if calls are objects without tags."""
         return bool(self.signs) and self.body == "objects"
 
     @property
@@ -138,18 +138,18 @@ THOUGHTS = (
 
 
 def _family(name: str, entry: dict[str, Any]) -> Family:
-    """Returns the family of a table of the file. Raises TypeError for a field that there is not."""
+    """Returns the family of a table of the file. Raises TypeError for an unknown field."""
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
     if thought := fields.pop("thought", None):
         fields["thought"] = ThoughtTags(None, *thought)
     if channels := fields.pop("channels", None):
-        header, tags, kept = channels["header"], channels.get("tags", ()), channels.get("kept", ())
-        fields["channels"] = Channels("".join(header), channels["end"], tuple(tags), tuple(kept))
+        header, tags, shown = channels["header"], channels.get("tags", ()), channels.get("shown", ())
+        fields["channels"] = Channels("".join(header), channels["end"], tuple(tags), tuple(shown))
     return Family(name, **fields)
 
 
 _ENTRIES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 NONE = _family("none", _ENTRIES.pop("none"))
-"""What small models write, whatever their template writes."""
+"""The format of small models that ignore their template's."""
 FAMILIES = [_family(name, entry) for name, entry in _ENTRIES.items()]
 """All others, in the order in which they are tried."""

@@ -1,4 +1,4 @@
-"""The format in which a model writes its replies: its interface, and the pieces of a reply that its parser finds."""
+"""The interface of a reply format, and the pieces of a reply that its parser emits."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ OutputDelta: TypeAlias = ReasoningDelta | ContentDelta | ToolCallBegin | ToolCal
 
 
 class OutputParser(Protocol):
-    """Parses one reply while it is written. Not thread-safe.
+    """Parses one reply while it is sampled. Not thread-safe.
 
-    It never raises: text that it cannot parse is content. The joined deltas do not depend on how the text is cut into
-    pieces.
+    A parser never raises: text that it cannot parse is content. The joined deltas do not depend on how the text is cut.
     """
 
     def feed(self, text: str) -> list[OutputDelta]:
@@ -67,13 +66,13 @@ class ThoughtTags(NamedTuple):
 
 
 class ThoughtWatch:
-    """Tells whether a reply is in a thought: behind the newest piece of reasoning, until something else comes."""
+    """Tells whether a reply is in a thought: after a piece of reasoning, until another piece comes."""
 
     def __init__(self, *, is_open: bool = False) -> None:
         self.is_open = is_open
 
     def see(self, deltas: Sequence[object]) -> bool:
-        """Returns whether the reply is in a thought behind these deltas."""
+        """Returns whether the reply is in a thought after these deltas."""
         if deltas:
             self.is_open = isinstance(deltas[-1], ReasoningDelta)
         return self.is_open
@@ -88,7 +87,7 @@ class OutputFormat(Protocol):
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """The special tokens that the engine must write as text, because the parser reads them."""
+        """The special tokens that the engine must emit as text, because the parser reads them."""
 
     @property
     def thought(self) -> ThoughtTags | None:
@@ -105,10 +104,10 @@ class OutputFormat(Protocol):
         """Returns a Lark grammar, as llguidance reads it, of one call or (`many`) of one or more calls of `tools`."""
 
     def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
-        """Returns such a grammar of any text, in which calls of the tools named in `strict` follow their schemas."""
+        """Returns the grammar of any text in which calls of the tools named in `strict` follow their schemas."""
 
     def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
-        """Returns such a grammar of any text in which no call begins."""
+        """Returns the grammar of any text in which no call begins."""
 
 
 class PlainText:

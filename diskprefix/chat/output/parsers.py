@@ -1,4 +1,4 @@
-"""Parses replies: reasoning, content and calls, by families with tags and by those of messages with headers."""
+"""Parses replies into reasoning, content and calls: one parser for tags, one for messages with headers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Thoughts = Sequence[tuple[str, str]]
 """Pairs of tags around reasoning."""
 
 _PIECE = 2048
-"""Characters of a long text that are parsed at a time."""
+"""Characters that are parsed at a time."""
 _INLINE = r'\{(?=\s*"(?:name|type|function|arguments|parameters)"\s*:)'
 _FENCE = r"```\w*"
 _WRAPPERS = (
@@ -31,13 +31,13 @@ _WRAPPER_END = any_of(["```", *(f"</{name}>" for name in _WRAPPERS)])
 
 
 class StreamParser(ABC):
-    """A parser that is written as one generator, `reply`, and runs whenever text comes."""
+    """A parser written as one generator, `reply`, which runs whenever text comes."""
 
     def __init__(self) -> None:
         self.reader = Reader()
         self._out: list[OutputDelta] = []
         self.space: list[str] = []
-        """White space that is held, because it is dropped before a tag."""
+        """Held white space, which is dropped if a tag follows."""
         self._space_is: Callable[[str], OutputDelta] = ContentDelta
         self._running = self.reply()
 
@@ -46,7 +46,7 @@ class StreamParser(ABC):
         """Parses a whole reply, and calls `emit`, `content` and `reasoning`."""
 
     def feed(self, text: str) -> list[OutputDelta]:
-        # Each step may look at all text that has come.
+        # Each step may look at all text so far.
         pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
         return [delta for piece in pieces if self.reader.add(piece) for delta in self._run()]
 
@@ -104,8 +104,8 @@ class FamilyParser(StreamParser):
 
     @staticmethod
     def _openers(family: Family, *, is_offered: bool) -> regex.Pattern[str]:
-        """Returns a pattern of the beginnings of calls, and of tags around content. The names of the tools are not in
-        it: a thousand long ones take a second to compile."""
+        """Returns a pattern of the beginnings of calls and of tags around content, without the names of tools: a
+        thousand long names take a second to compile."""
         kinds = [rf"(?P<drop>{alternatives(family.dropped)})"]
         if is_offered:
             own = {*family.begins, *family.dropped}
@@ -121,7 +121,7 @@ class FamilyParser(StreamParser):
 
     @staticmethod
     def _begins_in_reasoning(family: Family, tools: OfferedTools) -> str:
-        """Returns a pattern of calls that may begin inside reasoning. A tag that is plain text may be quoted there."""
+        """Returns a pattern of calls that may begin inside reasoning, where a tag of plain text may be a quotation."""
         begins = family.begins if tools else ()
         patterns = [regex.escape(tag) if "|" in tag or "｜" in tag else rf"^{regex.escape(tag)}" for tag in begins]
         return "|".join(patterns) or r"(?!)"
@@ -131,13 +131,13 @@ class FamilyParser(StreamParser):
         while (found := (yield from self.reader.until(self._opener, self.content))) is not None:
             if found.lastgroup == "drop":
                 self.reader.at = found.end()
-                yield from self._behind_tag()
+                yield from self._after_tag()
             else:
                 yield from self._try_calls(found, self.content)
         self.end()
 
     def _try_calls(self, found: regex.Match[str], otherwise: Callable[[str], None]) -> Parsing[bool]:
-        """Reads the calls that `found` opens. If there are none, hands the text of `found` to `otherwise`."""
+        """Reads the calls that `found` opens. Without calls, passes the text of `found` to `otherwise`."""
         kind, done = found.lastgroup, False
         if kind in ("python", "function") and found[kind] not in self._tools:
             self.reader.at = found.end()
@@ -152,7 +152,7 @@ class FamilyParser(StreamParser):
             self.reader.at = found.start() if kind == "python" or found[0] == self._family.bare else found.end()
             done = yield from self._calls.group()
         if done:
-            yield from self._behind_tag()
+            yield from self._after_tag()
         else:
             self.reader.give_up(found.end())
             otherwise(self.reader.text[found.start() : self.reader.at])
@@ -163,8 +163,8 @@ class FamilyParser(StreamParser):
             yield from self.reader.space()
             done = (yield from self.reader.match(_WRAPPER_END)) is not None
 
-    def _behind_tag(self) -> Parsing[None]:
-        """Drops the white space beside a tag, which belongs to the tag."""
+    def _after_tag(self) -> Parsing[None]:
+        """Drops the white space around a tag."""
         self.space.clear()
         yield from self.reader.space()
         self.reader.forget(at_line_start=True)
@@ -175,12 +175,12 @@ class FamilyParser(StreamParser):
         end = dict(self._thoughts)[found["begin"]] if found else self._opened
         if end is None:
             return
-        yield from self._behind_tag()
+        yield from self._after_tag()
         stop = regex.compile(f"(?P<end>{regex.escape(end)})|(?P<call>{self._begins})", regex.MULTILINE)
         while (found := (yield from self.reader.until(stop, self.reasoning))) is not None:
             if found.lastgroup == "end":
                 self.reader.at = found.end()
-                yield from self._behind_tag()
+                yield from self._after_tag()
                 return
             if (yield from self._try_calls(found, self.reasoning)):
                 return
@@ -188,7 +188,7 @@ class FamilyParser(StreamParser):
 
 @lru_cache(maxsize=4)
 def _compiled(pattern: str) -> regex.Pattern[str]:
-    """Compiles a pattern that may hold the names of tools. Keeps few: regex itself would keep 500, of up to 30 MiB."""
+    """Compiles a pattern with names of tools. Keeps few: regex itself would keep 500 of up to 30 MiB."""
     return regex.compile(pattern, cache_pattern=False)
 
 
@@ -221,7 +221,7 @@ class ChannelParser(StreamParser):
                 break
             elif not (yield from self.reader.looks_at(self._header)):
                 self.reader.at = found.end()
-                if found[0] in self._channels.kept:
+                if found[0] in self._channels.shown:
                     self.content(found[0])
             header = yield from self.reader.match(self._header)
         self.end()
@@ -239,7 +239,7 @@ class ChannelParser(StreamParser):
             yield from self._call(name)
 
     def _call(self, name: str) -> Parsing[None]:
-        """Reads a message that is the JSON of a call's arguments. Text behind the JSON is content."""
+        """Reads a message that is the JSON of a call's arguments. Text after the JSON is content."""
         self._made.begin(name)
         first = yield from self.reader.peek()
         is_whole = False

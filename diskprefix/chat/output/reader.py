@@ -1,4 +1,4 @@
-"""Reads a text that comes in pieces. Methods that may need more text are generators, which yield to wait for it."""
+"""Reads a text that comes in pieces. Methods that may need more text are generators that yield to wait for it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _SCALAR_END = regex.compile(r"[\s,;:\[\]{}\"<]")
 _DELIMITERS = re.compile(r'["\\{}\[\]<`\x00-\x1f]')
 _BRACKETS = re.compile(r"""["'\\()\[\]{}]""")
 _SHORT, _SHARE = 256, 8
-"""A text of more characters is parsed again only when an eighth more of it has come."""
+"""A longer text is parsed again only when it has grown by an eighth."""
 _LITTLE, _MOST_IN_VAIN = 4096, 2
-"""At most 4096 characters and twice the reply are read as calls in vain."""
+"""At most 4096 characters plus twice the reply are parsed as calls in vain."""
 
 
 class Reader:
-    """The text that has come and is not used yet. `text[at:]` is unread. Positions are valid until `forget`."""
+    """The text that is not used yet, of which `text[at:]` is unread. Positions are valid until `forget`."""
 
     def __init__(self) -> None:
         self.text = "\n"
-        """Begins with the character before the unread text. The beginning of a reply counts as that of a line."""
+        """Begins with the character before the unread text: a newline at the beginning of a reply."""
         self.at = 1
         self.ended = False
         self._coming: list[str] = []
@@ -40,8 +40,8 @@ class Reader:
         self._furthest = 1
 
     def add(self, text: str) -> bool:
-        """Adds more text. Returns whether to read on. Held text may be read again from its beginning, so a long one is
-        read again only when an eighth more has come: then all readings together cost as much as a few of the whole."""
+        """Adds text. Returns whether to read on. Held text may be read again from its beginning, so a long one is only
+        read again when it has grown by an eighth: all readings together cost as much as a few of the whole."""
         self._coming.append(text)
         self._num_coming += len(text)
         if self._num_coming * _SHARE < len(self.text) - _SHORT:
@@ -50,7 +50,6 @@ class Reader:
         return True
 
     def end(self) -> None:
-        """Ends the text."""
         self.ended = True
         self._join()
 
@@ -66,14 +65,14 @@ class Reader:
         self.at = self._furthest = 1
 
     def back_to(self, at: int) -> None:
-        """Goes back to a position, because the text behind it is no call."""
+        """Goes back to a position, because no call follows it."""
         self._num_in_vain += max(0, self.at - at)
         self._furthest = max(self._furthest, self.at)
         self.at = at
 
     def give_up(self, at: int) -> None:
-        """Goes back to a position, to look for other calls behind it. After much text was read in vain, stays behind
-        that text: otherwise nested values would be read over and over."""
+        """Goes back to a position, to look for other calls after it. If much text was read in vain, stays after that
+        text instead, because nested values would be read over and over."""
         self.back_to(at)
         if self._num_in_vain > _MOST_IN_VAIN * self._num_read + _LITTLE:
             self.at = max(at, self._furthest)
@@ -100,8 +99,8 @@ class Reader:
         return self.text[self.at : self.at + 1]
 
     def match(self, pattern: regex.Pattern[str]) -> Parsing[regex.Match[str] | None]:
-        """Reads a match of `pattern` at this position. Returns None, and reads nothing, if there is none. A match
-        counts as soon as it is whole, so a pattern must not end with something that may grow."""
+        """Reads a match of `pattern` at this position. Returns None, and reads nothing, if there is none. A match ends
+        as soon as it is whole, so a pattern must not end with a repetition."""
         while True:
             found = pattern.match(self.text, self.at, partial=not self.ended)
             if found is None:
@@ -119,8 +118,8 @@ class Reader:
         return found is not None
 
     def until(self, pattern: regex.Pattern[str], take: Take) -> Parsing[regex.Match[str] | None]:
-        """Hands the text before a match of `pattern` to `take`. Returns the match, which is not read; None at the end.
-        Only text that may be the beginning of a match is held back."""
+        """Passes the text before a match of `pattern` to `take`. Returns the match, which is not read, or None at the
+        end. Only text that may begin a match is held back."""
         while True:
             found = self._search(pattern)
             end = len(self.text) if found is None else found.start()
@@ -134,11 +133,11 @@ class Reader:
                 return None
 
     def _search(self, pattern: regex.Pattern[str]) -> regex.Match[str] | None:
-        """Returns the first match of `pattern`, or the text that may become it, which `partial` tells."""
+        """Returns the first match of `pattern`, or the text that may become one (`partial`)."""
         found = pattern.search(self.text, self.at, partial=not self.ended)
         if found is None or found.partial or self.ended:
             return found
-        # A search takes a whole match rather than one before it that may become whole.
+        # A search prefers a whole match to an earlier one that may become whole.
         at, end = self.at, found.start()
         while (early := pattern.search(self.text, at, end, partial=True)) is not None and early.start() < end:
             growing = pattern.match(self.text, early.start(), partial=True)
@@ -148,16 +147,16 @@ class Reader:
         return found
 
     def before(self, pattern: regex.Pattern[str], skipping: regex.Pattern[str] | None = None) -> Parsing[str | None]:
-        """Reads the text before a match of `pattern`, or the whole rest if there is none. None if that is empty.
+        """Reads the text before a match of `pattern`, or the rest if there is none. Returns None for an empty text.
 
-        `skipping` is the same pattern, or strings as the group `string`. A match in a string counts only if there is
-        no other when the reply has ended."""
+        `skipping` matches `pattern`, or a string as the group `string`. A match in a string counts only if there is no
+        other when the reply has ended."""
         while True:
             if skipping is None:
                 found = pattern.search(self.text, self.at)
             else:
                 matches = skipping.finditer(self.text, self.at)
-                found = next((one for one in matches if one["string"] is None), None)
+                found = next((match for match in matches if match["string"] is None), None)
                 if found is None and self.ended:
                     found = pattern.search(self.text, self.at)
             if found is not None or not (yield from self.more()):
@@ -166,7 +165,7 @@ class Reader:
                 return read or None
 
     def string(self) -> Parsing[str | None]:
-        """Reads a JSON string behind white space, with its quotes. Returns None if there is none."""
+        """Reads a JSON string after white space, with its quotes. Returns None if there is none."""
         yield from self.space()
         found = yield from self.match(_STRING)
         return None if found is None else found[0]
@@ -174,9 +173,9 @@ class Reader:
     def json(self, take: Take, *, forgets: bool = False) -> Parsing[bool]:
         """Reads a JSON value and hands its text to `take` as it comes. Returns whether it is complete.
 
-        An object or an array is complete when its brackets are closed. One with a tag in it is broken. Control
-        characters in strings, which JSON forbids and small models write, are escaped. `forgets`: no caller goes back to
-        a position before it, so its text is not held.
+        An object or an array is complete when its brackets are closed, and broken by a tag. Control characters in
+        strings, which JSON forbids and small models write, are escaped. `forgets`: no caller goes back to a position
+        before the value, so its text is not held.
         """
         first = yield from self.peek()
         if first == '"':

@@ -1,5 +1,4 @@
-"""The models of a daemon that serves several of them by name, and the commands that fetch, list, show and remove
-models."""
+"""The models that a daemon serves by name, and the commands that fetch, list, show and remove models."""
 
 from __future__ import annotations
 
@@ -7,6 +6,6 @@ _FOLDER = "diskprefix.extras.catalogue"
 COMMANDS = {
     "pull": f"{_FOLDER}.pull_command:pull",
     "list": f"{_FOLDER}.list_command:list_models",
-    "show": f"{_FOLDER}.list_command:show",
+    "show": f"{_FOLDER}.list_command:show_model",
     "rm": f"{_FOLDER}.pull_command:rm",
 }

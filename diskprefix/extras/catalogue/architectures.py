@@ -28,13 +28,13 @@ def installed_versions() -> dict[str, str]:
 
 
 def show_architectures(as_json: bool) -> None:
-    """Prints the table: what folders and `.gguf` files call each architecture, how its state is restored, and in which
-    dtypes a restored run was equal to the cold run, bit for bit."""
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    """Prints the table: the names of each architecture in folders and `.gguf` files, how its state is restored, and the
+    dtypes in which a restored run was equal to the cold run, bit for bit."""
+    table, installed = json.loads(TABLE.read_text(encoding="utf-8")), installed_versions()
     rows = [_row(name, entry) for name, entry in table["architectures"].items()]
-    versions = {name: table[name] for name in installed_versions()}
+    versions = {name: table[name] for name in installed}
     if as_json:
-        print_json({"installed": installed_versions(), "verified_with": versions, "architectures": rows})
+        print_json({"installed": installed, "verified_with": versions, "architectures": rows})
         return
     titles = ("from folders", "from files", "restored", "exact at", "verified", "note")
     cells = [
@@ -53,26 +53,25 @@ def show_architectures(as_json: bool) -> None:
     number = sum(bool(row["verified"]) for row in rows)
     files = {name for row in rows for name in row["files"]}
     click.echo(f"{counted(len(rows), 'architecture')}, {number} verified with {with_these}; {len(files)} from files")
-    if versions != installed_versions():
+    if versions != installed:
         click.echo("other versions are installed: tools/bench exactness verifies them")
 
 
 def verified_of(path: Path) -> str:
-    """Returns what was verified of the architecture of a model's file or folder, for people."""
+    """Returns the verified properties of the architecture of a model's file or folder, for people."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))["architectures"]
     name, types = _architecture_of(path)
     by_type = {entry["model_type"]: entry for entry in table.values()} | table
-    found = next((by_type[one] for one in types if one in by_type), None)
-    if found is None:
+    entry = next((by_type[model_type] for model_type in types if model_type in by_type), None)
+    if entry is None:
         return f"{name}: none of `diskprefix list --architectures`, so it may not be served"
-    row = _row(name, found)
-    return f"{name}: restored {row['restored']}, exact at {_exact_at(row) or 'no token'}, verified in " + (
-        _named(row["verified"]) or "no dtype"
-    )
+    row = _row(name, entry)
+    verified = _named(row["verified"]) or "no dtype"
+    return f"{name}: restored {row['restored']}, exact at {_exact_at(row) or 'no token'}, verified in {verified}"
 
 
 def _architecture_of(path: Path) -> tuple[str, Sequence[str]]:
-    """Returns the name of a model's architecture, and what transformers may call it or the part that computes text."""
+    """Returns the name of a model's architecture, and the names that transformers may have for it or its text part."""
     if path.is_file():
         name = str(read_header(path).values.get("general.architecture"))
         return name, MODEL_TYPES.get(name, ())
@@ -96,7 +95,7 @@ def _row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exact_at(row: dict[str, Any]) -> str:
-    """Returns `token`, `token (bf16)` if it is not so in all verified dtypes, `grid`, or "" if nothing is verified."""
+    """Returns `token`, `token (bf16)` for some of the verified dtypes, `grid`, or "" if nothing is verified."""
     exact = row["exact_at_tokens"]
     if not exact:
         return "grid" if row["verified"] else ""

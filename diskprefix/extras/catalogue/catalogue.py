@@ -1,5 +1,5 @@
-"""The models that are known by name: from `models.toml`, `--model`, `--models-dir`, the hub's cache, and the caches of
-other programs."""
+"""The models known by name: from `models.toml`, `--model`, `--models-dir`, and the caches of the hub and of other
+programs."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _SHOWN_NAMES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class KnownModel:
-    """A model and the settings of the daemon with its own in their place. `source` is its path or repository.
-    `path` is its folder or file (the first part of a split one), None if it is not on this machine.
+    """A model. `settings` are the daemon's with the model's own in their place. `source` is its path or repository,
+    `path` its folder or file (the first part of a split one), None if it is not on this machine.
 
-    `pin`: it is not unloaded for others. `idle_unload_s`: the time without a request after which it is unloaded, None
-    if the daemon decides.
+    A model with `pin` is not unloaded for others. It is unloaded after `idle_unload_s` seconds without a request, None
+    for the daemon's time.
     """
 
     name: str
@@ -53,7 +53,7 @@ class KnownModel:
 
 
 def open_catalogue(settings: Settings) -> Catalogue | None:
-    """Returns the models that a daemon with these settings serves by name; None if it serves one, as `model` says.
+    """Returns the models that a daemon with these settings serves by name, None if it serves one.
 
     Raises `SettingsError` if `models.toml` cannot be read, if two models have one name, or for a setting that fits one
     model only.
@@ -70,10 +70,10 @@ def _models_file(settings: Settings) -> Path | None:
 
 
 class Catalogue:
-    """The known models by name. `read_again` may be called in any thread; the others then see all of it or nothing."""
+    """The known models by name. `read_again` may be called in any thread: the change is atomic."""
 
     def __init__(self, settings: Settings) -> None:
-        """Reads it. Raises `SettingsError` as `open_catalogue`."""
+        """Raises `SettingsError` as `open_catalogue`."""
         for name in sorted(OF_ONE_MODEL):
             if getattr(settings, name) is not None:
                 raise SettingsError(f"{flag_of(name)} is for one model; with several, write it into models.toml")
@@ -83,31 +83,27 @@ class Catalogue:
         self.read_again()
 
     def models(self) -> tuple[KnownModel, ...]:
-        """Returns the models: those of `models.toml` first, then by `--model`, below `--models-dir`, and pulled."""
+        """Returns the models of `models.toml`, of `--model`, below `--models-dir`, and of caches, in this order."""
         return self._models
 
     def find(self, name: str) -> KnownModel:
-        """Returns the model with a name or an alias, which Ollama's clients may end with `:latest`. Raises
-        `ModelNotFound`, which names the nearest."""
+        """Returns the model with a name or an alias, to which Ollama's clients may add `:latest`. Raises a
+        `ModelNotFound` that names the nearest."""
         require_model_name(name)
         by_name = self._by_name
         for asked in (name, name.removesuffix(":latest"), full_name(name)):
             if asked in by_name:
                 return by_name[asked]
+        hint = f"there are {listed([model.name for model in self._models])}" if by_name else none_known()
         folded = {known.casefold(): known for known in by_name}
-        near = get_close_matches(name.casefold(), folded, n=1)
-        if near:
+        if near := get_close_matches(name.casefold(), folded, n=1):
             hint = f"the nearest name is {folded[near[0]]!r}"
-        elif by_name:
-            hint = f"there are {listed([model.name for model in self._models])}"
-        else:
-            hint = none_known()
         raise ModelNotFound(f"no model is called {shown(name)!r}; {hint}", param="model")
 
     def read_again(self) -> None:
-        """Looks again for what was added, pulled or removed. If it raises `SettingsError`, all stays as it was.
+        """Finds added, pulled and removed models. If it raises `SettingsError`, nothing is changed.
 
-        A model that was pulled or found yields to one with its name: it must not keep a daemon from its start.
+        A model in a cache yields to another one with its name: it must not keep a daemon from starting.
         """
         models: list[KnownModel] = []
         by_name: dict[str, KnownModel] = {}
@@ -125,20 +121,20 @@ class Catalogue:
             for name in (model.name, *model.aliases):
                 other = by_name.setdefault(name, model)
                 if other is not model:
+                    both = " and ".join(f"{one.source} ({one.origin})" for one in (other, model))
                     raise SettingsError(
-                        f"two models are called {name!r}: {other.source} ({other.origin}) and {model.source} "
-                        f"({model.origin}); give one of them another name in models.toml"
+                        f"two models are called {name!r}: {both}; give one of them another name in models.toml"
                     )
         self._models, self._by_name = tuple(models), by_name
 
     def _found(self) -> Iterator[KnownModel]:
         settings, seen = self._settings, set[str]()
         file = _models_file(settings)
-        for one in [] if file is None else read_models_file(file):
-            seen.add(_identity(one.model))
-            made = self._known(one.name, one.model, "models.toml")
-            own = replace(made.settings, **one.own)
-            yield replace(made, settings=own, aliases=one.aliases, pin=one.pin, idle_unload_s=one.idle_unload_s)
+        for table in [] if file is None else read_models_file(file):
+            seen.add(_identity(table.model))
+            known = self._known(table.name, table.model, "models.toml")
+            own, idle_s = replace(known.settings, **table.own), table.idle_unload_s
+            yield replace(known, settings=own, aliases=table.aliases, pin=table.pin, idle_unload_s=idle_s)
         for asked in settings.model_names:
             yield from self._unless_seen(seen, plain_name(asked), asked, "--model")
         if settings.models_dir is not None:
@@ -149,7 +145,7 @@ class Catalogue:
             for name, path in named(models_below(settings.models_dir), settings.models_dir):
                 yield from self._unless_seen(seen, name, str(path), "--models-dir")
         if settings.model is not None:
-            # Who names models with --model serves these.
+            # With --model, only the named models are served.
             return
         for name, path in cached_models():
             yield from self._unless_seen(seen, name, str(path), "pulled")
@@ -159,14 +155,14 @@ class Catalogue:
                 yield replace(known, aliases=tuple(aliases))
 
     def _unless_seen(self, seen: set[str], name: str, model: str, origin: str) -> Iterator[KnownModel]:
-        """Yields a model unless a part of the catalogue before this one has the same file or repository."""
+        """Yields a model unless an earlier part of the catalogue has its file or repository."""
         if _identity(model) in seen:
             return
         seen.add(_identity(model))
         try:
             known = self._known(name, model, origin)
         except SettingsError as error:
-            # Such as a name that is not UTF-8. What was only found must not keep a daemon from its start.
+            # Such as a name that is not UTF-8. A model that was only found must not keep a daemon from starting.
             if origin == "--model":
                 raise
             log.warning("[models] a model is left out: %s", error.message)
@@ -191,7 +187,7 @@ def embedded(settings: Settings) -> KnownModel:
 
 
 def _path_or_none(model: str) -> Path | None:
-    # What is wrong with it is told when it is asked for.
+    # An error is reported when the model is requested.
     with suppress(ModelError):
         return path_of(model)
     return None
@@ -204,9 +200,8 @@ def _identity(model: str) -> str:
 
 
 def named(paths: list[Path], folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields models with their names: that of the file, without extension and number of the part, or of the folder.
-    Of models with the same one, those below `folder` get the path from there before it, and files beside a folder of
-    that name keep the extension."""
+    """Yields models with their names: the file's, without extension and number of the part, or the folder's. The path
+    in `folder` precedes equal names, and files beside a folder of the same name keep the extension."""
     short = [plain_name(str(path)) for path in paths]
     for path, name in zip(paths, short, strict=True):
         below = os.path.relpath(path.parent, folder)
@@ -216,15 +211,15 @@ def named(paths: list[Path], folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def needs(settings: Settings) -> ModelNeeds | None:
-    """Returns what the model that `settings` name needs in memory, by part; None if it is not on this machine. Reads
-    headers only, and imports no torch. Raises `ModelError` if they cannot be read."""
+    """Returns the memory that the model of `settings` needs, by part; None if it is not on this machine. Reads headers
+    only, and imports no torch. Raises `ModelError`."""
     path = path_of(settings.model)
     try:
         return None if path is None else _needs(path, settings)
     except ModelError:
         raise
     except Exception as error:
-        # Headers and configurations are foreign files, so any error may come.
+        # Headers and configurations are foreign files: reading them may raise any error.
         raise ModelError(f"cannot read {path}: {first_line(error)}") from error
 
 
@@ -243,18 +238,18 @@ def file_bytes(path: Path) -> int:
 
 
 def template_of(path: Path) -> str:
-    """Returns the text with the chat template of a model, empty if it has none. Raises `ModelError`, `OSError`."""
+    """Returns a text with the chat template of a model, "" if it has none. Raises `ModelError`, `OSError`."""
     if path.is_file():
         return str(read_header(path).values.get("tokenizer.chat_template") or "")
-    config, file = path / "tokenizer_config.json", path / "chat_template.jinja"
-    in_config = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
-    in_file = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    in_file, in_config = (
+        (path / name).read_text(encoding="utf-8", errors="replace") if (path / name).is_file() else ""
+        for name in ("chat_template.jinja", "tokenizer_config.json")
+    )
     return in_file or (in_config if '"chat_template"' in in_config else "")
 
 
 def offered_by(known: KnownModel, needs: ModelNeeds) -> list[str]:
-    """Returns the capabilities of a model by its files, as `/v1/models` names them once it is loaded. Raises
-    `ModelError`, `OSError`."""
+    """Returns a model's capabilities from its files, as `/v1/models` names them. Raises `ModelError`, `OSError`."""
     template = "" if known.path is None else template_of(known.path)
     if known.settings.chat_template is not None:
         template = known.settings.chat_template.read_text(encoding="utf-8", errors="replace")

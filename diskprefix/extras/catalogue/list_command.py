@@ -1,4 +1,4 @@
-"""`diskprefix list` and `diskprefix show`: the models that are known by name, and one of them in detail. No torch."""
+"""`diskprefix list` and `diskprefix show`: the models known by name, and one of them in detail, without torch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from diskprefix.model.load.fit import Fit, fitted
 from diskprefix.model.load.gguf_file import QUANT, model_stem, part_paths, read_tensors
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.printable import first_line
-from diskprefix.printable import shown as text_shown
+from diskprefix.printable import first_line, shown
 from diskprefix.settings import PER_MODEL, SETTINGS, Settings
 from diskprefix.units import counted, format_size
 
@@ -90,11 +89,11 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
     click.echo(f"{counted(len(rows), 'model')}, {format_size(available_ram_bytes())} of memory free")
 
 
-@click.command(short_help="Show what a model is, needs, and is served with.")
+@click.command("show", short_help="Show what a model is, needs, and is served with.")
 @click.argument("name", metavar="NAME|FILE|FOLDER", callback=nonempty)
 @setting_options((*_PLACES, "weights"))
 @json_option
-def show(name: str, as_json: bool, **flags: Any) -> None:
+def show_model(name: str, as_json: bool, **flags: Any) -> None:
     """Show a model of `diskprefix list`, a .gguf file or the folder of a model: the memory that it needs by the
     forms of its weights, its context, its template and its settings.
 
@@ -112,20 +111,18 @@ def show(name: str, as_json: bool, **flags: Any) -> None:
     if known.path is None or fit is None:
         fetches = "serve` fetches it" if known.origin == "embedded" else "pull` fetches models of the hub"
         raise ModelError(f"{known.source} is not on this machine; `diskprefix {fetches}")
-    shown = row_of(known) | {"positions": fit.needs.state.positions, "template": bool(template_of(known.path))}
-    shown |= {"architecture": verified_of(known.path), "settings": _own(known)}
-    shown["memory"] = dict(fit.rows())
+    row = row_of(known) | {"positions": fit.needs.state.positions, "template": bool(template_of(known.path))}
+    row |= {"architecture": verified_of(known.path), "settings": _own(known), "memory": dict(fit.rows())}
     if as_json:
-        print_json(shown)
+        print_json(row)
         return
-    names = ", ".join((known.name, *known.aliases))
     lines = {
-        "model": f"{names} ({known.origin})",
-        "files": f"{known.path}, {format_size(shown['file_bytes'])}",
+        "model": f"{', '.join((known.name, *known.aliases))} ({known.origin})",
+        "files": f"{known.path}, {format_size(row['file_bytes'])}",
         "context": f"{fit.context:,} of {fit.needs.state.positions:,} tokens",
-        "type": shown["architecture"],
-        "template": "the model's own" if shown["template"] else "none: give one with --chat-template",
-        "settings": ", ".join(f"{key} = {value}" for key, value in shown["settings"].items()) or "those of serve",
+        "type": row["architecture"],
+        "template": "the model's own" if row["template"] else "none: give one with --chat-template",
+        "settings": ", ".join(f"{key} = {value}" for key, value in row["settings"].items()) or "those of serve",
     }
     for key, line in lines.items():
         click.echo(f"{key:<9} {plain(line).plain}")
@@ -139,8 +136,7 @@ def _served_otherwise(settings: Settings) -> tuple[KnownModel, ...]:
 
 
 def _named(name: str, settings: Settings) -> KnownModel:
-    """Returns the model with a name, or else in a file or folder. A path with a slash is no name. Raises
-    `ModelNotFound` or `SettingsError`."""
+    """Returns the model with a name, or else in a file or folder. Raises `ModelNotFound` or `SettingsError`."""
     is_here = os.path.exists(os.path.expanduser(name))
     try:
         if not is_here or os.sep not in name:
@@ -149,10 +145,8 @@ def _named(name: str, settings: Settings) -> KnownModel:
         if name == EMBEDDED.name:
             return embedded(settings)
         if not is_here and (otherwise := _served_otherwise(settings)):
-            raise ModelNotFound(
-                f"no model is called {text_shown(name)!r}, and no file or folder; there is {otherwise[0].name}",
-                param="model",
-            ) from None
+            problem = f"no model is called {shown(name)!r}, and no file or folder; there is {otherwise[0].name}"
+            raise ModelNotFound(problem, param="model") from None
         if not is_here:
             raise
     (known,) = Catalogue(replace(settings, model=name, models_dir=None, models_file=None)).models()
@@ -160,12 +154,12 @@ def _named(name: str, settings: Settings) -> KnownModel:
 
 
 def _fit(settings: Settings) -> Fit | None:
-    found = needs(settings)
-    return None if found is None else fitted(found, available_ram_bytes(), settings.kv_memory)
+    needed = needs(settings)
+    return None if needed is None else fitted(needed, available_ram_bytes(), settings.kv_memory)
 
 
 def row_of(known: KnownModel) -> dict[str, Any]:
-    """Returns what `list` and `show` say of a model, for JSON."""
+    """Returns the row of a model in `list` and `show`, for JSON."""
     row: dict[str, Any] = {
         "name": known.name,
         "aliases": known.aliases,
@@ -206,11 +200,7 @@ def _kind(path: Path, weights: Mapping[str, int]) -> str | None:
 
 
 def _own(known: KnownModel) -> dict[str, Any]:
-    """Returns the settings of a model that are not the defaults, as JSON has them."""
-    found = {name: getattr(known.settings, name) for name in SETTINGS if name in PER_MODEL}
-    defaults = Settings()
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in found.items()
-        if value != getattr(defaults, name)
-    }
+    """Returns the settings of a model that are not the defaults, for JSON."""
+    own, defaults = {name: getattr(known.settings, name) for name in SETTINGS if name in PER_MODEL}, Settings()
+    changed = {name: value for name, value in own.items() if value != getattr(defaults, name)}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in changed.items()}

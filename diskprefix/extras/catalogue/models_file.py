@@ -37,7 +37,7 @@ class ListedModel:
 
 
 def read_models_file(path: Path) -> list[ListedModel]:
-    """Returns the tables of a file. Raises a `SettingsError` of one line with the path of the key at fault."""
+    """Returns the tables of a file. Raises a `SettingsError` with the path of the key at fault."""
     _, values = read_toml(path, _FLAG)
     return [_listed(path, name, table) for name, table in values.items()]
 
@@ -84,7 +84,7 @@ def _value(field: str, value: object) -> Any:
             return value
         case "draft_model", _:
             raise SettingsError("must be a file, a folder or a repository")
-        case "aliases", list() if all(isinstance(one, str) and one.strip() for one in value):
+        case "aliases", list() if all(isinstance(alias, str) and alias.strip() for alias in value):
             return tuple(value)
         case "pin", bool():
             return value
@@ -98,7 +98,7 @@ def _value(field: str, value: object) -> Any:
 
 
 def _beside(file: Path, model: str) -> str:
-    """Returns the path of a model beside the file, if there is one: the folder of the process may be any."""
+    """Returns the path of a model beside the file, if there is one, since the working directory may be any."""
     path = Path(os.path.expanduser(model))
     beside = file.absolute().parent / path
     return str(beside) if os.path.exists(beside) else str(path) if path.is_absolute() else meant_name(model)

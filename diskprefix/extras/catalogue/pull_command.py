@@ -1,4 +1,4 @@
-"""`diskprefix pull` and `diskprefix rm`: fetch a model from the Hugging Face hub, and remove one that was fetched."""
+"""`diskprefix pull` and `diskprefix rm`: fetch a model from the Hugging Face hub, and remove fetched models."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def pull(name: str, as_json: bool) -> None:
     if fetched is None:
         raise ModelError(f"{name} holds no model: neither weights with a config.json nor .gguf files")
     if ":" in name and name.lower() != fetched.lower():
-        # By the name of the file: its quant may be that of others upstream.
+        # The user named a file, whose quant other files of the repository may share.
         fetched = name
     row = row_of(KnownModel(name=fetched, settings=Settings(model=str(path)), source=name, path=path, origin="pulled"))
     if row["problem"]:
@@ -75,13 +75,13 @@ def pull(name: str, as_json: bool) -> None:
 
 
 def fetch(name: str, flag: str) -> Path:
-    """Fetches a model of the hub unless it is on this machine, with progress on stderr, and returns its folder or file.
-    Raises `ModelError`; `flag` is what named the model."""
+    """Returns the folder or file of a model. Fetches it from the hub if it is not on this machine, with progress on
+    stderr. Raises a `ModelError` that names `flag`."""
     return fetched_model(name, say, flag, _warn, with_weights=True)
 
 
 def _warn(listing: HubListing) -> None:
-    """Says before the download if the model does not fit. It may be meant for another time, or machine."""
+    """Says before the download if the model does not fit: the user may want it for another time, or machine."""
     fit = fitted(listing.needs("auto"), available_ram_bytes())
     if not fit.is_enough:
         say(f"note: {fit.refusal(listing.other_forms())}")
@@ -127,7 +127,7 @@ def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
 
 
 def _not_pulled(name: str, here: Sequence[str]) -> str:
-    """Returns why there is nothing to remove. `here` are the names of the models that were fetched."""
+    """Returns why there is nothing to remove. `here` has the names of the fetched models."""
     if os.path.exists(os.path.expanduser(name)):
         return f"{name} is a file or folder of yours; rm removes only what was fetched from the hub"
     require_model_name(name)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def open_compression(settings: Settings, max_positions: int, served: int) -> Compress | None:
-    """Returns what shortens conversations, None without `--prefill-compression`.
+    """Returns the function that shortens conversations, None without `--prefill-compression`.
 
     Of the model's `max_positions`, KV memory has room for `served`. Raises `SettingsError` if no prompt of the model
     can exceed the threshold.

@@ -1,4 +1,4 @@
-"""Leaves aged messages out of a conversation that has become too long. README.md says which, and has an example.
+"""Leaves the oldest messages out of a conversation that has become too long. README.md has the rules and an example.
 
 The choice depends on the conversation alone: its growth is replayed, request by request. So an exchange (a message of
 the assistant with the results of its calls) that was left out once stays left out, also after a restart.
@@ -17,29 +17,27 @@ from diskprefix.errors import ContextTooLong
 from diskprefix.nouns import LeftOut
 
 PLACEHOLDER = "(Earlier messages of this conversation were left out.)"
-"""A message of the assistant where two messages of the user would meet, which many templates refuse."""
+"""The assistant's message between two messages of the user, which many templates refuse in a row."""
 _AROUND_TOKENS = 16
-"""An upper estimate of the tokens that templates write around a message or a call."""
+"""An upper estimate of a template's tokens around a message or a call."""
 
 
 @dataclass
 class _Round:
-    """Indices of messages: the user's messages that open a round, and its exchanges."""
+    """A round as indices of messages: the user's messages that open it, and its exchanges."""
 
     opening: list[int] = field(default_factory=list)
     exchanges: list[list[int]] = field(default_factory=list)
 
     @property
     def units(self) -> list[list[int]]:
-        """Returns the messages that are left out together, the oldest first. An opening without a reply stays."""
-        if not self.exchanges:
-            return []
-        return [*self.exchanges[:-1], [*self.opening, *self.exchanges[-1]]]
+        """The messages that are left out together, the oldest first. An opening without a reply stays."""
+        return [*self.exchanges[:-1], *([*self.opening, *last] for last in self.exchanges[-1:])]
 
 
 def fit(limit: int, write: Sequence[DraftStep], count: CountTokens, draft: PromptDraft) -> PromptDraft:
-    """Runs the steps `write`. If they make more than `limit` tokens, runs them again without aged exchanges. A
-    conversation with images stays as it is."""
+    """Runs the steps `write`. If the prompt has more than `limit` tokens, runs them again without the oldest exchanges,
+    unless the conversation has images."""
     if draft.pictures:
         return run_steps(write, draft)
     written = None
@@ -55,8 +53,8 @@ def fit(limit: int, write: Sequence[DraftStep], count: CountTokens, draft: Promp
 
 
 def shortened(conversation: Conversation, threshold: int, count: CountTokens) -> tuple[Conversation, LeftOut | None]:
-    """Returns the conversation without its aged exchanges, if it has more than `threshold` tokens. Sizes are estimated
-    from the texts of the messages, rather too large than too small."""
+    """Returns the conversation without its oldest exchanges, if it has more than `threshold` tokens. Sizes are upper
+    estimates from the texts of the messages."""
     messages = conversation.messages
     rounds = _rounds(messages)
     if not rounds:
@@ -70,45 +68,39 @@ def shortened(conversation: Conversation, threshold: int, count: CountTokens) ->
     if not left_out:
         return conversation, None
     first, last = messages[min(left_out)].path, messages[max(left_out)].path
-    kept = _joined(messages, left_out)
-    return replace(conversation, messages=kept), LeftOut(len(left_out), first, last)
+    return replace(conversation, messages=_without(messages, left_out)), LeftOut(len(left_out), first, last)
 
 
 def _rounds(messages: Sequence[Message]) -> list[_Round]:
     """Returns the rounds from the first reply on. Messages before it always stay: the first round has no opening."""
     rounds: list[_Round] = []
     for index, message in enumerate(messages):
+        exchanges = rounds[-1].exchanges if rounds else []
         if message.role == "assistant":
             rounds = rounds or [_Round()]
-            if messages[index - 1].role == "assistant" and rounds[-1].exchanges:
-                rounds[-1].exchanges[-1].append(index)
+            if messages[index - 1].role == "assistant" and exchanges:
+                exchanges[-1].append(index)
             else:
                 rounds[-1].exchanges.append([index])
-        elif not rounds:
-            continue
-        elif message.role == "user" and rounds[-1].exchanges:
+        elif message.role == "user" and exchanges:
             rounds.append(_Round([index]))
-        elif rounds[-1].exchanges:
-            rounds[-1].exchanges[-1].append(index)
-        else:
-            rounds[-1].opening.append(index)
+        elif rounds:
+            (exchanges[-1] if exchanges else rounds[-1].opening).append(index)
     return rounds
 
 
 def _left_out(
     messages: Sequence[Message], rounds: Sequence[_Round], sizes: Sequence[int], around: int, threshold: int
 ) -> list[list[int]]:
-    """Returns the units that are left out. Replays the requests of this conversation."""
+    """Returns the units that are left out, by replaying the requests of this conversation."""
     units = [unit for round_ in rounds for unit in round_.units]
     starts = {part[0] for round_ in rounds for part in (round_.opening, *round_.exchanges) if part}
     total, newest, num_left_out = around, 0, 0
     for index, message in enumerate(messages):
         total += sizes[index]
         newest = index if index in starts else newest
-        is_request = message.role != "assistant" and (
-            index + 1 == len(messages) or messages[index + 1].role == "assistant"
-        )
-        if not is_request or total <= threshold:
+        is_last = index + 1 == len(messages) or messages[index + 1].role == "assistant"
+        if message.role == "assistant" or not is_last or total <= threshold:
             continue
         while total > threshold // 2 and num_left_out < len(units) and units[num_left_out][-1] < newest:
             total -= sum(sizes[left_out] for left_out in units[num_left_out])
@@ -116,7 +108,7 @@ def _left_out(
     return units[:num_left_out]
 
 
-def _joined(messages: Sequence[Message], left_out: set[int]) -> list[Message]:
+def _without(messages: Sequence[Message], left_out: set[int]) -> list[Message]:
     kept = [message for index, message in enumerate(messages) if index not in left_out]
     gap = min(left_out)
     if kept[gap].role != "assistant":
@@ -126,9 +118,8 @@ def _joined(messages: Sequence[Message], left_out: set[int]) -> list[Message]:
 
 
 def _text(message: Message) -> str:
-    said = [part.text for part in message.texts]
-    called = [
+    calls = [
         call.name + (call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments))
         for call in message.tool_calls
     ]
-    return "\n".join([*said, message.reasoning or "", *called])
+    return "\n".join([*(part.text for part in message.texts), message.reasoning or "", *calls])

@@ -15,10 +15,8 @@ def add_routes(app: Starlette) -> None:
     from diskprefix.extras.embedding import embeddings
     from diskprefix.extras.embedding.model_purpose import read_purpose
 
-    daemon = app.state.daemon
-
     def read(serving: Serving) -> None:
         app.state.purpose = read_purpose(serving.engine.origin)
 
-    daemon.at_load.append(read)
+    app.state.daemon.at_load.append(read)
     app.routes.extend(embeddings.routes)

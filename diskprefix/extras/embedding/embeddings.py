@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, in the form of OpenAI's API: vectors of length 1, read at the ends of many short prompts."""
+"""`POST /v1/embeddings` of OpenAI's API: vectors of length 1, read at the ends of many short prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import base64
 import json
 import uuid
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
@@ -35,7 +35,7 @@ from diskprefix.server.serving import Serving
 from diskprefix.tenant_ids import group_of
 
 MAX_INPUTS, MAX_TOKENS = 2048, 300_000
-"""The most inputs of a request, and tokens of all its prompts, as OpenAI has them."""
+"""The most inputs of a request, and tokens in all of them, as in OpenAI's API."""
 _WAIT_S = 60.0
 
 Values: TypeAlias = npt.NDArray[np.float32]
@@ -94,7 +94,7 @@ async def embeddings(request: Request) -> Response:
 
 
 async def read_vectors(request: Request) -> tuple[EmbeddingsRequest, Serving, list[Values], JsonObject]:
-    """Reads a body and computes its vectors. Returns them with the `usage`. Raises `InvalidRequest`, and the errors of
+    """Reads a body and computes its vectors. Returns them with the `usage`. Raises `InvalidRequest` and the errors of
     `Generation.next`."""
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
@@ -110,17 +110,8 @@ async def read_vectors(request: Request) -> tuple[EmbeddingsRequest, Serving, li
         prompts = await daemon.threads.run_for(request, "rendering", _prompts, serving, purpose, body)
         await held.aclose()
         reading = Reading(pooling=purpose.pooling)
-        options = _options(cache, reading)
-        requests = [
-            GenerateRequest(
-                id=f"read-{uuid.uuid4().hex}",
-                prompt=prompt,
-                sampling=SamplingParams(max_tokens=0),
-                cache=options,
-                reading=reading,
-            )
-            for prompt in prompts
-        ]
+        make = partial(GenerateRequest, sampling=SamplingParams(max_tokens=0), cache=_options(cache, reading))
+        requests = [make(id=f"read-{uuid.uuid4().hex}", prompt=prompt, reading=reading) for prompt in prompts]
         found = await _Readings(request, context, daemon, serving).run(requests)
         return body, serving, [values for values, _ in found], _count(context, [done for _, done in found])
 
@@ -156,7 +147,7 @@ def _prompt(serving: Serving, purpose: Purpose, item: str | list[int], path: str
 
 
 def _written(fields: JsonObject, body: EmbeddingsRequest, values: Sequence[Values]) -> bytes:
-    """Returns the reply in JSON, written item by item: other threads do not run during a call of `dumps`."""
+    """Returns the reply in JSON, written item by item, because `dumps` keeps other threads from running."""
     dumps = partial(json.dumps, ensure_ascii=False, separators=(",", ":"))
     items = (
         {"object": "embedding", "index": index, "embedding": vector(one, body)} for index, one in enumerate(values)
@@ -166,14 +157,14 @@ def _written(fields: JsonObject, body: EmbeddingsRequest, values: Sequence[Value
 
 
 def vector(values: Values, body: EmbeddingsRequest) -> list[float] | str:
-    """Returns the beginning of a vector, with length 1."""
+    """Returns the requested numbers of a vector, with length 1."""
     wide = values[: body.dimensions].astype(np.float64)
     unit = (wide / (np.sqrt((wide * wide).sum()) or 1.0)).astype("<f4")
     return base64.b64encode(unit.tobytes()).decode() if body.encoding_format == "base64" else unit.tolist()
 
 
 def _options(cache: CacheOptions, reading: Reading) -> CacheOptions:
-    """Returns how the prompts are cached. They are compared with their like only. A mean needs all tokens computed."""
+    """Returns the cache options. Prompts are compared with other embeddings only; a mean needs all tokens computed."""
     if reading.pooling == "mean":
         cache = replace(cache, scope=Scope("off"))
     group = cache.group or group_of("embedding")
@@ -181,7 +172,7 @@ def _options(cache: CacheOptions, reading: Reading) -> CacheOptions:
 
 
 def _count(context: LogContext, done: Sequence[DoneEvent]) -> JsonObject:
-    """Sets what the log says of all prompts, and returns their `usage`."""
+    """Sets the log's figures of all prompts, and returns their `usage`."""
     context.done = together(done)
     usage = context.done.usage
     cached = {"cached_tokens": usage.cached_tokens}
@@ -189,7 +180,7 @@ def _count(context: LogContext, done: Sequence[DoneEvent]) -> JsonObject:
 
 
 class _Readings:
-    """The prompts of one request in the engine. As many at a time as it runs, so that others get their turn."""
+    """The prompts of one request in the engine, as many at a time as it runs, so that other requests get a turn."""
 
     def __init__(self, request: Request, context: LogContext, daemon: Daemon, serving: Serving) -> None:
         self._context, self._daemon, self._inbox = context, daemon, serving.inbox
@@ -207,22 +198,18 @@ class _Readings:
 
     async def _read(self, request: GenerateRequest) -> tuple[Values, DoneEvent]:
         async with self._free:
-            generation = Generation(self._inbox, request, self._receive, self._on_done, self._on_cancelled)
-            try:
-                values = np.zeros(0, np.float32)
+            count = self._daemon.metrics.count_tokens
+            generation = Generation(self._inbox, request, self._receive, count, self._on_cancelled)
+            values = np.zeros(0, np.float32)
+            with closing(generation):
                 while not isinstance(event := await generation.next(_WAIT_S), DoneEvent):
                     if isinstance(event, ReadEvent):
                         values = event.values
                 return values, event
-            finally:
-                generation.close()
 
     async def _receive(self) -> Message:
         await asyncio.shield(self._gone)
         return {"type": "http.disconnect"}
-
-    def _on_done(self, done: DoneEvent) -> None:
-        self._daemon.metrics.count_tokens(done)
 
     def _on_cancelled(self, activity: Activity) -> None:
         self._context.cancelled_at = activity

@@ -1,15 +1,12 @@
-"""The pooling of a model's embeddings, as its own files say.
-
-The files: those of sentence-transformers (`modules.json`, `1_Pooling/config.json`), or the header of a `.gguf` file
-(`pooling_type`, `add_eos_token`).
-"""
+"""Reads how to pool a model's embeddings: from the files of sentence-transformers (`modules.json`,
+`1_Pooling/config.json`), or from the header of a `.gguf` file (`pooling_type`, `add_eos_token`)."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from diskprefix.errors import InvalidRequest, ModelError
 from diskprefix.model.load.gguf_header import read_header
@@ -24,7 +21,7 @@ _PLAIN_MODULES = frozenset({"Transformer", "Normalize", "Pooling"})
 
 @dataclass(frozen=True)
 class Purpose:
-    """`end_id` ends each text whose tokenizer does not add it. `problem` says why what the files ask for cannot be
+    """The pooling of a model. `end_id` is the token that ends each text. `problem` says why this pooling cannot be
     computed."""
 
     pooling: Pooling = "last"
@@ -38,8 +35,8 @@ class Purpose:
 
 
 def read_purpose(origin: Path) -> Purpose:
-    """Returns the purpose of the model in a folder or a `.gguf` file. A decoder whose files say nothing is pooled by
-    its last token."""
+    """Returns the purpose of the model in a folder or a `.gguf` file: pooling by the last token unless files say
+    otherwise."""
     try:
         return _of_file(origin) if origin.is_file() else _of_folder(origin)
     except OSError as error:
@@ -53,12 +50,8 @@ def _of_file(file: Path) -> Purpose:
     values, architecture = header.values, header.values.get("general.architecture")
     number = values.get(f"{architecture}.pooling_type", 0)
     problem = f"its file asks for pooling of type {number}" if number and number not in _OF_GGUF else None
-    end_id = values.get("tokenizer.ggml.eos_token_id")
-    return Purpose(
-        pooling=_OF_GGUF.get(number, "last"),
-        end_id=end_id if values.get("tokenizer.ggml.add_eos_token") and isinstance(end_id, int) else None,
-        problem=problem,
-    )
+    end_id = values.get("tokenizer.ggml.eos_token_id") if values.get("tokenizer.ggml.add_eos_token") else None
+    return Purpose(_OF_GGUF.get(number, "last"), end_id if isinstance(end_id, int) else None, problem)
 
 
 def _of_folder(folder: Path) -> Purpose:
@@ -66,29 +59,25 @@ def _of_folder(folder: Path) -> Purpose:
         modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Purpose()
-    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ValueError("its modules.json is not a list of objects")
-    paths = {str(one.get("type")).rpartition(".")[2]: folder / str(one.get("path")) for one in modules}
+    paths = {str(module.get("type")).rpartition(".")[2]: folder / str(module.get("path")) for module in modules}
     if unknown := sorted(paths.keys() - _PLAIN_MODULES):
         return Purpose(problem=f"its modules.json asks for {', '.join(unknown)}")
     if "Pooling" not in paths:
         return Purpose()
-    modes = _modes(_config_in(paths["Pooling"]))
+    modes = _modes(paths["Pooling"])
     if len(modes) == 1 and modes[0] in _OF_MODULES:
         return Purpose(_OF_MODULES[modes[0]])
     return Purpose(problem=f"its files ask for {' and '.join(modes) or 'no'} pooling")
 
 
-def _config_in(folder: Path) -> dict[str, Any]:
+def _modes(folder: Path) -> list[str]:
+    """Returns the pooling modes in `config.json` of sentence-transformers 6 or an earlier version."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not isinstance(config, dict):
         raise ValueError(f"{folder.name}/config.json is not an object")
-    return config
-
-
-def _modes(config: dict[str, Any]) -> list[str]:
-    """Returns the names of the pooling modes: of sentence-transformers 6, or of earlier versions."""
     mode = config.get("pooling_mode")
     if mode is not None:
-        return [str(one) for one in mode] if isinstance(mode, list) else [str(mode)]
+        return list(map(str, mode)) if isinstance(mode, list) else [str(mode)]
     return [name.removeprefix("pooling_mode_") for name, is_on in config.items() if is_on is True and "_mode_" in name]

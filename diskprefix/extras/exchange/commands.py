@@ -128,9 +128,9 @@ def import_(files: tuple[Path, ...], dry_run: bool, force: bool, kv_cache_dir: P
 
 
 def _described(reader: EntryReader) -> dict[str, Any]:
-    root, nodes, num_tokens = reader.manifest.root, len(reader.manifest.nodes), reader.manifest.entry.num_tokens
-    name = {"file": str(reader.path), "model": root.model, "tenant": root.tenant}
-    return name | {"num_tokens": num_tokens, "num_nodes": nodes}
+    manifest = reader.manifest
+    model = {"file": str(reader.path), "model": manifest.root.model, "tenant": manifest.root.tenant}
+    return model | {"num_tokens": manifest.entry.num_tokens, "num_nodes": len(manifest.nodes)}
 
 
 def _sentence(result: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""One saved prompt as a `.safetensors` file: `export` writes it and `import` reads it. `README.md` gives the format.
+"""Reads and writes a saved prompt as a `.safetensors` file. `README.md` describes the format.
 
 The checksums find damage. They do not prevent forgery.
 """
@@ -31,8 +31,7 @@ FORMAT, VERSION = "diskprefix-entry", "1"
 
 
 class EntryNode(msgspec.Struct, frozen=True, array_like=True):
-    """A node of the prompt: `num_tokens` tokens from `position` on. `prefill_s` are the seconds that computing it took,
-    0 if unknown."""
+    """A node of the prompt: `num_tokens` tokens from `position` on. `prefill_s` is its compute time, 0 if unknown."""
 
     kind: Kind
     position: int
@@ -45,7 +44,7 @@ class EntryNode(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The content of a file. `nodes` are in the order of their payloads: each block, then the checkpoints behind it."""
+    """The content of a file. `nodes` are in the order of their payloads: each block, then its checkpoints."""
 
     root: RootRecord
     entry: EntryRecord
@@ -68,7 +67,8 @@ class Manifest(msgspec.Struct, frozen=True):
         return [layout.payload_bytes(node.num_tokens, node.kind) for node in self.nodes]
 
     def _is_path(self) -> bool:
-        """Only the last node may be a tail, or a partial block of a layout without states."""
+        """Returns whether the nodes form one path. Only the last may be a tail, or a partial block of a layout without
+        states."""
         size, has_states = self.root.block_size, bool(PayloadLayout.parse(self.root.layout).states)
         position = 0
         for node in self.nodes:
@@ -86,11 +86,10 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class EntryReader:
-    """Reads a file. Manifest, sizes and token ids (int32) are checked when it is opened, each payload when it is
-    read."""
+    """Reads a file. Opening it checks manifest, sizes and token ids (int32), reading a payload checks that payload."""
 
     def __init__(self, path: Path, file: Any) -> None:
-        """`file` is that of the safetensors library. For errors see `open`."""
+        """Takes an open `file` of the safetensors library. Raises as `open`."""
         self.path, self._file = path, file
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
@@ -126,7 +125,7 @@ class EntryReader:
             yield reader
 
     def verify_payloads(self, advance: Callable[[int], None]) -> None:
-        """Reads and checks all payloads, and tells their bytes. Raises `StoreCorrupt`."""
+        """Reads and checks all payloads, and reports their bytes to `advance`. Raises `StoreCorrupt`."""
         for index in range(len(self.manifest.nodes)):
             advance(len(self.read_payload(index)))
 
@@ -144,8 +143,7 @@ class EntryReader:
 def write_entry(
     path: Path, manifest: Manifest, token_ids: TokenIds, payloads: Iterable[memoryview], *, force: bool
 ) -> int:
-    """Writes the file under a temporary name, then renames it. Only its owner may read it. `payloads` are raw, one for
-    each node. Returns the size of the file in bytes.
+    """Writes a file that only its owner may read, with a raw payload for each node. Returns its size in bytes.
 
     Raises `SettingsError` if it exists, unless `force`, and `StoreUnavailable`. After an error no file is left.
     """
@@ -176,7 +174,7 @@ def write_entry(
 
 
 def _header(manifest: str, num_tokens: int, payload_bytes: int, checksum_bytes: int) -> bytes:
-    """Returns length and header, padded so that the data is aligned. The library's own writer takes whole tensors."""
+    """Returns length and header, padded to align the data. The library's own writer needs whole tensors in memory."""
     at, header = 0, dict[str, Any]({"__metadata__": {"format": FORMAT, "version": VERSION, "manifest": manifest}})
     sizes = (("token_ids", "I32", num_tokens), ("payloads", "U8", payload_bytes), ("checksums", "U8", checksum_bytes))
     for name, dtype, size in sizes:
@@ -195,7 +193,7 @@ def refuse_existing(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Puts the file's name into errors of reading it, and translates those of libraries."""
+    """Adds the file's name to errors of reading it, and translates errors of libraries."""
     try:
         yield
     except (SettingsError, StoreFormatError) as error:

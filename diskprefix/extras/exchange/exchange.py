@@ -1,8 +1,8 @@
 """Exports one saved prompt from a store into a file, and imports it into another store.
 
-The time to live is not exported. Both work node by node, so memory does not grow with the entry. An export takes a new
-snapshot for each node, because an open snapshot keeps a daemon from reusing pages. An import may write several
-publications, the entry with the last one, so a kill leaves a shorter prefix of the same prompt.
+The time to live is not exported. Both directions work node by node, so memory does not grow with the entry. An export
+takes a new snapshot for each node, because an open snapshot keeps a daemon from reusing pages. An import may write
+several publications, the entry with the last one, so a kill leaves a shorter prefix of the prompt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Advance = Callable[[int], None]
 """Takes the bytes of raw payload done since the last call."""
 
 _BATCH_BYTES = 64 << 20
-"""Raw payload in one publication, which is kept in memory until it is written."""
+"""Bytes of raw payload in a publication, held in memory until it is written."""
 
 
 def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance: Advance) -> int:
@@ -68,14 +68,12 @@ def _read_entry(snapshot: Snapshot, secret: int, name: bytes) -> tuple[Manifest,
         raise StoreCorrupt(f"entry {name.hex()} belongs to a root without a record; run `diskprefix verify`")
     nodes = PrefixTree(snapshot, secret).entry(name)
     if PayloadLayout.parse(root.layout).states and all(node.kind == Kind.BLOCK for node in nodes.values()):
-        raise SettingsError(
-            f"entry {name.hex()} has lost the checkpoint that it could be restored at; send the prompt again, then "
-            "export it"
-        )
+        problem = "has lost the checkpoint at which it could be restored; send the prompt again, then export it"
+        raise SettingsError(f"entry {name.hex()} {problem}")
     usages = [snapshot.usage(one) for one in nodes]
     seconds = [usage.prefill_s if usage and 0 <= usage.prefill_s <= MAX_PREFILL_S else 0.0 for usage in usages]
     described = [EntryNode(n.kind, n.position, n.num_tokens, s) for n, s in zip(nodes.values(), seconds, strict=True)]
-    # The folder of the tokenizer is one of this machine.
+    # The tokenizer's folder is on this machine only.
     manifest = Manifest(structs.replace(root, created_at=entry.created_at, tokenizer=""), entry, tuple(described))
     try:
         manifest.require_sound()
@@ -119,15 +117,13 @@ def require_known_model(snapshot: Snapshot, reader: EntryReader) -> None:
     why = "but this store has seen no model yet"
     if nearest is not None:
         why = f"which differs from '{shown(nearest[0])}' here in {', '.join(map(shown, nearest[1]))}"
-    raise SettingsError(
-        f"{reader.path} holds state of '{shown(reader.manifest.root.model)}', {why}; serve that model with this store, "
-        "or add --force"
-    )
+    model, remedy = shown(reader.manifest.root.model), "serve that model with this store, or add --force"
+    raise SettingsError(f"{reader.path} holds state of '{model}', {why}; {remedy}")
 
 
 class Imported(NamedTuple):
-    """The result of an import: the new name of the entry, the nodes that were not stored before and the bytes of their
-    raw payloads, and the nodes that were evicted for them."""
+    """The result of an import: the entry's new name, the nodes that were added and the bytes of their raw payloads, and
+    the number of nodes that were evicted for them."""
 
     id: str
     new_nodes: int
@@ -142,7 +138,7 @@ def require_room(store: Store, reader: EntryReader) -> None:
 
 
 def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Imported:
-    """Stores the entry of a file. Nodes that are stored already stay as they are. The entry is visible at the end.
+    """Stores the entry of a file. Nodes that are stored already are not changed. The entry becomes visible at the end.
 
     Raises `StoreFull`, `StoreCorrupt`, `StoreUnavailable`, and `PrefixGone` if another process evicts the first nodes
     before the last ones are written.

@@ -1,4 +1,4 @@
-"""`diskprefix backup`, `restore` and `compact`: a copy of the store's file, its way back, and a smaller file."""
+"""`diskprefix backup`, `restore` and `compact`: copy the store's file, put the copy back, and shrink the file."""
 
 from __future__ import annotations
 
@@ -71,11 +71,10 @@ def restore(source: Path, yes: bool, kv_cache_dir: Path, as_json: bool) -> int:
     Exit codes: 0 done; 1 declined; 2 wrong usage; 4 the backup is damaged, the store is in use, or the disk is too
     full.
     """
-    # Its format is checked, and its identity read, before anything is replaced.
+    # Checks the format of the backup before anything is replaced.
     with opened_store(source):
         pass
     if (kv_cache_dir / DATA).exists() and not yes:
-        # Before the question, whose answer would be for nothing.
         require_unused(kv_cache_dir)
         if not confirmed(f"Replace the store in {kv_cache_dir}?"):
             return 1

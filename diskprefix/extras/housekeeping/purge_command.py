@@ -112,55 +112,53 @@ def purge(
             purge_filter = PurgeFilter(entries=names, model=model, salt=salt, older_than_s=older_than_s)
             plan = plan_purge(snapshot, purge_filter, now)
             if remote_tier is None:
-                # A bucket may have what this store never had, or what an earlier purge removed here alone.
+                # A bucket may have prompts that this store never had, or that an earlier purge removed from here only.
                 _require_known(snapshot, model, salt)
         chosen = [info for info in infos if bytes.fromhex(info.id) in plan.entries]
         if not as_json:
             _show_plan(plan, chosen, "would be removed" if dry_run else "to remove")
-        purged = bucket = why_not = None
-        if not dry_run:
-            # Opened first: what is gone here can no longer be named there.
-            if store.names.namespace or remote_tier is not None:
-                bucket, why_not = _bucket(purge_filter, remote_tier, namespace_key_file)
-            if (plan or bucket) and not yes and not _confirmed(plan, remote_tier if bucket else None):
-                click.echo("nothing was purged", err=True)
-                return 1
-            with progress("purging", plan.stored_bytes) as advance:
-                purged = purge_store(store, purge_filter, now, advance)
-        if purged is not None and bucket is not None:
+        if dry_run:
+            if as_json:
+                print_json(_report(plan, chosen, None))
+            return 0
+        bucket = why_not = None
+        # Opened first: a prompt that is gone here can no longer be named there.
+        if store.names.namespace or remote_tier is not None:
+            bucket, why_not = _bucket(purge_filter, remote_tier, namespace_key_file)
+        if (plan or bucket) and not yes and not _confirmed(plan, remote_tier if bucket else None):
+            click.echo("nothing was purged", err=True)
+            return 1
+        with progress("purging", plan.stored_bytes) as advance:
+            purged = purge_store(store, purge_filter, now, advance)
+        if bucket is not None:
             _purge_bucket(purged, purge_filter, bucket)
-        elif purged is not None and plan:
+        elif plan:
             purged.remote_error = why_not
         stored_bytes = store.file_bytes()
-    not_erased: CacheError | None = None
-    size = ""
-    if purged is not None and purged.stored_bytes and not erase:
-        size = _shrunk(kv_cache_dir, purged.stored_bytes, stored_bytes)
-    if purged is not None and erase:
+    not_erased, size = None, ""
+    if erase:
         try:
             with progress("rewriting the file", stored_bytes) as advance:
                 purged.is_erased = rewrite_folder(store.path, advance)
         except CacheError as error:
             not_erased = error
+    elif purged.stored_bytes:
+        size = _shrunk(kv_cache_dir, purged.stored_bytes, stored_bytes)
     if as_json:
         print_json(_report(plan, chosen, purged))
-    elif purged is not None:
+    else:
         if plan:
             _show_purged(kv_cache_dir, purged)
         click.echo(size, nl=bool(size))
         _show_bucket(purged)
         _show_erased(purged)
     if not_erased is not None:
-        # What was purged is shown first.
         raise not_erased
-    has_failed = purged is not None and (purged.left_blocks or (bucket is not None and purged.remote_error))
-    return 1 if has_failed else 0
+    return 1 if purged.left_blocks or (bucket is not None and purged.remote_error) else 0
 
 
 def _bucket(
-    purge_filter: PurgeFilter,
-    remote_tier: str | None,
-    namespace_key_file: Path | None,
+    purge_filter: PurgeFilter, remote_tier: str | None, namespace_key_file: Path | None
 ) -> tuple[Bucket | None, str | None]:
     """Returns the opened bucket, or why nothing is removed from it."""
     if purge_filter.older_than_s is not None:
@@ -173,7 +171,7 @@ def _bucket(
 
 
 def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket) -> None:
-    """Removes the same from the shared bucket, and records the result in `purged`."""
+    """Removes the prompts from the shared bucket too, and records the result in `purged`."""
     try:
         if purge_filter.entries:
             purged.remote_objects = bucket.forget(purged.texts)
@@ -186,9 +184,8 @@ def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket) -> 
 
 
 def _confirmed(plan: PurgePlan, bucket: str | None) -> bool:
-    """Asks at the terminal. `bucket` is the shared bucket that loses the same. Raises `SettingsError` without one."""
-    amounts = _amounts(len(plan.entries), len(plan.nodes), plan.stored_bytes)
-    places = [amounts] if plan else []
+    """Asks at the terminal. `bucket` is purged too. Raises `SettingsError` without a terminal."""
+    places = [_amounts(len(plan.entries), len(plan.nodes), plan.stored_bytes)] if plan else []
     places += [f"the same in {bucket}"] if bucket else []
     return confirmed(f"Purge {', and '.join(places)}?", "add --yes, or --dry-run to change nothing")
 
@@ -201,10 +198,8 @@ def _require_known(snapshot: Snapshot, model: str | None, salt: str | None) -> N
         raise SettingsError(f"--model: nothing is stored of {model!r}; `diskprefix inspect` shows the models")
     if salt is not None and not any(matches(record.tenant, salt) for record in records):
         # The value may be a secret, so it is not repeated.
-        raise SettingsError(
-            "--salt: nothing is stored of this tenant; `diskprefix inspect` shows the tenants (an API key is given "
-            "itself and not by its name)"
-        )
+        advice = "`diskprefix inspect` shows the tenants (an API key is given itself and not by its name)"
+        raise SettingsError(f"--salt: nothing is stored of this tenant; {advice}")
 
 
 def _amounts(num_entries: int, num_blocks: int, num_bytes: int) -> str:
@@ -237,18 +232,17 @@ def _show_purged(folder: Path, purged: Purged) -> None:
     amounts = _amounts(purged.entries, purged.blocks, purged.stored_bytes)
     click.echo(f"purged {amounts}, {_others(purged.prompts, purged.notes)}")
     if purged.left_blocks:
-        click.echo(
-            f"{counted(purged.left_blocks, 'block')} could not be removed, because a daemon continues them or their "
-            "counts are wrong; run `diskprefix verify --fix`, then purge again",
-            err=True,
+        why = (
+            "because a daemon continues them or their counts are wrong; run `diskprefix verify --fix`, then purge again"
         )
+        click.echo(f"{counted(purged.left_blocks, 'block')} could not be removed, {why}", err=True)
     if (folder / DAMAGED).exists():
         click.echo(f"{folder / DAMAGED}, which a daemon moved aside, may contain the prompts too; delete it", err=True)
 
 
 def _shrunk(folder: Path, purged_bytes: int, file_bytes: int) -> str:
-    """Compacts the file if no other process has the store open and the copy is not larger than what was purged: so it
-    never writes more than the purge removed. Returns what happened, for people."""
+    """Compacts the file if no other process has the store open and the copy is not larger than the purged bytes: it
+    never writes more than was removed. Returns the result, for people."""
     with suppress(CacheError):
         if (left_bytes := compacted_bytes(folder)) <= purged_bytes:
             with progress("shrinking the file", left_bytes) as advance:
@@ -269,15 +263,12 @@ def _show_erased(purged: Purged) -> None:
     if purged.is_erased:
         click.echo("rewrote the file: no byte of what was removed is in it")
     elif purged.is_erased is not None:
-        click.echo(
-            "rewrote the file, but another process still has the old one open: its bytes are on the disk until that "
-            "process ends",
-            err=True,
-        )
+        why = "another process still has the old one open: its bytes are on the disk until that process ends"
+        click.echo(f"rewrote the file, but {why}", err=True)
 
 
 def _report(plan: PurgePlan, chosen: list[EntryInfo], purged: Purged | None) -> dict[str, Any]:
-    """Returns what --json prints: what was removed, or without `purged` what would be."""
+    """Returns the output of --json: the numbers of `purged`, or without it of the plan."""
     done = purged or Purged(
         blocks=len(plan.nodes),
         prompts=len(plan.prompts),

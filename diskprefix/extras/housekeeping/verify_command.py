@@ -62,7 +62,7 @@ def verify(fix: bool, kv_cache_dir: Path, as_json: bool) -> int:
 def _report(
     index: IndexReport, payloads: PayloadReport, problems: tuple[StoreProblem, ...], removed: RemovedRecords | None
 ) -> dict[str, Any]:
-    """Returns what --json prints. `removed` is what --fix did, or None without --fix."""
+    """Returns the output of --json. `removed` is the result of --fix, None without it."""
     report = {
         "clean": not problems,
         "blocks": index.num_nodes,
@@ -80,8 +80,8 @@ def _report(
 
 
 def _show(folder: Path, index: IndexReport, payloads: PayloadReport, problems: tuple[StoreProblem, ...]) -> None:
-    held = f"{counted(index.num_nodes, 'block')}, {counted(index.num_entries, 'saved prompt')}"
-    checked = f"{held}, {format_size(payloads.num_bytes)} of payloads in {folder}"
+    counts = f"{counted(index.num_nodes, 'block')}, {counted(index.num_entries, 'saved prompt')}"
+    checked = f"{counts}, {format_size(payloads.num_bytes)} of payloads in {folder}"
     if not problems:
         click.echo(f"clean: {checked}")
         return

@@ -1,6 +1,6 @@
-"""`POST /infill`: text for the gap between two texts, in the form of llama.cpp's server.
+"""`POST /infill`: text for the gap between two texts, in the form of llama.cpp (its `tools/server/README.md`).
 
-The form: `tools/server/README.md` of llama.cpp. A plugin asks with `n_predict` of 0 to have its context computed ahead.
+A plugin sends `n_predict: 0` to have its context computed ahead.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class InfillWriter(EventWriter):
 
 
 def _as_llama_cpp(done: DoneEvent) -> dict[str, Any]:
-    """Returns the times under the names of llama.cpp, which plugins show. The first reply token belongs to neither."""
+    """Returns the times under llama.cpp's names, which plugins show. The first reply token belongs to neither phase."""
     usage, timings = done.usage, done.timings
     prompt, predicted = usage.prompt_tokens - usage.cached_tokens, max(0, usage.completion_tokens - 1)
 

@@ -1,4 +1,4 @@
-"""The caches that a session returns: transformers' own, filled with copies of our state."""
+"""The caches that a session returns: transformers' classes, filled with copies of the state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def filled(cache: DynamicCache, sequence: KVSequence) -> DynamicCache:
     end = sequence.num_tokens
     for index, layer in enumerate(sequence.layers):
         if isinstance(layer, TokenLayer):
-            # A layer with a window keeps a view of what it is given, so it is not given all tokens.
+            # A layer with a window keeps a view of its arguments, so it does not get all tokens.
             start = 0 if layer.window is None else max(0, end - layer.window + 1)
             cache.update(layer.keys.gathered(start, end), layer.values.gathered(start, end), index)
             if layer.window is not None:
@@ -30,15 +30,15 @@ def filled(cache: DynamicCache, sequence: KVSequence) -> DynamicCache:
 
 
 class StateSpaceCache(DynamicCache):  # type: ignore[misc]
-    """The cache of a model that takes it as `cache_params`. `generate` refuses it: it would add the whole prompt to the
-    state once more."""
+    """The cache of a model with the argument `cache_params`. `generate` refuses it, because that would add the whole
+    prompt to the state once more."""
 
     def __init__(self, config: PreTrainedConfig, num_tokens: int) -> None:
         super().__init__(config=config)
         self._num_tokens = num_tokens
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 (as transformers' own)
-        """Returns the tokens that the session put into it. transformers counts none of its own caches of states."""
+        """Returns the number of tokens in the state, which transformers does not count."""
         return self._num_tokens
 
     @property
@@ -47,7 +47,7 @@ class StateSpaceCache(DynamicCache):  # type: ignore[misc]
 
     @_is_user_defined.setter
     def _is_user_defined(self, _value: bool) -> None:
-        """Raises `InvalidRequest`. `generate` of transformers sets this on each cache that it gets."""
+        """Raises `InvalidRequest`: transformers' `generate` sets this on each cache that it gets."""
         raise InvalidRequest(
             "cache_params: generate() cannot continue a state-space model's cache; call session.generate, or the "
             "model itself with the tokens from cache.get_seq_length() on",

@@ -1,8 +1,7 @@
 """The prompt and the model that a user of the library gives to a session.
 
-A view of the model takes the state of the prompt from elsewhere: transformers asks the model for the first forward in
-`_prefill`, and the view is an object of a subclass that answers there. The model itself is not changed. The user may
-have changed it since it was read, so it is identified by its tensors.
+A view of the model is an object of a subclass whose `_prefill`, transformers' first forward, returns a given output.
+The model itself is not changed. It is identified by its tensors, because users may change it after loading.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
 Ids: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int] | Mapping[str, Any] | str"
-"""A prompt: token ids as a list or a tensor of shape [n] or [1, n], what a tokenizer returns, or text."""
+"""A prompt: token ids as a list or a tensor of shape [n] or [1, n], the result of a tokenizer, or text."""
 
 
 def unpacked(input_ids: Ids, tokenizer: Any) -> tuple[TokenIds, dict[str, Any]]:
-    """Returns the token ids, and what else a tokenizer returned with them. Raises `InvalidRequest` unless it is one
-    prompt of at least one token. Text needs a `tokenizer`."""
+    """Returns the token ids, and the other results of a tokenizer. Text needs a `tokenizer`. Raises `InvalidRequest`
+    unless there is one prompt of at least one token."""
     if isinstance(input_ids, str):
         if tokenizer is None:
-            raise InvalidRequest("input_ids: text needs a session with a tokenizer", param="input_ids")
+            raise InvalidRequest.at("input_ids", "text needs a session with a tokenizer")
         return _one_prompt(tokenizer(input_ids)["input_ids"]), {}
     if isinstance(input_ids, Mapping):
         others = {name: value for name, value in input_ids.items() if name != "input_ids"}
@@ -47,12 +46,10 @@ def _one_prompt(value: Any) -> TokenIds:
     if ids.ndim == 2 and len(ids) == 1:
         ids = ids[0]
     if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-        raise InvalidRequest(
-            f"input_ids: one prompt of at least one token id is needed, not {ids.dtype} of shape {list(ids.shape)}",
-            param="input_ids",
-        )
+        got = f"{ids.dtype} of shape {list(ids.shape)}"
+        raise InvalidRequest.at("input_ids", f"one prompt of at least one token id is needed, not {got}")
     if ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
-        raise InvalidRequest("input_ids: some ids are negative or too large for any vocabulary", param="input_ids")
+        raise InvalidRequest.at("input_ids", "some ids are negative or too large for any vocabulary")
     return as_token_ids(ids)
 
 
@@ -61,7 +58,7 @@ def in_main_memory(value: Any) -> npt.NDArray[Any]:
     try:
         return np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
     except ValueError as error:
-        raise InvalidRequest("input_ids: prompts of several lengths; a session takes one", param="input_ids") from error
+        raise InvalidRequest.at("input_ids", "prompts of several lengths; a session takes one") from error
 
 
 Answer: TypeAlias = "Callable[[Mapping[str, Any]], ModelOutput | None]"
@@ -96,7 +93,7 @@ def _view_class(model_class: Any) -> Any:
 
 
 _PIECE_BYTES = 64 << 20
-"""Read at a time. Weights on a GPU are copied to main memory for this."""
+"""Bytes that are read at a time. Weights on a GPU are copied to main memory for this."""
 
 
 def memory_digest(model: PreTrainedModel) -> str:
@@ -117,8 +114,8 @@ def memory_digest(model: PreTrainedModel) -> str:
 
 
 def stamp(model: PreTrainedModel) -> tuple[object, ...]:
-    """Returns a value that stays equal as long as no tensor of the model is replaced or written to. It does not read
-    the weights: torch counts the writes to a tensor, but not those through `tensor.data`."""
+    """Returns a value that changes when a tensor of the model is replaced or written to. Does not read the weights:
+    torch counts the writes to a tensor, except through `tensor.data`."""
     tensors = [*model.parameters(), *model.buffers()]
     return tuple((t.data_ptr(), t.dtype, t.device, 0 if t.is_inference() else t._version) for t in tensors)
 

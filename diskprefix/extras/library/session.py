@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from transformers.utils import ModelOutput
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import open_store
+from diskprefix.chat.boundaries import text_boundaries
 from diskprefix.engine.forward import prefill
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
 from diskprefix.extras.library.library_cache import StateSpaceCache, filled
@@ -41,7 +42,7 @@ from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings, expanded
 from diskprefix.store.pieces import LAYOUT_VERSION
-from diskprefix.tokens import TokenIds, floor_to_grid, raw_boundaries
+from diskprefix.tokens import TokenIds, floor_to_grid
 from diskprefix.units import parse_size
 
 log = logging.getLogger("diskprefix")
@@ -51,7 +52,7 @@ _PREVIEW_TOKENS = 40
 _CACHES = ("past_key_values", "cache_params")
 _REFUSED = (*_CACHES, "assistant_model", "custom_generate", "prompt_lookup_num_tokens")
 _MOVED_INPUTS = frozenset({"position_ids"})
-"""Inputs that `generate` makes itself. A caller who gives them may give other ones."""
+"""Inputs that `generate` makes itself. A caller may give other values."""
 _OUR_INPUTS = frozenset({*_CACHES, "input_ids", "attention_mask", "position_ids", "logits_to_keep"})
 """The arguments of the first forward for a prompt of text. Any other argument may change the numbers."""
 
@@ -59,7 +60,7 @@ _OUR_INPUTS = frozenset({*_CACHES, "input_ids", "attention_mask", "position_ids"
 class PrefixCacheSession:
     """A transformers model with a prefix cache on disk. For one thread; close it, or use it as a context manager.
 
-    The caches that it returns are transformers' own. They hold copies, and stay usable after it was used again or
+    The returned caches are transformers' own and hold copies, which stay usable when the session is used again or
     closed. `report` is the cache's report of the last call.
     """
 
@@ -118,7 +119,8 @@ class PrefixCacheSession:
             self._pass_by(prompt)
             return None, 0
         end = floor_to_grid(len(prompt.token_ids) - 1, self.settings.block_size)
-        cache = self._new_cache(end)
+        config, is_state = self.model.config, self.cache_argument == "cache_params"
+        cache = StateSpaceCache(config, end) if is_state else DynamicCache(config=config)
         if not end:
             self.report = None
             return cache, 0
@@ -151,7 +153,7 @@ class PrefixCacheSession:
         return with_prefill(self.model, answer).generate(ids, **inputs)
 
     def save(self, timeout_s: float = 600.0) -> None:
-        """Waits until everything that is to be saved is on the disk.
+        """Waits until all state to be saved is on the disk.
 
         Raises `StoreUnavailable` if the folder cannot be written or `timeout_s` passes, and `CacheError` if the store
         refused something since the last `save`; the log says why.
@@ -163,17 +165,14 @@ class PrefixCacheSession:
         problem = self._cache.store.problem or writer.error
         if problem is not None:
             raise StoreUnavailable(problem)
+        folder = self.settings.kv_cache_dir
         if not flushed:
-            raise StoreUnavailable(
-                f"{self.settings.kv_cache_dir}: not saved within {timeout_s:.0f} s; call save() again"
-            )
+            raise StoreUnavailable(f"{folder}: not saved within {timeout_s:.0f} s; call save() again")
         if refused:
-            raise CacheError(
-                f"{refused} prompts were not saved in {self.settings.kv_cache_dir}: see the log, or raise the budget"
-            )
+            raise CacheError(f"{refused} prompts were not saved in {folder}: see the log, or raise the budget")
 
     def close(self) -> None:
-        """Saves what is left and releases the folder."""
+        """Saves the remaining state and releases the folder."""
         self._finalizer()
 
     def __enter__(self) -> PrefixCacheSession:
@@ -199,7 +198,7 @@ class PrefixCacheSession:
             identity = partial(fingerprint.identity, self.settings.block_size, LAYOUT_VERSION, layout.describe())
             device, size = self.model.device, self.settings.block_size
             self._pool = PagePool(layout, device, block_size=size, free_bytes=partial(kv_bytes, device))
-            self._seen = self._look()
+            self._seen = self._model_state()
             name = _model_name(self.model)
             self._cache = PrefixCache(self.settings, store, layout, identity, name)
         except BaseException:
@@ -209,8 +208,8 @@ class PrefixCacheSession:
         # Runs at the latest when the process ends. It must not keep the session alive.
         self._finalizer = weakref.finalize(self, self._cache.close, _CLOSE_TIMEOUT_S)
 
-    def _look(self) -> tuple[object, ...]:
-        """Returns values that differ if the model computes other numbers now. Does not read the weights."""
+    def _model_state(self) -> tuple[object, ...]:
+        """Returns values that change with the model's numbers. Does not read the weights."""
         return self.model.training, stamp(self.model), Fingerprint.of(self.model, "")
 
     def _require_open(self) -> None:
@@ -220,7 +219,7 @@ class PrefixCacheSession:
     def _is_supported(self) -> bool:
         """Returns whether the state of the model as it is now can be cached."""
         self._require_open()
-        if self._look() != self._seen:
+        if self._model_state() != self._seen:
             log.info("[disk-cache] the model was changed; what was saved before is not used for it")
             self._finalizer()
             self._open()
@@ -229,18 +228,9 @@ class PrefixCacheSession:
     @contextmanager
     def _sequence(self, num_tokens: int) -> Iterator[KVSequence]:
         """Yields an empty sequence with room for a prompt. Raises `ContextTooLong`."""
-        sequence = KVSequence(self._pool)
-        try:
+        with closing(KVSequence(self._pool)) as sequence:
             sequence.reserve(num_tokens)
             yield sequence
-        finally:
-            sequence.close()
-
-    def _new_cache(self, num_tokens: int) -> DynamicCache:
-        """Returns an empty cache that is to be filled with so many tokens."""
-        if self.cache_argument == "cache_params":
-            return StateSpaceCache(self.model.config, num_tokens)
-        return DynamicCache(config=self.model.config)
 
     def _pass_by(self, prompt: Prompt) -> None:
         reasons = ", ".join(self._cache.layout.unsupported)
@@ -300,16 +290,11 @@ class PrefixCacheSession:
 
     def _prompt(self, token_ids: TokenIds) -> Prompt:
         """Returns the prompt with its special tokens as boundaries. If only the first ones are, it has none."""
-        boundaries = raw_boundaries(token_ids, self._special_ids)
         beginning = token_ids[:_PREVIEW_TOKENS].tolist()
         text = "" if self.tokenizer is None else str(self.tokenizer.decode(beginning))
-        bos = getattr(self.tokenizer, "bos_token_id", None)
-        first = next((i for i, token_id in enumerate(token_ids.tolist()) if token_id != bos), len(token_ids))
-        return Prompt(
-            token_ids=token_ids,
-            boundaries=boundaries if any(end > first for end in boundaries) else (),
-            text=printable_only(text),
-        )
+        bos_id = getattr(self.tokenizer, "bos_token_id", None)
+        boundaries = text_boundaries(token_ids, (0, 0), self._special_ids, bos_id)
+        return Prompt(token_ids=token_ids, boundaries=boundaries, text=printable_only(text))
 
 
 def _beginning(prompt: Prompt, end: int) -> Prompt:
@@ -318,7 +303,7 @@ def _beginning(prompt: Prompt, end: int) -> Prompt:
 
 
 def _foreign(inputs: Mapping[str, Any], cache_argument: str) -> set[str]:
-    """Returns the arguments that need the model itself: images, another kind of cache, outputs beside the logits."""
+    """Returns the arguments that need the model itself: images, another kind of cache, other outputs than logits."""
     found = {name for name, value in inputs.items() if name not in _OUR_INPUTS and not _is_off(name, value)}
     return found if found or type(inputs.get(cache_argument)) is DynamicCache else {cache_argument}
 

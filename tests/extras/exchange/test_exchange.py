@@ -245,7 +245,7 @@ def test_what_cannot_be_written_or_restored_leaves_no_file(
     store: Store, pub: Publication, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = entry_of(store, PROMPT, layout=HYBRID, with_tail=False)
-    with pytest.raises(SettingsError, match="has lost the checkpoint that it could be restored at; send the prompt"):
+    with pytest.raises(SettingsError, match="has lost the checkpoint at which it could be restored; send the prompt"):
         exported(store, lost, tmp_path / "e.safetensors")
     with pytest.raises(StoreUnavailable, match=r"nowhere/e\.safetensors: No such file"):
         export(store, pub, tmp_path / "nowhere" / "e.safetensors")
