@@ -137,7 +137,7 @@ class Scheduler(Generic[S]):
 
     @property
     def crowd(self) -> float:
-        """How many callers have prompts to compute for each caller with replies; at least 1."""
+        """The number of callers with prompts to compute for each caller with replies; at least 1."""
         replying, waiting = (
             {s.tenant for s in self.sequences if s.is_decoding == is_reply} for is_reply in (True, False)
         )

@@ -1,4 +1,4 @@
-"""What one request saves, and what of it waits to be written."""
+"""The save of one request, and the publications of it that wait to be written."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from diskprefix.chat.output.call_patterns import CallPatterns
-from diskprefix.chat.output.call_values import OfferedTools, ParsedCall, braces, elements, python_calls
+from diskprefix.chat.output.call_values import OfferedTools, ParsedCall, braces, elements, python_calls, value_of
 from diskprefix.chat.output.families import Family
 from diskprefix.chat.output.format import OutputDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.output.reader import Parsing, Reader, Take
@@ -24,7 +25,7 @@ class CallDeltas:
         self.count = 0
 
     def begin(self, name: str) -> None:
-        """Begins a call, to which the next arguments belong."""
+        """Begins a call. The next arguments belong to it."""
         self._emit(ToolCallBegin(self.count, name))
         self.count += 1
 
@@ -55,13 +56,13 @@ class CallReader:
         self._patterns = CallPatterns(family)
 
     def group(self) -> Parsing[bool]:
-        """Reads the calls behind an opening tag, and the closing tag if there is one. Returns whether one was read."""
+        """Reads the calls after an opening tag, and the closing tag if there is one. Returns whether any was read."""
         start = self._calls.count
         if self._family.body == "python":
             yield from self._python()
         else:
             more = bool(self._family.ends or self._family.bare)
-            while (yield from self._one()) and more:
+            while (yield from self._call()) and more:
                 pass
         if self._calls.count == start:
             return False
@@ -69,18 +70,18 @@ class CallReader:
         yield from self._reader.match(self._patterns.ends)
         return True
 
-    def _one(self) -> Parsing[bool]:
+    def _call(self) -> Parsing[bool]:
         start = self._reader.at
         yield from self._reader.space()
         if self._patterns.head and (found := (yield from self._reader.match(self._patterns.head))):
-            done = yield from self._behind_head(found["name"].strip())
+            done = yield from self._after_head(found["name"].strip())
         else:
             done = yield from self.objects(known_only=False)
         if not done:
             self._reader.back_to(start)
         return done
 
-    def _behind_head(self, name: str) -> Parsing[bool]:
+    def _after_head(self, name: str) -> Parsing[bool]:
         body, reader = self._family.body, self._reader
         if body in ("braces", "elements"):
             return (yield from self._whole(name))
@@ -103,8 +104,8 @@ class CallReader:
         return True
 
     def objects(self, *, known_only: bool) -> Parsing[bool]:
-        """Reads calls that are JSON objects, in a row or in an array. Returns whether there was one. `known_only`: an
-        object is a call only if it has arguments and the name of a tool of the request."""
+        """Reads calls that are JSON objects, in a row or in an array. Returns whether there was a call. With
+        `known_only`, an object is a call only if it has arguments and the name of a tool of the request."""
         reader, found = self._reader, False
         if in_array := (yield from reader.peek()) == "[":
             reader.at += 1
@@ -122,8 +123,8 @@ class CallReader:
         return found
 
     def _object(self, known_only: bool, *, is_inner: bool = False) -> Parsing[bool]:
-        """Reads one call that is an object. Returns whether a call has begun; the rest of the object belongs to it.
-        `is_inner`: it stands in another object, {"function": {…}}, and has no object of this kind in it."""
+        """Reads a call that is an object. Returns whether a call has begun; the rest of the object belongs to it.
+        `is_inner`: the object is inside another one, as in {"function": {…}}."""
         reader = self._reader
         name, early, begun = "", "", False
         reader.at += 1
@@ -186,7 +187,7 @@ class CallReader:
             self._calls.arguments(_unquoted("".join(pieces)))
 
     def _parameters(self, name: str) -> Parsing[None]:
-        """Reads arguments that have tags of their own. Text is emitted as it comes."""
+        """Reads arguments with tags of their own. Text is emitted as it comes."""
         reader, before = self._reader, "{"
         while True:
             reader.forget()
@@ -203,7 +204,7 @@ class CallReader:
         self._calls.arguments("{}" if before == "{" else "}")
 
     def _text_value(self) -> Parsing[bool]:
-        """Reads a text with its end, as all of these. Returns False if that is missing."""
+        """Reads a text with its end tag. Returns whether the tag was there."""
         self._calls.arguments('"')
         is_complete = yield from self._up_to_end(lambda text: self._calls.arguments(_json(text)[1:-1]))
         self._calls.arguments('"' if is_complete else "")
@@ -214,7 +215,7 @@ class CallReader:
         is_complete = yield from self._up_to_end(pieces.append)
         text = "".join(pieces)
         try:
-            self._calls.arguments(_json(self._tools.value(name, key, text)))
+            self._calls.arguments(_json(value_of(text, self._tools.properties(name).get(key))))
         except RecursionError:
             self._calls.arguments(_json(text))
         return is_complete
@@ -247,12 +248,12 @@ class CallReader:
         self._all(python_calls(source or "", self._tools))
 
     def _all(self, calls: Sequence[ParsedCall]) -> bool:
-        """Emits calls that were parsed as a whole. Returns whether there is one whose arguments can be written."""
+        """Emits calls that were parsed as a whole. Returns whether any was emitted."""
         return sum(map(self._calls.whole, calls)) > 0
 
 
 def _discard(text: str) -> None:
-    """Drops the text of a value that is left out: an id, a type."""
+    """Takes the text of a value that is not used: an id, a type."""
 
 
 def _json(value: object) -> str:
@@ -260,18 +261,14 @@ def _json(value: object) -> str:
 
 
 def _text(quoted: str | None) -> str | None:
-    """Returns the text of a JSON string."""
-    if quoted is None:
-        return None
-    try:
-        text = json.loads(quoted, strict=False)
-    except ValueError:
-        return None
-    return str(text)
+    """Returns the text of a JSON string, None if there is none."""
+    with suppress(ValueError):
+        return None if quoted is None else str(json.loads(quoted, strict=False))
+    return None
 
 
 def _unquoted(arguments: str) -> str:
-    """Returns arguments as the JSON text of an object, if they are a string that holds one, or null."""
+    """Returns the JSON text of an object for arguments that are null or a string with such text; others unchanged."""
     if arguments.startswith('"'):
         text = (_text(arguments) or "").strip()
         return text if text.startswith("{") else arguments if text else "{}"
