@@ -24,8 +24,7 @@ from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.extras.vllm.staging import Staging
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import PayloadLayout, split_payload
-from diskprefix.store.save import Hold
-from diskprefix.store.save import Save
+from diskprefix.store.save import Hold, Save
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Publication
 from diskprefix.tokens import as_token_ids
