@@ -22,12 +22,12 @@ class Breaker:
 
     @property
     def is_failing(self) -> bool:
-        """Returns whether the last calls failed."""
+        """The last calls failed."""
         return self._failures >= _FAILURES
 
     @property
     def is_open(self) -> bool:
-        """Returns whether `allows` would return False now."""
+        """`allows` would return False now."""
         return self.is_failing and self._clock() < self._until
 
     def allows(self) -> bool:

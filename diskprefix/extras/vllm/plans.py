@@ -45,7 +45,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Save:
+class BlocksToSave:
     """Blocks that are complete at the end of this step. `ttls` are their times to live after the last use, in seconds;
     None is the store's default."""
 
@@ -74,7 +74,7 @@ class StepPlan:
     """The workers' plan for a step."""
 
     loads: tuple[Load, ...] = ()
-    saves: tuple[Save, ...] = ()
+    saves: tuple[BlocksToSave, ...] = ()
     ended: tuple[EndOfRequest, ...] = ()
 
 

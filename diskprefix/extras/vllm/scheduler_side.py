@@ -18,12 +18,12 @@ from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError
-from diskprefix.extras.vllm.plans import NO_PAGE, EndOfRequest, Load, PlannedBlock, RankIdentity, Save, StepPlan
+from diskprefix.extras.vllm.plans import NO_PAGE, BlocksToSave, EndOfRequest, Load, PlannedBlock, RankIdentity, StepPlan
 from diskprefix.extras.vllm.request_options import BadParameters, options_of
 from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.nouns import MAX_VALUE, SHARED, CacheOptions, CacheReport, Mark, Prompt, Selection, Tenant
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.save import Save as StoreSave
+from diskprefix.store.save import Save
 from diskprefix.store.savings import Tally
 from diskprefix.store.schema import Kind, node_name
 from diskprefix.store.store import Publication
@@ -312,7 +312,7 @@ class SchedulerSide:
             nodes=(),
             prompt=tracked.prompt,
         )
-        self._shared.writer.add(StoreSave(publication.epoch), publication, is_last=True)
+        self._shared.writer.add(Save(publication.epoch), publication, is_last=True)
 
     def _tally(self, tracked: Tracked) -> None:
         num_tokens = tracked.num_restored
@@ -321,7 +321,7 @@ class SchedulerSide:
         last = tracked.names[0][tracked.num_loadable(self._block_size)] if num_tokens else None
         self._shared.writer.savings.record(self._shared.store.epoch, namespace.root, namespace.record, tally, last)
 
-    def _plan_save(self, tracked: Tracked, num_computed: int, blocks: Sequence[Sequence[int]]) -> Save | None:
+    def _plan_save(self, tracked: Tracked, num_computed: int, blocks: Sequence[Sequence[int]]) -> BlocksToSave | None:
         """Returns the blocks to save: wanted, not stored, and complete when `num_computed` tokens are computed. Draft
         tokens do not count."""
         num_known = min(num_computed, tracked.request.num_tokens)
@@ -345,7 +345,7 @@ class SchedulerSide:
         tracked.has_saves = True
         stops = (block.position + self._block_size for block in planned)
         ttls = tuple(ttl_at(position, tracked.marks, tracked.options.ttl_s) for position in stops)
-        return Save(tracked.request.request_id, str(tracked.tenant), tuple(planned), ttls)
+        return BlocksToSave(tracked.request.request_id, str(tracked.tenant), tuple(planned), ttls)
 
     def _num_wanted(self, tracked: Tracked) -> int:
         """Returns the number of tokens of the request that the policy keeps."""

@@ -18,14 +18,13 @@ from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.engine_pages import Pages, PageSink
-from diskprefix.extras.vllm.plans import NO_PAGE, EndOfRequest, Load, PlannedBlock, RankIdentity, Save, StepPlan
+from diskprefix.extras.vllm.plans import NO_PAGE, BlocksToSave, EndOfRequest, Load, PlannedBlock, RankIdentity, StepPlan
 from diskprefix.extras.vllm.processors import unbind
 from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.extras.vllm.staging import Staging
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import PayloadLayout, split_payload
-from diskprefix.store.save import Hold
-from diskprefix.store.save import Save as StoreSave
+from diskprefix.store.save import Hold, Save
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Publication
 from diskprefix.tokens import as_token_ids
@@ -48,7 +47,7 @@ class WorkerSide:
         self._staging = Staging(self.block_bytes)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kv-loader", initializer=unbind)
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader", initializer=unbind)
-        self._saves: dict[str, StoreSave] = {}
+        self._saves: dict[str, Save] = {}
         self._lock = threading.Lock()
         self._has_loaded = threading.Condition(self._lock)
         self._num_loading = 0
@@ -144,8 +143,8 @@ class WorkerSide:
             self._shared.writer.touch(path[-1][0].name, self._shared.store.clock())
         return len(path)
 
-    def _save(self, save: Save) -> None:
-        writer, new = self._shared.writer, StoreSave(self._shared.store.epoch)
+    def _save(self, save: BlocksToSave) -> None:
+        writer, new = self._shared.writer, Save(self._shared.store.epoch)
         saving = self._saves.setdefault(save.request_id, new)
         if saving.has_failed or self._shared.store.problem is not None:
             return
@@ -209,6 +208,6 @@ class WorkerSide:
         )
         self._shared.writer.add(saving, last, is_last=True)
 
-    def _publication(self, tenant: str, saving: StoreSave, nodes: Sequence[NewNode]) -> Publication:
+    def _publication(self, tenant: str, saving: Save, nodes: Sequence[NewNode]) -> Publication:
         root, record = self._identity.root(tenant), self._identity.record(tenant)
         return Publication(epoch=saving.epoch, root=root, root_record=record, nodes=tuple(nodes))

@@ -29,7 +29,7 @@ class Watch:
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
         self.is_private = daemon.settings.api_keys is not None or is_loopback(daemon.settings.host)
-        """Whether callers may see texts and delete prompts: with keys, or if only this machine reaches the address."""
+        """Callers may see texts and delete prompts: there are keys, or only this machine reaches the address."""
 
     async def state(self) -> dict[str, Any]:
         """Returns what `/dashboard/state` shows, without `ended`."""
