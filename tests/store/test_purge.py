@@ -262,9 +262,7 @@ def test_a_prompt_that_is_saved_meanwhile_keeps_its_blocks(store: Store, monkeyp
     assert is_clean(store)
 
 
-def test_what_is_evicted_meanwhile_stays_seen(
-    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_evicted_meanwhile_stays_seen(store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(purging, "NODES_AT_ONCE", 2)
     long = prompt(1, 4 * BLOCK)
     saved(store, long)
