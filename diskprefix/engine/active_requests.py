@@ -276,6 +276,8 @@ class ActiveRequests:
 
     def _end_sequence(self, reply: Reply, *, keep: bool, is_sound: bool) -> None:
         sequence, reply.state = reply.state, None
+        # Who waits for memory or a place may begin, and if nothing runs, nothing else tells.
+        self._inbox.wake()
         if not isinstance(sequence, KVSequence):
             return
         if not is_sound:

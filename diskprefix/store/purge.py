@@ -387,11 +387,11 @@ def _carry_out(store: Store, plan: PurgePlan, gone: Purged, advance: Callable[[i
 
 
 def _delete_nodes(changes: Changes, names: Sequence[bytes], entries: Collection[bytes], gone: Purged) -> None:
-    """Deletes nodes, children first. A node stays if it was continued, or saved as an entry, since the plan was
-    made."""
+    """Deletes nodes, children first. A node stays if it was continued, or saved as an entry, since the plan was made;
+    so does a ghost, whose payload others have removed since."""
     for name in names:
         usage, saved = changes.usage(name), changes.entry(name) is not None
-        if (usage is not None and usage.children) or (saved and name not in entries):
+        if (usage is not None and usage.children) or (saved and name not in entries) or changes.is_ghost(name):
             continue
         if changes.delete_node(name, changes.parent(name)):
             gone.blocks += 1

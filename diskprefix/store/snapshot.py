@@ -68,6 +68,11 @@ class Snapshot:
         value = self.record("nodes", name)
         return None if value is None else decode_node(name, value)
 
+    def is_ghost(self, name: bytes) -> bool:
+        """Returns whether there is a ghost of this name. Does not verify its record."""
+        value = self.record("nodes", name)
+        return value is not None and node_kind(value) == Kind.GHOST
+
     def has(self, name: bytes, parent: bytes, position: int, kind: Kind, token_ids: bytes) -> bool:
         """Returns whether this node is stored: these token ids (int32, little-endian), at this place, after this
         parent. Raises `StoreCorrupt` if there is a node of this name that is another."""

@@ -236,6 +236,9 @@ class Store(StoreFile):
                     if children:
                         continue
                     left.pop()
+                    if parent is not None and changes.is_ghost(name):
+                        # Others have removed its payload, and it is a part of what was seen.
+                        continue
                     parent = changes.parent(name) if parent is None else parent
                     removed.entries.extend([name] if changes.has_record("entries", name) else [])
                     removed.nodes.extend([name] if changes.delete_node(name, parent) else [])

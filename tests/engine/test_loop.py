@@ -25,8 +25,10 @@ from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.page_cache import PageCache
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import runner
 from diskprefix.nouns import Tenant
+from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.engine.driving import (
@@ -349,6 +351,27 @@ def test_choices_of_which_one_loses_the_prompts_memory_are_all_the_same(
     assert (one.tokens, several.tokens) == expected
     assert several.tokens_of(1) == several.tokens_of(2) == several.tokens
     assert "others need its memory" in caplog.text
+
+
+def test_a_reply_that_loses_its_memory_while_nothing_else_runs_begins_again_at_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is saved, so no writer gives pages back, and nothing that expires ends the wait."""
+    monkeypatch.setattr(Housekeeping, "maintain", lambda _: None)
+    one, make_room = request(tokens(100), save=False), KVSequence.make_room
+    expected, refused = alone(engine, one).tokens, list[int]()
+
+    def refusing_once(self: KVSequence, end: int) -> bool:
+        if end != 105 or refused:
+            return make_room(self, end)
+        refused.append(end)
+        return False
+
+    monkeypatch.setattr(KVSequence, "make_room", refusing_once)
+    with running(engine) as inbox:
+        client = Client(inbox, one)
+        wait_for(lambda: client.events and isinstance(client.events[-1], DoneEvent))
+    assert (client.tokens, engine.figures.preemptions) == (expected, 1)
 
 
 def test_who_waits_for_memory_is_matched_again_only_when_something_has_changed(

@@ -102,3 +102,12 @@ def test_of_a_damaged_root_all_is_forgotten_until_the_damage_is_removed(store: S
     remove_damaged(store)
     store.publish(longer)
     assert len(seen(store)) == 1
+
+
+def test_a_block_that_is_found_damaged_twice_is_still_one_of_the_prompts_that_were_seen(store: Store) -> None:
+    token_ids = prompt(1, 3 * BLOCK)
+    whole = publication(store, token_ids)
+    store.publish(whole)
+    block = whole.nodes[1]
+    assert [store.quarantine(block.name, block.parent) for _ in range(2)] == [3, 0]
+    assert seen(store) == [token_ids.tolist()]

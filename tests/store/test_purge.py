@@ -262,6 +262,24 @@ def test_a_prompt_that_is_saved_meanwhile_keeps_its_blocks(store: Store, monkeyp
     assert is_clean(store)
 
 
+def test_what_is_evicted_meanwhile_stays_seen(store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purging, "NODES_AT_ONCE", 2)
+    long = prompt(1, 4 * BLOCK)
+    saved(store, long)
+    clock.now += 100.0
+    later = fork(long, 3 * BLOCK)
+    root = root_hash("tiny None")
+    store.publish(replace(publication(store, later, root=root), nodes=(), last_node=None, entry=None))
+
+    def evict(_num_bytes: int) -> None:
+        store.evictor.expire(50.0)
+
+    purge(store, PurgeFilter(older_than_s=50.0), clock.now, evict)
+    with store.snapshot() as snapshot:
+        assert [ids.tolist() for _, ids in recent_prompts(snapshot, root, 1 << 20)] == [later.tolist()]
+    assert is_clean(store)
+
+
 def test_a_stop_in_the_middle_leaves_a_store_in_order(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(purging, "NODES_AT_ONCE", 2)
     pubs = [saved(store, prompt(seed, 4 * BLOCK)) for seed in range(4)]
