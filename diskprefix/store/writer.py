@@ -464,6 +464,8 @@ class Writer:
         failure = self.house.attempt(partial(self._publish, save, publication))
         # Readers end, whenever that is. What waits for that needs no other attempt in time.
         self._waits_for_reader = isinstance(failure, (ReaderStays, StoreReplaced))
+        # Of a full disk, an end that still fits says nothing: after a failure, nodes must have been written.
+        save.has_written_nodes &= failure is None
         if isinstance(failure, (PrefixGone, LargerThanStore)):
             self.fail(save, str(failure), 0)
         elif isinstance(failure, CacheError) and self._hold(_RETRY_S):
@@ -477,7 +479,7 @@ class Writer:
         self._waits_for_reader = False
         save.has_written_nodes |= bool(publication.nodes)
         if publication.last_node is not None and save.has_written_nodes:
-            # A whole prompt was saved. Of a full disk, a small publication alone would say nothing.
+            # A whole prompt was saved.
             self.house.recover()
         self.written_bytes += publication.payload_bytes
         self.written_tokens += sum(len(node.token_ids) for node in publication.nodes)

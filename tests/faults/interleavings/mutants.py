@@ -172,7 +172,7 @@ MUTANTS: dict[str, Mutant] = {
         "because the file was rewritten",
         ((Writer, "_publish_alone", _tried_once), (writer, "StoreReplaced", ZeroDivisionError)),
     ),
-    "the word of a full disk": Mutant("on the full disk, and health says", ((Housekeeping, "_say", _full_unsaid),)),
+    "the word of a full disk": Mutant("on the full disk, and health says", ((Housekeeping, "_report", _full_unsaid),)),
     "the end of a pause": Mutant("the writer pauses for nobody", ((writer, "_PAUSE_S", 60.0),)),
     "the threads of each kind of step": Mutant(
         "what needs no read waits", ((Fetches, "__init__", _one_thread), (fetches, "_STALL_S", 60.0))
