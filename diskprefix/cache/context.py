@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.choosing import choose_kept, look, ttl_at
 from diskprefix.cache.cost_model import Use
 from diskprefix.cache.matching import Restored
@@ -17,7 +18,6 @@ from diskprefix.cache.policy.breaks import find_break, same_behind
 from diskprefix.cache.policy.seen import Sighting
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.write_budget import Spending, within_budget
-from diskprefix.cache.resources import CacheResources
 from diskprefix.cache.tiers.local import publisher
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Upload
@@ -37,7 +37,7 @@ class RequestContext:
     """A prompt with its options, its tenant's namespace and the cache. `goes_on`: the prompt ends at a grid point and
     is only a beginning, so its end is not kept."""
 
-    cache: CacheResources
+    cache: PrefixCache
     namespace: TenantNamespace
     prompt: Prompt
     options: CacheOptions
@@ -93,7 +93,7 @@ class RequestContext:
         return ttl_at(position, self.prompt.marks, self.options.ttl_s)
 
     def notes(self, ttl_s: float | None = None) -> TenantNotes:
-        """Returns the notes of the tenant; see `CacheResources.notes_of`."""
+        """Returns the notes of the tenant; see `PrefixCache.notes_of`."""
         return self.cache.notes_of(self.namespace.root, self.namespace.record, ttl_s, self.epoch)
 
     def choose(self, nodes: PromptNodes, restored: Restored) -> Selection:

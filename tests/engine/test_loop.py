@@ -16,7 +16,6 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.fetch import Fetch
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest
 from diskprefix.engine.constrained_reply import forbidden_by
@@ -245,7 +244,9 @@ def test_what_has_expired_is_not_saved(
     ttl_s: float | None, saved: list[int], engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(PrefixCache, "save_idle", lambda _cache, _state, token_ids, *_: asked.append(len(token_ids)))
+    monkeypatch.setattr(
+        "diskprefix.engine.served_model.save_idle", lambda _cache, _state, token_ids, *_: asked.append(len(token_ids))
+    )
     one = request(tokens(67, 1))
     run_request(engine, replace(one, cache=replace(one.cache, ttl_s=ttl_s)))
     now = time.monotonic()

@@ -14,7 +14,6 @@ from unittest.mock import ANY, patch
 
 from diskprefix.cache import namespaces
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.resources import CacheResources
 from diskprefix.engine import fetches
 from diskprefix.engine.fetches import Fetches, Read
 from diskprefix.engine.loop import Loop
@@ -172,7 +171,7 @@ MUTANTS: dict[str, Mutant] = {
         "because the file was rewritten",
         ((Writer, "_publish_alone", _tried_once), (writer, "StoreReplaced", ZeroDivisionError)),
     ),
-    "the word of a full disk": Mutant("on the full disk, and health says", ((Housekeeping, "_say", _full_unsaid),)),
+    "the word of a full disk": Mutant("on the full disk, and health says", ((Housekeeping, "_report", _full_unsaid),)),
     "the end of a pause": Mutant("the writer pauses for nobody", ((writer, "_PAUSE_S", 60.0),)),
     "the threads of each kind of step": Mutant(
         "what needs no read waits", ((Fetches, "__init__", _one_thread), (fetches, "_STALL_S", 60.0))
@@ -184,7 +183,7 @@ MUTANTS: dict[str, Mutant] = {
         "who has hung up reads on", ((Read, "is_wanted", _wanted_by_nobody),)
     ),
     "the stop beside a load that hangs": Mutant("the daemon does not stop", ((Fetches, "close", _waited_for),)),
-    "the write budget": Mutant("with no budget", ((CacheResources, "spending", lambda _self, _tenant=SHARED: None),)),
+    "the write budget": Mutant("with no budget", ((PrefixCache, "spending", lambda _self, _tenant=SHARED: None),)),
     "the count of written bytes in memory": Mutant(
         "the engine's thread reads the disk", ((Store, "written_lately", _read_lately),)
     ),
