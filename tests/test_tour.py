@@ -105,8 +105,8 @@ def boundaries(draft: PromptDraft, *_: Any) -> list[str]:
 
 def names(_: None, matcher: Matcher[View]) -> list[str]:
     nodes, size = matcher.nodes, matcher.nodes.block_size
-    blocks = [f"{short(name)}: tokens {i * size} to {(i + 1) * size}" for i, name in enumerate(nodes.block_names)]
-    return [f"{short(nodes.root)}: root", *blocks]
+    blocks = [f"{short(name)}: tokens {i * size} to {(i + 1) * size}" for i, name in enumerate(nodes.path.block_names)]
+    return [f"{short(nodes.path.root)}: root", *blocks]
 
 
 def restored(found: Restored | None, _: Restoration, sequence: KVSequence, *__: Any) -> list[str]:

@@ -105,7 +105,7 @@ class CachedRequest:
         if len(token_ids) > len(self.prompt.token_ids):
             options = replace(self.options, leaves_last=True)
             context = replace(context, prompt=Prompt(token_ids), options=options)
-        nodes = self.nodes if token_ids is self.nodes.token_ids else context.nodes_of(token_ids)
+        nodes = self.nodes if token_ids is self.nodes.token_ids else self.nodes.extended(token_ids)
         return Fetch(context, nodes, sequence, have, logits, on_logits, on_block, is_wanted)
 
     def take(self, fetch: Fetch, *, gave_up: bool = False) -> Restored:
@@ -186,7 +186,7 @@ class CachedRequest:
             return
         with self._context.guarded("the reply is not saved"):
             sequence.settle()
-            self._saver.publish_reply(sequence, self._context.nodes_of(token_ids))
+            self._saver.publish_reply(sequence, self.nodes.extended(token_ids))
 
     def save_partial(self, sequence: KVSequence, token_ids: TokenIds) -> None:
         """Queues what was computed so far for a request that is cancelled, or waits for memory. It continues there when
@@ -198,7 +198,7 @@ class CachedRequest:
             return
         with self._context.guarded("what was computed is not kept"):
             sequence.settle()
-            self._saver.leave(sequence, self.restored, self._context.nodes_of(token_ids))
+            self._saver.leave(sequence, self.restored, self.nodes.extended(token_ids))
 
     def save_idle(self, sequence: KVSequence) -> None:
         """Queues what a sequence holds of the prompt and the store lacks, and ends the request, which counts as none.

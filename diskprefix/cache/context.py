@@ -27,7 +27,7 @@ from diskprefix.nouns import Break, CacheOptions, MissReason, Prompt, Selection
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.save import Save
 from diskprefix.store.savings import Tally
-from diskprefix.tokens import LEAST_TOKENS, TokenIds
+from diskprefix.tokens import LEAST_TOKENS
 
 log = logging.getLogger("diskprefix")
 
@@ -83,11 +83,6 @@ class RequestContext:
             self.cache.count("errors")
             log.warning("[disk-cache] going on without the cache, %s: %s", consequence, error or type(error).__name__)
 
-    def nodes_of(self, token_ids: TokenIds) -> PromptNodes:
-        """Returns the nodes of the prompt, or of the prompt and its reply."""
-        block_size, layout = self.cache.settings.block_size, self.cache.payload_layout
-        return PromptNodes(self.epoch.secret, self.namespace.root, token_ids, block_size, layout)
-
     def ttl_at(self, position: int) -> float | None:
         """Returns the time to live of what ends at a position; see `planning.ttl_at`."""
         return ttl_at(position, self.prompt.marks, self.options.ttl_s)
@@ -102,7 +97,7 @@ class RequestContext:
         rules = Rules.of(cache.settings, cache.layout.state_kind, cache.layout.state_bytes)
         self.spending = cache.spending(self.options.tenant)
         prompt, options, stored = self.prompt, self.options, restored.stored_tokens
-        self._sighting = look(self.namespace.seen, prompt, options, nodes.block_names)
+        self._sighting = look(self.namespace.seen, prompt, options, nodes.path.block_names)
         selection = choose_kept(self._sighting, rules, prompt, options, stored)
         had = max(restored.num_tokens, stored)
         selection = within_budget(

@@ -41,7 +41,7 @@ def only(num_tokens: int, ttl_s: float | None = None) -> CacheOptions:
 def stored_blocks(runner: Runner, token_ids: TokenIds) -> list[bool]:
     """Tells whether each block of the prompt is in the store."""
     cached = CachedRequest(runner.cache, Prompt(token_ids), FULL)
-    names = cached.nodes.block_names
+    names = cached.nodes.path.block_names
     cached.close()
     with runner.cache.store.snapshot() as snapshot:
         return [snapshot.usage(name) is not None for name in names]

@@ -27,7 +27,7 @@ from diskprefix.kv.page_cache import PageCache
 from diskprefix.model.exact import runner
 from diskprefix.nouns import Tenant
 from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.tokens import TokenIds, TokenPath, as_token_ids
 from tests.engine.driving import (
     WORDS,
     Client,
@@ -356,9 +356,9 @@ def test_who_waits_for_memory_is_matched_again_only_when_something_has_changed(
     """One request that was accepted and lost its memory, and one that was not accepted yet."""
     match, matched = PageCache.match_prefix, Counter[int]()
 
-    def noted(self: PageCache, owner: Any, token_ids: TokenIds, **options: Any) -> Any:
-        matched[int(token_ids[0])] += 1
-        return match(self, owner, token_ids, **options)
+    def noted(self: PageCache, owner: Any, path: TokenPath, **options: Any) -> Any:
+        matched[int(path.token_ids[0])] += 1
+        return match(self, owner, path, **options)
 
     old, *others = (request(tokens(500, seed), max_tokens=200) for seed in range(3))
     bound_memory(engine.pages, int(2.5 * engine.pages.pool.sequence_bytes(512)))

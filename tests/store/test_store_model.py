@@ -261,7 +261,7 @@ class Model:
         self.touch(last_node, now, 0, publication.ttl_s)
         if last_node == publication.last_node:
             self.entries.setdefault(last_node, publication.entry.num_tokens)
-        own_s, token_ids = publication.prompt_ttl_s, publication.prompt.tolist()
+        own_s, token_ids = publication.prompt_ttl_s, publication.prompt.token_ids.tolist()
         self.seen[publication.root].append(Seen(now, own_s, publication.prompt_group, token_ids))
 
     def longer(self, new: NewNode) -> bytes | None:
@@ -338,6 +338,8 @@ class Written(NamedTuple):
 
 def write(store: Store, prompt: Prompt, first: int, codec: Codec, end: int | None = None) -> Written:
     store.codec = codec
+    # The other process may have purged something.
+    store.look_for_purge()
     # What a publication does when LMDB is full begins with this.
     real = Environment.wait_for_readers
     with mock.patch.object(Environment, "wait_for_readers", autospec=True, side_effect=real) as waited:

@@ -73,7 +73,7 @@ def write_prompt(
 def _describe_root(objects: ObjectStore, key: NamespaceKey, upload: Upload) -> None:
     """Writes the description of a root, which `ls` and `purge` read, unless a sound one is there. Each upload checks
     this: the bucket or a purge may have removed it, and without it the tenant of the objects is unknown."""
-    path = object_path(key, upload.nodes.root, ABOUT)
+    path = object_path(key, upload.nodes.path.root, ABOUT)
     try:
         if (got := objects.get(path, ABOUT_MOST_BYTES)) is not None:
             verified(key, path, got)

@@ -28,7 +28,7 @@ from diskprefix.store.save import Hold
 from diskprefix.store.save import Save as StoreSave
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Publication
-from diskprefix.tokens import as_token_ids
+from diskprefix.tokens import TokenPath, as_token_ids
 
 log = logging.getLogger("diskprefix")
 
@@ -123,7 +123,8 @@ class WorkerSide:
         """Loads blocks, and returns the number of the first ones that are in their pages now. The content of the other
         pages is undefined."""
         root = self._identity.root(load.tenant)
-        nodes = PromptNodes(self._shared.store.secret, root, _NO_TOKENS, self._identity.block_size, self._layout)
+        no_path = TokenPath(self._shared.store.secret, root, _NO_TOKENS, self._identity.block_size)
+        nodes = PromptNodes(no_path, self._layout)
         path: list[tuple[Node, View]] = []
         with open_views(self._shared.tiers) as views:
             for block in load.blocks:
