@@ -55,13 +55,41 @@ def block_hash(secret: int, parent: bytes, token_ids: TokenIds | bytes, mark: by
     return xxhash.xxh3_128_digest(parent + bytes(token_ids) + mark, seed=secret)
 
 
-def block_hashes(secret: int, root: bytes, token_ids: bytes, block_size: int) -> list[bytes]:
-    """Returns the `block_hash` of each full block of a prompt, in one loop: a lookup needs hundreds at once."""
-    names, parent, size = [], root, ID_BYTES * block_size
-    for start in range(0, len(token_ids) - size + 1, size):
-        parent = xxhash.xxh3_128_digest(parent + token_ids[start : start + size], seed=secret)
-        names.append(parent)
-    return names
+class TokenPath:
+    """A prompt in the tree of names below a root. The name of each full block is hashed once, when it is first asked
+    for: in one loop, because a lookup needs hundreds at once. `names` are those of its first blocks, if they are known.
+    """
+
+    def __init__(
+        self, secret: int, root: bytes, token_ids: TokenIds, block_size: int, names: Sequence[bytes] = ()
+    ) -> None:
+        self.secret, self.root = secret, root
+        self.token_ids, self.block_size = token_ids, block_size
+        self.num_blocks = len(token_ids) // block_size
+        """The number of full blocks."""
+        self._names = names
+
+    @property
+    def block_names(self) -> Sequence[bytes]:
+        """The names of all full blocks: `block_hash` of each."""
+        if len(self._names) < self.num_blocks:
+            names, size = [*self._names], ID_BYTES * self.block_size
+            parent = names[-1] if names else self.root
+            content = self.token_ids[len(names) * self.block_size :].tobytes()
+            for start in range(0, len(content) - size + 1, size):
+                parent = xxhash.xxh3_128_digest(parent + content[start : start + size], seed=self.secret)
+                names.append(parent)
+            self._names = names
+        return self._names
+
+    def parent(self, num_blocks: int) -> bytes:
+        """Returns the name that others continue behind the first `num_blocks` blocks."""
+        return self.block_names[num_blocks - 1] if num_blocks else self.root
+
+    def extended(self, token_ids: TokenIds) -> TokenPath:
+        """Returns the path of tokens that begin with these, or that these begin with."""
+        names = self._names[: len(token_ids) // self.block_size]
+        return TokenPath(self.secret, self.root, token_ids, self.block_size, names)
 
 
 def beginning_hashes(secret: int, parent: bytes, token_ids: bytes, mark: bytes) -> list[bytes]:

@@ -8,6 +8,7 @@ import pytest
 
 from diskprefix.cache.tiers import nodes
 from diskprefix.store.schema import Kind
+from diskprefix.tokens import TokenPath
 
 
 class Name(Protocol):
@@ -17,11 +18,11 @@ class Name(Protocol):
 
 
 def name_nodes(patch: pytest.MonkeyPatch, name: Name) -> None:
-    def block_hashes(secret: int, root: bytes, token_ids: bytes, block_size: int) -> list[bytes]:
-        names, size = [root], 4 * block_size
-        for start in range(0, len(token_ids) - size + 1, size):
-            names.append(name(secret, names[-1], token_ids[start : start + size], Kind.BLOCK))
+    def block_names(path: TokenPath) -> list[bytes]:
+        names = [path.root]
+        for token_ids in path.token_ids[: path.num_blocks * path.block_size].reshape(-1, path.block_size):
+            names.append(name(path.secret, names[-1], token_ids.tobytes(), Kind.BLOCK))
         return names[1:]
 
     patch.setattr(nodes, "node_name", name)
-    patch.setattr(nodes, "block_hashes", block_hashes)
+    patch.setattr(TokenPath, "block_names", property(block_names))

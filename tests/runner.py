@@ -191,7 +191,7 @@ class Runner:
         token_ids = prompt.token_ids
         with torch.inference_mode():
             self.in_prompt = self._pictures_of(prompt, options)
-            cached = self.cache.begin(prompt, options)
+            cached = CachedRequest(self.cache, prompt, options)
             sequence = self.sequence if have else self.new_sequence(len(token_ids))
             sequence.truncate(have)
             sequence.reserve(len(token_ids))
@@ -228,7 +228,7 @@ class Runner:
                 raise Gone
 
         with torch.inference_mode():
-            cached = self.cache.begin(prompt, options)
+            cached = CachedRequest(self.cache, prompt, options)
             sequence = self.new_sequence(len(prompt.token_ids))
             restored, block_size = cached.restore(sequence), self.settings.block_size
             stops = self._stops(cached)

@@ -34,6 +34,7 @@ from diskprefix.kv.layout import dtype_name
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.nouns import Selection
 from diskprefix.settings import Settings
+from diskprefix.store.save import Save
 from diskprefix.store.store import Publication
 from diskprefix.store.writer import Writer
 from tests.server.chat_model import write_chat_model
@@ -105,8 +106,8 @@ def boundaries(draft: PromptDraft, *_: Any) -> list[str]:
 
 def names(_: None, matcher: Matcher[View]) -> list[str]:
     nodes, size = matcher.nodes, matcher.nodes.block_size
-    blocks = [f"{short(name)}: tokens {i * size} to {(i + 1) * size}" for i, name in enumerate(nodes.block_names)]
-    return [f"{short(nodes.root)}: root", *blocks]
+    blocks = [f"{short(name)}: tokens {i * size} to {(i + 1) * size}" for i, name in enumerate(nodes.path.block_names)]
+    return [f"{short(nodes.path.root)}: root", *blocks]
 
 
 def restored(found: Restored | None, _: Restoration, sequence: KVSequence, *__: Any) -> list[str]:
@@ -157,7 +158,7 @@ def events(response: str) -> list[str]:
     ]
 
 
-def published(_: None, __: Writer, publication: Publication) -> list[str]:
+def published(_: None, __: Writer, ___: Save, publication: Publication, *____: Any) -> list[str]:
     nodes = [
         f"{short(node.name)}: tokens {node.position} to {node.position + len(node.token_ids)}"
         for node in publication.nodes
@@ -184,7 +185,7 @@ TAPS = (
     Tap("cache/policy/select.py", choosing, "select", selection),
     Tap("engine/scheduler.py", Scheduler, "schedule", step),
     Tap("engine/sampler.py", Sampler, "sample", sampled),
-    Tap("store/writer.py", Writer, "submit", published),
+    Tap("store/writer.py", Writer, "add", published),
 )
 
 

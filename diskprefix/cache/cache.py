@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 from msgspec.structs import asdict
 
-from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.context import RequestContext
 from diskprefix.cache.cost_model import CostModel
 from diskprefix.cache.namespaces import TenantNamespaces
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.resources import CacheResources
+from diskprefix.cache.policy.write_budget import Spending
+from diskprefix.cache.resources import TieredStore
 from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.errors import CacheError, StoreUnavailable
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
+from diskprefix.nouns import SHARED, CacheOptions, Tenant
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
 from diskprefix.store.notes import TenantNotes
+from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.purge import Purged, PurgeFilter, delete_entry, purge
 from diskprefix.store.savings import Savings
 from diskprefix.store.schema import Kind, ModelRecord, RootRecord
 from diskprefix.store.store import Store
+from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import TokenIds, root_hash
 
 log = logging.getLogger("diskprefix")
 
+_NOTE_TTL_S = 30 * 86400.0
+"""The time to live of notes without `--kv-cache-ttl`. OpenAI keeps responses as long."""
 _PURGE_S = 10.0
 """Seconds that a purge waits for the writer to save what it has, and for the shared tier."""
 
 
-class PrefixCache(CacheResources):
-    """The prefix cache of one model. `begin` is for the engine thread; `stats` is for any thread.
+class PrefixCache:
+    """The prefix cache of one model, which requests (`CachedRequest`) use. `stats` is for any thread.
 
     `identity` returns the canonical text that identifies the model's numbers for a tenant (`model.load.fingerprint`).
     Its hash is the root of all that the tenant stores. `tokenizer` is its folder, for the record. `on_prompts`: see
-    `TenantNamespaces`. `beside`: see `CacheResources`.
+    `TenantNamespaces`. `beside` is the cache of another model in the same store, whose threads serve this one too.
     """
 
     def __init__(
@@ -58,7 +63,19 @@ class PrefixCache(CacheResources):
         tokenizer: str = "",
         beside: PrefixCache | None = None,
     ) -> None:
-        super().__init__(settings, store, layout, beside)
+        self.settings, self.layout = settings, layout
+        self.payload_layout = PayloadLayout.parse(layout.describe())
+        self.has_own_threads = beside is None
+        self.tiered: TieredStore = TieredStore(settings, store) if beside is None else beside.tiered
+        self.store, self.writer = store, self.tiered.writer
+        self.tiers, self.remote = self.tiered.tiers, self.tiered.remote
+        self.readers, self.aside = self.tiered.readers, self.tiered.aside
+        self._aside: set[Future[None]] = set()
+        self.counters: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self.restored_tokens: Counter[str] = Counter(memory=0, disk=0, remote=0)
+        """By the tier they came from."""
+        self.misses: Counter[str] = Counter()
         self._identity = identity
         self._model_name = model_name
         self._tokenizer = tokenizer
@@ -143,23 +160,61 @@ class PrefixCache(CacheResources):
 
         list(self.readers.map(read, range(READER_THREADS)))
 
-    def begin(self, prompt: Prompt, options: CacheOptions, *, goes_on: bool = False) -> CachedRequest:
-        """Starts a request. Does not wait.
+    def count(self, what: str) -> None:
+        """Adds one to a counter. For any thread."""
+        with self._counting:
+            self.counters[what] += 1
 
-        `goes_on`: the prompt ends at a grid point and is only a beginning, so its next-token logits are neither needed
-        nor kept.
-        """
-        return CachedRequest(RequestContext(self, self.namespaces.get(options.tenant), prompt, options, goes_on))
+    def spending(self, tenant: Tenant = SHARED) -> Spending | None:
+        """Returns the state of `--kv-cache-write-budget`, None without one. What waits to be written counts too. With
+        API keys, that of the `tenant`'s key. Reads nothing from the disk."""
+        limit, now = self.store.meter.budget_bytes, self.store.clock()
+        if not limit:
+            return None
+        used = self.store.written_lately().last_day(now) + self.writer.pending_bytes
+        has_share = self.settings.api_keys is not None and tenant != SHARED
+        own_bytes, num_keys = self.tiered.spent.of(tenant.ids[:1], now) if has_share else (0, 1)
+        return Spending(
+            own_bytes=own_bytes,
+            num_keys=num_keys,
+            used_bytes=used,
+            limit_bytes=limit,
+            bytes_per_token=self.layout.bytes_per_token,
+            state_bytes=self.layout.state_bytes,
+        )
 
-    def save_idle(self, sequence: KVSequence, token_ids: TokenIds, options: CacheOptions, owner: Owner) -> None:
-        """Queues the state of a sequence of `owner` that has ended, as far as it is not stored, and its scope leaves to
-        the policy how much is kept. The sequence holds the `token_ids`."""
-        is_long = len(token_ids) >= max(1, self.settings.kv_cache_min_tokens)
-        if is_long and options.save and options.scope.most is None:
-            request = self.begin(Prompt(np.append(token_ids, token_ids[-1:])), options)
-            # The request is new, its state is not.
-            if owner.purged_at == request.epoch.purged_at:
-                request.save_idle(sequence)
+    def spend(self, tenant: Tenant, num_bytes: int) -> None:
+        """Counts what is to be written for the `tenant`'s API key. For the engine's thread."""
+        if self.settings.api_keys is not None:
+            self.tiered.spent.add(tenant.ids[:1], num_bytes, self.store.clock())
+
+    def notes_of(
+        self, root: bytes, record: RootRecord, ttl_s: float | None = None, epoch: Epoch | None = None
+    ) -> TenantNotes:
+        """Returns the notes of a root, for any thread. `ttl_s` is the time to live of new notes, in seconds; with None
+        the daemon's `--kv-cache-ttl` holds. `epoch` is that in which their request began; with None it begins now."""
+        lasts_s = ttl_s or self.settings.kv_cache_ttl or _NOTE_TTL_S
+        return TenantNotes(self.writer.notes, epoch or self.store.epoch, root, record, lasts_s)
+
+    def lasts_s(self, ttl_s: float | None) -> float:
+        """Returns the time to live, in seconds, of what a request asks to keep for `ttl_s`."""
+        return ttl_s or self.settings.kv_cache_ttl or math.inf
+
+    def run_aside(self, work: Callable[[], None]) -> None:
+        """Runs small work on the thread `kv-aside`."""
+        future = self.aside.submit(work)
+        self._aside.add(future)
+        future.add_done_callback(self._end_aside)
+
+    def _end_aside(self, future: Future[None]) -> None:
+        self._aside.discard(future)
+        if (error := future.exception()) is not None:
+            self.count("errors")
+            log.error("[disk-cache] not saved: %r", error)
+
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Waits until all is with the writer. Returns False if the time runs out first."""
+        return not wait(list(self._aside), timeout_s).not_done
 
     @property
     def health(self) -> tuple[str, str | None]:

@@ -9,16 +9,18 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
+from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.context import RequestContext
 from diskprefix.cache.fetch import Fetch
 from diskprefix.cache.matching import Restored
 from diskprefix.cache.policy.select import AT_ANY_TOKEN
 from diskprefix.cache.saving import Saver
 from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.kv.sequence import KVSequence
-from diskprefix.nouns import Break, CacheReport, MissReason, Prompt, Selection, outcome_of
+from diskprefix.kv.sequence import KVSequence, Owner
+from diskprefix.nouns import Break, CacheOptions, CacheReport, MissReason, Prompt, Selection, outcome_of
 from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import TokenIds
 
@@ -29,15 +31,19 @@ _STORE_FAILS = "the store has no room, is full or fails: /health and the log say
 
 
 class CachedRequest:
-    """One request's way through the cache. Call `close` when the request ends, however it ends."""
+    """One request's way through the cache. Call `close` when the request ends, however it ends.
 
-    def __init__(self, context: RequestContext) -> None:
-        self._context = context
-        self.cache, self.namespace = context.cache, context.namespace
-        self.prompt, self.options = context.prompt, context.options
+    It is made on the engine's thread, and does not wait. `goes_on`: the prompt ends at a grid point and is only a
+    beginning, so its next-token logits are neither needed nor kept.
+    """
+
+    def __init__(self, cache: PrefixCache, prompt: Prompt, options: CacheOptions, *, goes_on: bool = False) -> None:
+        self.cache, self.namespace = cache, cache.namespaces.get(options.tenant)
+        self.prompt, self.options = prompt, options
+        self._context = context = RequestContext(cache, self.namespace, prompt, options, goes_on)
         self._bypass = context.bypass
-        num_tokens, reason = len(self.prompt.token_ids), self._bypass or "off"
-        self._saver = Saver(context, Selection(scope=self.options.scope, prompt_tokens=num_tokens, reason=reason))
+        num_tokens, reason = len(prompt.token_ids), self._bypass or "off"
+        self._saver = Saver(context, Selection(scope=options.scope, prompt_tokens=num_tokens, reason=reason))
         self.is_published = False
         """The prompt was computed to its end."""
         self.reply = self.prompt.token_ids[:0]
@@ -99,7 +105,7 @@ class CachedRequest:
         if len(token_ids) > len(self.prompt.token_ids):
             options = replace(self.options, leaves_last=True)
             context = replace(context, prompt=Prompt(token_ids), options=options)
-        nodes = self.nodes if token_ids is self.nodes.token_ids else context.nodes_of(token_ids)
+        nodes = self.nodes if token_ids is self.nodes.token_ids else self.nodes.extended(token_ids)
         return Fetch(context, nodes, sequence, have, logits, on_logits, on_block, is_wanted)
 
     def take(self, fetch: Fetch, *, gave_up: bool = False) -> Restored:
@@ -180,7 +186,7 @@ class CachedRequest:
             return
         with self._context.guarded("the reply is not saved"):
             sequence.settle()
-            self._saver.publish_reply(sequence, self._context.nodes_of(token_ids))
+            self._saver.publish_reply(sequence, self.nodes.extended(token_ids))
 
     def save_partial(self, sequence: KVSequence, token_ids: TokenIds) -> None:
         """Queues what was computed so far for a request that is cancelled, or waits for memory. It continues there when
@@ -192,7 +198,7 @@ class CachedRequest:
             return
         with self._context.guarded("what was computed is not kept"):
             sequence.settle()
-            self._saver.leave(sequence, self.restored, self._context.nodes_of(token_ids))
+            self._saver.leave(sequence, self.restored, self.nodes.extended(token_ids))
 
     def save_idle(self, sequence: KVSequence) -> None:
         """Queues what a sequence holds of the prompt and the store lacks, and ends the request, which counts as none.
@@ -253,3 +259,16 @@ class CachedRequest:
     @property
     def _is_not_saved(self) -> bool:
         return self._bypass is not None or self._saver.has_failed
+
+
+def save_idle(
+    cache: PrefixCache, sequence: KVSequence, token_ids: TokenIds, options: CacheOptions, owner: Owner
+) -> None:
+    """Queues the state of a sequence of `owner` that has ended, as far as it is not stored, and its scope leaves to the
+    policy how much is kept. The sequence holds the `token_ids`."""
+    is_long = len(token_ids) >= max(1, cache.settings.kv_cache_min_tokens)
+    if is_long and options.save and options.scope.most is None:
+        request = CachedRequest(cache, Prompt(np.append(token_ids, token_ids[-1:])), options)
+        # The request is new, its state is not.
+        if owner.purged_at == request.epoch.purged_at:
+            request.save_idle(sequence)

@@ -36,7 +36,7 @@ def marked_nodes(
 ) -> Iterator[tuple[bytes, float | None]]:
     """Yields the name of the last block before each mark, and the time that it asks for. They are to be touched: then a
     mark also holds for blocks that an earlier request stored. No mark shortens the time of another one."""
-    names = nodes.block_names
+    names = nodes.path.block_names
     for position, ttl in _asked(marks, ttl_s):
         if num_blocks := min(position // nodes.block_size, len(names)):
             yield names[num_blocks - 1], ttl

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.choosing import choose_kept, look, ttl_at
 from diskprefix.cache.cost_model import Use
 from diskprefix.cache.matching import Restored
@@ -17,7 +18,6 @@ from diskprefix.cache.policy.breaks import find_break, same_behind
 from diskprefix.cache.policy.seen import Sighting
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.write_budget import Spending, within_budget
-from diskprefix.cache.resources import CacheResources
 from diskprefix.cache.tiers.local import publisher
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Upload
@@ -27,7 +27,7 @@ from diskprefix.nouns import Break, CacheOptions, MissReason, Prompt, Selection
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.save import Save
 from diskprefix.store.savings import Tally
-from diskprefix.tokens import LEAST_TOKENS, TokenIds
+from diskprefix.tokens import LEAST_TOKENS
 
 log = logging.getLogger("diskprefix")
 
@@ -37,7 +37,7 @@ class RequestContext:
     """A prompt with its options, its tenant's namespace and the cache. `goes_on`: the prompt ends at a grid point and
     is only a beginning, so its end is not kept."""
 
-    cache: CacheResources
+    cache: PrefixCache
     namespace: TenantNamespace
     prompt: Prompt
     options: CacheOptions
@@ -83,17 +83,12 @@ class RequestContext:
             self.cache.count("errors")
             log.warning("[disk-cache] going on without the cache, %s: %s", consequence, error or type(error).__name__)
 
-    def nodes_of(self, token_ids: TokenIds) -> PromptNodes:
-        """Returns the nodes of the prompt, or of the prompt and its reply."""
-        block_size, layout = self.cache.settings.block_size, self.cache.payload_layout
-        return PromptNodes(self.epoch.secret, self.namespace.root, token_ids, block_size, layout)
-
     def ttl_at(self, position: int) -> float | None:
         """Returns the time to live of what ends at a position; see `planning.ttl_at`."""
         return ttl_at(position, self.prompt.marks, self.options.ttl_s)
 
     def notes(self, ttl_s: float | None = None) -> TenantNotes:
-        """Returns the notes of the tenant; see `CacheResources.notes_of`."""
+        """Returns the notes of the tenant; see `PrefixCache.notes_of`."""
         return self.cache.notes_of(self.namespace.root, self.namespace.record, ttl_s, self.epoch)
 
     def choose(self, nodes: PromptNodes, restored: Restored) -> Selection:
@@ -102,7 +97,7 @@ class RequestContext:
         rules = Rules.of(cache.settings, cache.layout.state_kind, cache.layout.state_bytes)
         self.spending = cache.spending(self.options.tenant)
         prompt, options, stored = self.prompt, self.options, restored.stored_tokens
-        self._sighting = look(self.namespace.seen, prompt, options, nodes.block_names)
+        self._sighting = look(self.namespace.seen, prompt, options, nodes.path.block_names)
         selection = choose_kept(self._sighting, rules, prompt, options, stored)
         had = max(restored.num_tokens, stored)
         selection = within_budget(

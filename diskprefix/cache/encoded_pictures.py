@@ -22,7 +22,7 @@ from diskprefix.store.schema import ENCODED_PICTURES, RootRecord
 from diskprefix.store.store import Publication
 from diskprefix.store.store_identity import Epoch
 from diskprefix.store.writer import Room
-from diskprefix.tokens import picture_ids, root_hash
+from diskprefix.tokens import TokenPath, picture_ids, root_hash
 
 log = logging.getLogger("diskprefix")
 
@@ -112,10 +112,10 @@ class EncodedPictures:
             for some in batches(_path(nodes), at_once):
                 captured = tuple(self._captured(nodes, node, rows, token_s, options.ttl_s) for node in some)
                 is_last = captured[-1].end == picture.num_tokens
-                publication = Publication(epoch=epoch, root=nodes.root, root_record=record, nodes=captured)
+                publication = Publication(epoch=epoch, root=nodes.path.root, root_record=record, nodes=captured)
                 writer.add(save, publication, [room] if is_last else [])
             told = f"{picture.size} {picture.name.hex()}".encode()
-            notes = cache.notes_of(nodes.root, record, options.ttl_s, epoch)
+            notes = cache.notes_of(nodes.path.root, record, options.ttl_s, epoch)
             notes.put(NoteKind.PICTURE, picture.name.hex(), told, nodes.token_ids)
         except BaseException:
             room.release()
@@ -131,7 +131,7 @@ class EncodedPictures:
         record = self._cache.root_record(tenant)
         record = replace(record, layout=self._text, identity=f"{ENCODED_PICTURES}{self._text} {record.identity}")
         ids, root = picture_ids(picture.name, picture.num_tokens), root_hash(record.identity)
-        return record, PromptNodes(epoch.secret, root, ids, record.block_size, self._layout)
+        return record, PromptNodes(TokenPath(epoch.secret, root, ids, record.block_size), self._layout)
 
     def _read(self, views: Sequence[View], nodes: PromptNodes, node: Node, rows: torch.Tensor) -> bool:
         """Reads the rows of a block. Returns False if it is not stored, or damaged."""

@@ -23,7 +23,7 @@ from diskprefix.store.pieces import Payload
 from diskprefix.store.save import Hold, Save
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Publication
-from diskprefix.tokens import LEAST_TOKENS, TokenIds
+from diskprefix.tokens import LEAST_TOKENS, TokenPath
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class Plan:
     last_node: bytes | None = None
     num_tokens: int = 0
     has_entry: bool = True
-    prompt: TokenIds | None = None
+    prompt: TokenPath | None = None
 
 
 @dataclass
@@ -161,8 +161,10 @@ class Saver:
         self._is_chosen = False
         self.save = Save(context.epoch)
         self.pins = ExitStack()
-        nodes = context.nodes_of(self._prompt.token_ids)
-        self.planner = Planner(nodes, Restored(), self._cache.layout.state_kind, len(self._prompt.token_ids))
+        token_ids, block_size = self._prompt.token_ids, self._cache.settings.block_size
+        path = TokenPath(context.epoch.secret, context.namespace.root, token_ids, block_size)
+        nodes = PromptNodes(path, self._cache.payload_layout)
+        self.planner = Planner(nodes, Restored(), self._cache.layout.state_kind, len(token_ids))
         self._states_at: set[int] = set()
         """The positions whose states are with the writer, or on their way."""
         self._num_blocks = 0
@@ -404,14 +406,14 @@ class Saver:
         computed = sequence.num_tokens - self._num_restored
         return (time.perf_counter() - self._began_at) / computed if computed else 0.0
 
-    def _remembered(self) -> TokenIds | None:
+    def _remembered(self) -> TokenPath | None:
         """Adds the prompt to those seen and returns it. Returns None if it is too short, only read, or lacks messages
         of its conversation."""
-        token_ids = self._prompt.token_ids
+        path, token_ids = self.planner.nodes.path, self._prompt.token_ids
         is_too_short = len(token_ids) < self._cache.settings.kv_cache_min_tokens
         if is_too_short or not self._options.save or self.selection.reason == "left_out":
             return None
         lasts_s = self._cache.lasts_s(self._context.ttl_at(len(token_ids)))
-        names, now = self.planner.nodes.block_names, self._cache.store.clock()
-        self._context.namespace.remember(token_ids, self._options.group, names, now, lasts_s)
-        return token_ids
+        now = self._cache.store.clock()
+        self._context.namespace.remember(token_ids, self._options.group, path.block_names, now, lasts_s)
+        return path

@@ -12,6 +12,7 @@ from itertools import chain
 
 import torch
 
+from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.constrained_reply import ConstrainedReply
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.gauges import Activity
@@ -171,7 +172,7 @@ class ActiveRequests:
         pictures = served.pictures_of(request.prompt)
         running = RunningRequest(
             ticket,
-            self._cache.begin(request.prompt, request.cache),
+            CachedRequest(self._cache, request.prompt, request.cache),
             self._pages,
             served.figures,
             served.reply_limit(request),

@@ -313,7 +313,7 @@ class DraftModel:
     def _begun(self, prompt: Prompt, options: CacheOptions, epoch: Epoch, *, is_first: bool) -> DraftSequence | None:
         """Returns a new sequence for a request that began in `epoch`; None if there is no memory for it, or if a purge
         came later, of which nothing may be kept. `is_first`: its prompt is fetched and saved."""
-        cached = self.cache.begin(prompt, options, goes_on=True)
+        cached = CachedRequest(self.cache, prompt, options, goes_on=True)
         if cached.epoch != epoch:
             return None
         owner = None if options.scope.kind == "off" else self.cache.owner(options.tenant)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from diskprefix.cache.cache import PrefixCache
+from diskprefix.cache.cached_request import save_idle
 from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.detokenize import TextStream, special_tokens
@@ -383,7 +384,7 @@ def _save_idle(cache: PrefixCache, pages: PageCache, block: KeptBlock) -> None:
     if token_ids is not None and sequence is not None:
         try:
             assert block.options is not None, "it is the end of a sequence"
-            cache.save_idle(sequence, token_ids[: sequence.num_tokens], block.options, block.owner)
+            save_idle(cache, sequence, token_ids[: sequence.num_tokens], block.options, block.owner)
         finally:
             pages.end(sequence, keep=False)
 

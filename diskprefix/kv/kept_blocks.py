@@ -1,6 +1,6 @@
 """The blocks that memory keeps by name, and the logits at ends of prompts.
 
-The names are those of the store (`tokens.block_hashes`). What no sequence uses stays until its memory is needed: the
+The names are those of the store (`tokens.TokenPath`). What no sequence uses stays until its memory is needed: the
 least recently used block goes first. A use of a block is one of all blocks before it, as in the store
 (`store.eviction`), so a block that continues another one goes before it.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import Page, PagePool
 from diskprefix.kv.sequence import Owner
 from diskprefix.nouns import CacheOptions
-from diskprefix.tokens import TokenIds, block_hash
+from diskprefix.tokens import TokenIds, TokenPath, block_hash
 
 _MOST_LOGITS = 64
 """The logits at ends of prompts that are kept for exact repeats."""
@@ -103,15 +103,15 @@ class KeptBlocks:
             if block.expires_at > now
         ]
 
-    def path(self, owner: Owner, names: Sequence[bytes], token_ids: TokenIds) -> list[KeptBlock]:
+    def first_blocks(self, owner: Owner, path: TokenPath) -> list[KeptBlock]:
         """Returns the blocks that a prompt begins with. A name is no proof: tokens are compared."""
-        path: list[KeptBlock] = []
-        for number, name in enumerate(names):
+        found: list[KeptBlock] = []
+        for number, name in enumerate(path.block_names):
             block, start = self.find(owner, name), number * self._block_size
-            if block is None or not np.array_equal(block.token_ids, token_ids[start : start + self._block_size]):
+            if block is None or not np.array_equal(block.token_ids, path.token_ids[start : start + self._block_size]):
                 break
-            path.append(block)
-        return path
+            found.append(block)
+        return found
 
     def logits(self, owner: Owner, name: bytes) -> torch.Tensor | None:
         """Returns the next-token logits, shape [vocab], at the end of a prompt."""

@@ -23,7 +23,7 @@ from diskprefix.kv.prefix_match import PrefixMatch, PrefixMatcher, SharedPrefix,
 from diskprefix.kv.sequence import KVSequence, Owner, Prefix
 from diskprefix.kv.sizes import STEP_TOKENS, longest_within
 from diskprefix.nouns import CacheOptions
-from diskprefix.tokens import LEAST_TOKENS, TokenIds, floor_to_grid
+from diskprefix.tokens import LEAST_TOKENS, TokenIds, TokenPath, floor_to_grid
 from diskprefix.units import format_size
 
 
@@ -101,10 +101,10 @@ class PageCache:
 
     # A sequence begins.
 
-    def match_prefix(self, owner: Owner, token_ids: TokenIds, *, leaves_last: bool = False) -> PrefixMatch:
+    def match_prefix(self, owner: Owner, path: TokenPath, *, leaves_last: bool = False) -> PrefixMatch:
         """Returns the longest beginning of a prompt that a sequence can go on from. For `leaves_last` see `begin`."""
         with self.pool.lock:
-            return self._matcher.match(owner, token_ids, leaves_last=leaves_last)
+            return self._matcher.match(owner, path, leaves_last=leaves_last)
 
     def begin(
         self,
@@ -127,11 +127,12 @@ class PageCache:
                 f"{format_size(pool.limit_bytes)}; use a shorter prompt or raise --kv-memory"
             )
         with pool.lock:
-            found = PrefixMatch()
+            found, path = PrefixMatch(), TokenPath(0, b"", token_ids, self._block_size)
             if owner is not None:
-                found = self.match_prefix(owner, token_ids, leaves_last=leaves_last)
+                path = owner.path(token_ids, self._block_size)
+                found = self.match_prefix(owner, path, leaves_last=leaves_last)
             if found.awaited is not None and found.later >= found.prefix.num_tokens + LEAST_TOKENS:
-                return self._later(token_ids, found.awaited, found.later)
+                return self._later(path, found.awaited, found.later)
             if found.prefix.num_tokens < LEAST_TOKENS:
                 found = PrefixMatch()
             shared = {page for of in found.prefix.pages for page in of if page is not None}
@@ -146,7 +147,7 @@ class PageCache:
                 found = (
                     PrefixMatch()
                     if self.layout.states
-                    else self.match_prefix(owner, token_ids[: end + 1], leaves_last=True)
+                    else self.match_prefix(owner, path.extended(token_ids[: end + 1]), leaves_last=True)
                 )
                 sequence = self._start_sequence(found.prefix, len(token_ids))
             is_held = any(hold.pages for hold in pool.holds)
@@ -157,12 +158,9 @@ class PageCache:
             if sequence is None:
                 raise pool.too_long(len(token_ids))
             num_ready = found.prefix.num_tokens
-            names = [] if owner is None else owner.block_names(token_ids, self._block_size)
             logits = found.logits if num_ready == len(token_ids) else None
             num_named = num_ready // self._block_size
-            shares = SharedPrefix(
-                owner if is_shared else None, token_ids, names, expires_at, num_ready, num_named, logits
-            )
+            shares = SharedPrefix(owner if is_shared else None, path, expires_at, num_ready, num_named, logits)
             self.running[sequence] = shares
             self._use(shares)
             return sequence
@@ -185,13 +183,13 @@ class PageCache:
                 return False
             return one.num_ready + LEAST_TOKENS <= later.num_tokens
 
-    def _later(self, token_ids: TokenIds, awaited: KVSequence, num_tokens: int) -> Later:
+    def _later(self, path: TokenPath, awaited: KVSequence, num_tokens: int) -> Later:
         owner = self.running[awaited].owner
         assert owner is not None, "nobody waits for a sequence that is not shared"
         # As long as this block has no name, the prompt shares too few of them.
         end = floor_to_grid(num_tokens - LEAST_TOKENS, self._block_size) + self._block_size
-        names = owner.block_names(token_ids[:end], self._block_size)
-        return Later(awaited, owner, num_tokens, names[-1] if len(names) * self._block_size == end else None)
+        number = end // self._block_size
+        return Later(awaited, owner, num_tokens, path.parent(number) if 0 < number <= path.num_blocks else None)
 
     def _start_sequence(self, prefix: Prefix, num_tokens: int) -> KVSequence | None:
         # Taking pages must not free those.
@@ -221,9 +219,9 @@ class PageCache:
         shares.num_ready = num_tokens
         if shares.owner is None or num_tokens // size <= shares.num_named:
             return
-        if token_ids is not None and num_tokens > len(shares.token_ids) and self.layout.exact_at == "token":
-            shares.token_ids = token_ids()
-        end = min(num_tokens, len(shares.token_ids)) // size
+        if token_ids is not None and num_tokens > len(shares.path.token_ids) and self.layout.exact_at == "token":
+            shares.path = shares.path.extended(token_ids())
+        end = min(num_tokens // size, shares.path.num_blocks)
         if end > shares.num_named:
             self._name(sequence, shares, shares.num_named, end)
             shares.num_named = end
@@ -239,8 +237,7 @@ class PageCache:
         one = self.running[sequence]
         if one.owner is not None and logits.isfinite().all():
             with self.pool.lock:
-                name = end_name(one.owner, one.names, one.token_ids, self._block_size)
-                self.kept.keep_logits(one.owner, name, logits, one.expires_at)
+                self.kept.keep_logits(one.owner, end_name(one.path), logits, one.expires_at)
 
     def keep_prompt(self, sequence: KVSequence) -> None:
         """Keeps the state at the end of a sequence's prompt, which is all of its tokens, for the other replies of its
@@ -251,7 +248,7 @@ class PageCache:
         with self.pool.lock:
             copied = self._start_sequence(sequence.prefix(), 0)
             if copied is not None:
-                self._keep_end(copied, one, one.token_ids)
+                self._keep_end(copied, one, one.path)
                 copied.close()
 
     def end(
@@ -274,13 +271,12 @@ class PageCache:
                 if expires_at is not None:
                     shares.expires_at = expires_at
                 if token_ids is not None:
-                    is_exact = self.layout.exact_at == "token"
-                    shares.token_ids = token_ids if is_exact else token_ids[: len(shares.token_ids)]
-                    shares.num_ready = len(token_ids)
-                end = min(shares.num_ready, len(shares.token_ids)) // self._block_size
-                self._name(sequence, shares, shares.num_named, end)
-                shares.num_named = max(shares.num_named, end)
-                self._keep_end(sequence, shares, shares.token_ids[: shares.num_ready], options)
+                    most = len(token_ids) if self.layout.exact_at == "token" else len(shares.path.token_ids)
+                    shares.path, shares.num_ready = shares.path.extended(token_ids[:most]), len(token_ids)
+                path = shares.path.extended(shares.path.token_ids[: shares.num_ready])
+                self._name(sequence, shares, shares.num_named, path.num_blocks)
+                shares.num_named = max(shares.num_named, path.num_blocks)
+                self._keep_end(sequence, shares, path, options)
                 self._use(shares)
             sequence.close()
             if not self._keeps:
@@ -297,7 +293,7 @@ class PageCache:
         with self.pool.lock:
             shares = self.running[sequence]
             if shares.owner is not None:
-                self.kept.remove_names(shares.owner, shares.names[: shares.num_named])
+                self.kept.remove_names(shares.owner, shares.path.block_names[: shares.num_named])
             shares.owner = None
 
     def forget_private(self, private: bytes) -> None:
@@ -336,11 +332,12 @@ class PageCache:
         with self.pool.lock:
             if (token_ids := self.kept.token_ids_of(block)) is None:
                 return None
-            prefix = self.match_prefix(block.owner, np.append(token_ids, token_ids[-1:])).prefix
+            path = block.owner.path(np.append(token_ids, token_ids[-1:]), self._block_size)
+            prefix = self.match_prefix(block.owner, path).prefix
             is_there = prefix.num_tokens == len(token_ids) or (prefix.num_tokens and self.layout.is_sliceable)
             sequence = self._start_sequence(prefix, 0) if is_there else None
             if sequence is not None:
-                self.running[sequence] = SharedPrefix(None, token_ids, [], math.inf)
+                self.running[sequence] = SharedPrefix(None, path.extended(token_ids), math.inf)
             return sequence
 
     def stats(self) -> dict[str, int]:
@@ -377,38 +374,34 @@ class PageCache:
     def _use(self, shares: SharedPrefix) -> None:
         """Records a use of all blocks of a sequence, the last one first."""
         if shares.owner is not None:
-            for name in reversed(shares.names[: shares.num_named]):
+            for name in reversed(shares.path.block_names[: shares.num_named]):
                 self.kept.use(shares.owner, name, shares.expires_at)
 
     def _name(self, sequence: KVSequence, shares: SharedPrefix, first: int, end: int) -> None:
-        size = self._block_size
+        size, path = self._block_size, shares.path
         with self.pool.lock:
             # A purge takes the owner away.
             if (owner := shares.owner) is not None:
-                if len(shares.names) < end:
-                    shares.names = owner.block_names(shares.token_ids[: end * size], size)
                 for number in range(first, end):
-                    start, name = number * size, shares.names[number]
-                    parent = shares.names[number - 1] if number else owner.root
+                    start, parent, name = number * size, path.parent(number), path.parent(number + 1)
                     # A copy: a part of an array keeps all of it.
-                    block, pages = shares.token_ids[start : start + size].copy(), sequence.block(number)
+                    block, pages = path.token_ids[start : start + size].copy(), sequence.block(number)
                     self.kept.add(KeptBlock(owner, name, parent, start, block, pages, shares.expires_at))
 
     def _keep_end(
-        self, sequence: KVSequence, shares: SharedPrefix, token_ids: TokenIds, options: CacheOptions | None = None
+        self, sequence: KVSequence, shares: SharedPrefix, path: TokenPath, options: CacheOptions | None = None
     ) -> None:
-        owner, size = shares.owner, self._block_size
+        owner, token_ids, start = shares.owner, path.token_ids, path.num_blocks * self._block_size
         if owner is None or not len(token_ids) or (self.layout.states and sequence.num_tokens != len(token_ids)):
             # Nothing goes on from there.
             return
-        names, start = owner.block_names(token_ids, size), floor_to_grid(len(token_ids), size)
+        parent = path.parent(path.num_blocks)
         if start == len(token_ids) and not self.layout.states:
-            if (last := self.kept.blocks.get((owner, names[-1]))) is not None:
+            if (last := self.kept.blocks.get((owner, parent))) is not None:
                 last.options = options or last.options
             return
-        name, parent = end_name(owner, names, token_ids, size), names[-1] if names else owner.root
-        pages = sequence.block(start // size) if start < len(token_ids) else []
-        rest = token_ids[start:].copy()
+        pages = sequence.block(path.num_blocks) if start < len(token_ids) else []
+        name, rest = end_name(path), token_ids[start:].copy()
         self.kept.add(KeptBlock(owner, name, parent, start, rest, pages, shares.expires_at, sequence.states, options))
 
     def _idle_bytes(self) -> int:

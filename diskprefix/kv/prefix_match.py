@@ -12,7 +12,7 @@ from diskprefix.kv.kept_blocks import KeptBlock, KeptBlocks
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import Page
 from diskprefix.kv.sequence import KVSequence, Owner, Prefix
-from diskprefix.tokens import TokenIds, block_hash, common_prefix_length, floor_to_grid
+from diskprefix.tokens import TokenIds, TokenPath, block_hash, common_prefix_length, floor_to_grid
 
 
 @dataclass(eq=False)
@@ -21,10 +21,8 @@ class SharedPrefix:
 
     owner: Owner | None
     """Whose prompts may begin with it; nobody's without."""
-    token_ids: TokenIds
+    path: TokenPath
     """The first tokens that have, or will have, the state that a prefill computes."""
-    names: list[bytes]
-    """The names of the full blocks of these tokens."""
     expires_at: float
     """The time on the clock of `time.monotonic` at which what is computed expires."""
     num_ready: int = 0
@@ -55,13 +53,12 @@ class PrefixMatcher:
         self.layout, self._block_size = layout, block_size
         self._kept, self._running = kept, running
 
-    def match(self, owner: Owner, token_ids: TokenIds, *, leaves_last: bool = False) -> PrefixMatch:
+    def match(self, owner: Owner, prompt: TokenPath, *, leaves_last: bool = False) -> PrefixMatch:
         """Returns the longest beginning of a prompt that a sequence can go on from. With `leaves_last`, the last token
         is left to compute in any case."""
-        size, state_kind = self._block_size, self.layout.state_kind
-        names = owner.block_names(token_ids, size)
-        path = self._kept.path(owner, names, token_ids)
-        logits = None if leaves_last else self._kept.logits(owner, end_name(owner, names, token_ids, size))
+        size, state_kind, token_ids = self._block_size, self.layout.state_kind, prompt.token_ids
+        path = self._kept.first_blocks(owner, prompt)
+        logits = None if leaves_last else self._kept.logits(owner, end_name(prompt))
         most = len(token_ids) - (logits is None)
         if self.layout.states:
             found = self._with_states(owner, path, token_ids, most)
@@ -70,7 +67,7 @@ class PrefixMatcher:
         common, part, later, awaited = self._part(owner, path, token_ids)
         if state_kind != "token" and logits is not None and len(token_ids) % size:
             # On the grid, only an equal prompt has its last tokens from the same step.
-            equal = self._end_of(owner, names, token_ids)
+            equal = self._end_of(owner, prompt)
             part, most = (part, most - 1) if equal is None else (equal, most)
         points = [len(path) * size + common, *range(len(path) * size, 0, -size)]
         for point in points:
@@ -99,7 +96,7 @@ class PrefixMatcher:
         ]
         for sequence, shares in self._running.items():
             if shares.owner in owner.sources:
-                common = common_prefix_length(shares.token_ids, token_ids)
+                common = common_prefix_length(shares.path.token_ids, token_ids)
                 if shares.num_ready < common > later:
                     later, awaited = common, sequence
                 ready = min(common, shares.num_ready, start + self._block_size - 1) - start
@@ -108,14 +105,15 @@ class PrefixMatcher:
         common, pages = max(found, key=lambda one: one[0], default=(0, ()))
         return common, pages, later, awaited
 
-    def _end_of(self, owner: Owner, names: Sequence[bytes], token_ids: TokenIds) -> Sequence[Page | None] | None:
+    def _end_of(self, owner: Owner, prompt: TokenPath) -> Sequence[Page | None] | None:
         """Returns the last page of an equal prompt, whose end is not that of a block; None if there is none."""
-        if (block := self._kept.find(owner, end_name(owner, names, token_ids, self._block_size))) is not None:
+        token_ids = prompt.token_ids
+        if (block := self._kept.find(owner, end_name(prompt))) is not None:
             return block.pages
         for sequence, shares in self._running.items():
             is_there = shares.owner in owner.sources and len(token_ids) <= shares.num_ready
-            if is_there and np.array_equal(shares.token_ids, token_ids):
-                return sequence.block(len(names))
+            if is_there and np.array_equal(shares.path.token_ids, token_ids):
+                return sequence.block(prompt.num_blocks)
         return None
 
     def _with_states(self, owner: Owner, path: Sequence[KeptBlock], token_ids: TokenIds, most: int) -> Prefix:
@@ -155,8 +153,7 @@ class PrefixMatcher:
         return found
 
 
-def end_name(owner: Owner, names: Sequence[bytes], token_ids: TokenIds, block_size: int) -> bytes:
-    """Returns the name of the end of a prompt. `names` are those of its full blocks, or of more."""
-    num_blocks = len(token_ids) // block_size
-    rest = token_ids[num_blocks * block_size :]
-    return block_hash(owner.secret, names[num_blocks - 1] if num_blocks else owner.root, rest, b"e")
+def end_name(path: TokenPath) -> bytes:
+    """Returns the name of the end of a prompt."""
+    rest = path.token_ids[path.num_blocks * path.block_size :]
+    return block_hash(path.secret, path.parent(path.num_blocks), rest, b"e")

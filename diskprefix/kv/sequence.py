@@ -21,7 +21,7 @@ from diskprefix.kv.step import Run
 from diskprefix.kv.transfer import fill_device, read
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
-from diskprefix.tokens import TokenIds, block_hashes
+from diskprefix.tokens import TokenIds, TokenPath
 
 
 class Owner(NamedTuple):
@@ -40,9 +40,8 @@ class Owner(NamedTuple):
         """The owners of the state that its prompts may begin with."""
         return (self, self._replace(private=b"")) if self.private else (self,)
 
-    def block_names(self, token_ids: TokenIds, block_size: int) -> list[bytes]:
-        """Returns the names of all full blocks."""
-        return block_hashes(self.secret, self.root, token_ids.tobytes(), block_size)
+    def path(self, token_ids: TokenIds, block_size: int) -> TokenPath:
+        return TokenPath(self.secret, self.root, token_ids, block_size)
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,9 @@ _LOW_PRIORITY: tuple[Kind, ...] = ("large", "images", "counting")
 """Threads with a lower priority than the engine's. The engine's threads wait for each other many times in a step, so
 one that loses its processor delays all of them."""
 _NICE = 10
-_REST_BESIDE = 7
-"""How long a caller's next work of these kinds waits while the engine computes, as a multiple of the last one's time:
-threads of one process cannot run Python at once, whatever their priorities."""
+_REST_BESIDE, _MAX_REST_S = 7, 15.0
+"""How long a caller's next work of these kinds waits while the engine computes, as a multiple of the last one's time,
+and in seconds: threads of one process cannot run Python at once, whatever their priorities."""
 _DEADLINE_S: dict[Kind, float] = {"rendering": 60.0, "counting": 60.0, "images": 600.0, "large": 600.0}
 """The time after which work counts as hanging. A chat template is code, which may never end."""
 
@@ -102,7 +102,7 @@ class Threads:
 
         def give_back(_: Future[T]) -> None:
             rests = kind in _LOW_PRIORITY and self._is_computing()
-            rest_s = _REST_BESIDE * (self._clock() - began) if rests else 0.0
+            rest_s = min(_MAX_REST_S, _REST_BESIDE * (self._clock() - began)) if rests else 0.0
             # The event loop may have ended with the process.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(turns.give_back, caller, rest_s)

@@ -24,7 +24,7 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import Changes
 from diskprefix.store.schema import Kind, NodeRecord, PromptRecord, decode_record
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.tokens import HASH_BYTES, ID_BYTES, TokenIds, block_hashes
+from diskprefix.tokens import HASH_BYTES, TokenIds, TokenPath
 
 log = logging.getLogger("diskprefix")
 
@@ -47,35 +47,23 @@ class SeenRecord:
         return np.concatenate([*(block.token_ids for block in self.blocks.values()), rest])
 
 
-def see(
-    changes: Changes,
-    root: bytes,
-    token_ids: TokenIds,
-    *,
-    secret: int,
-    block_size: int,
-    group: bytes = b"",
-    ttl_s: int = 0,
-) -> None:
-    """Adds a prompt as the newest of a root. `secret` is the store's. `group` has 8 bytes or none, `ttl_s` the form of
+def see(changes: Changes, path: TokenPath, group: bytes = b"", ttl_s: int = 0) -> None:
+    """Adds a prompt as the newest of its root. `group` has 8 bytes or none, `ttl_s` the form of
     `eviction.recorded_ttl`. A prompt with a damaged block is not added."""
-    content = token_ids.astype("<i4").tobytes()
-    names = block_hashes(secret, root, content, block_size)
-    path = [root, *names]
+    root, size, num_blocks = path.root, path.block_size, path.num_blocks
     try:
-        for number in reversed(range(len(names))):
-            start = number * block_size
-            tokens = token_ids[start : start + block_size]
-            ghost = NodeRecord(path[number], root, start, tokens, Kind.GHOST, 0, 0, 0)
-            if changes.count_seen(names[number], 1, ghost).seen_children > 1:
+        for number in reversed(range(num_blocks)):
+            tokens = path.token_ids[number * size : (number + 1) * size]
+            ghost = NodeRecord(path.parent(number), root, number * size, tokens, Kind.GHOST, 0, 0, 0)
+            if changes.count_seen(path.parent(number + 1), 1, ghost).seen_children > 1:
                 break
     except StoreCorrupt as error:
         changes.forget_seen(root, error)
         return
     newest = next(changes.last_under("seen", root), (b"", b""))[0]
     number = _NUMBER.unpack_from(newest, HASH_BYTES)[0] + 1 if newest else 0
-    rest = content[len(names) * ID_BYTES * block_size :]
-    prompt = PromptRecord(came_at=changes.now, parent=path[-1], rest=rest, group=group, ttl_s=ttl_s)
+    rest = path.token_ids[num_blocks * size :].astype("<i4").tobytes()
+    prompt = PromptRecord(came_at=changes.now, parent=path.parent(num_blocks), rest=rest, group=group, ttl_s=ttl_s)
     changes.put_prompt(root + _NUMBER.pack(number), prompt)
 
 

@@ -30,7 +30,7 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store_file import OnCorruption, StoreFile
 from diskprefix.store.store_identity import Epoch, epoch_of
 from diskprefix.store.written import WRITTEN, WrittenBytes, encode_written, read_written
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenPath
 from diskprefix.units import counted, format_size
 
 log = logging.getLogger("diskprefix")
@@ -53,7 +53,7 @@ class Publication:
     last_node: bytes | None = None
     """The last node of the request's path, new or already stored."""
     entry: EntryRecord | None = None
-    prompt: TokenIds | None = None
+    prompt: TokenPath | None = None
     prompt_group: bytes = b""
     """The prompt's group: 8 bytes, or empty."""
     prompt_ttl_s: float | None = None
@@ -365,13 +365,8 @@ class Store(StoreFile):
                     if publication.entry is not None and last_node == publication.last_node:
                         changes.put_entry(last_node, publication.entry)
                 if publication.prompt is not None:
-                    see(
-                        *(changes, publication.root, publication.prompt),
-                        secret=self.secret,
-                        block_size=publication.root_record.block_size,
-                        group=publication.prompt_group,
-                        ttl_s=recorded_ttl(publication.prompt_ttl_s),
-                    )
+                    ttl_s = recorded_ttl(publication.prompt_ttl_s)
+                    see(changes, publication.prompt, publication.prompt_group, ttl_s)
         except StoreFull:
             return False
         self.meter.recorded_bytes = recorded

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from diskprefix.cache import namespaces as namespaces_module
-from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.cache.cached_request import CachedRequest, save_idle
 from diskprefix.cache.saving import Saver
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.pages import PagePool
@@ -233,7 +233,7 @@ def test_the_miss_reason_says_what_would_help(runner: Runner) -> None:
     report = runner.run(PROMPT[:BLOCK].copy(), "full").report
     assert (report.restored, report.matched, report.miss_reason) == (0, BLOCK, "no_logits")
     misses = runner.cache.stats()["misses"]
-    runner.cache.begin(Prompt(PROMPT), FULL).close()
+    CachedRequest(runner.cache, Prompt(PROMPT), FULL).close()
     assert runner.cache.stats()["misses"] == misses, "it ended before it was looked up"
 
 
@@ -383,7 +383,7 @@ def test_what_a_restore_goes_on_from_stays_while_it_is_extended(opened: Opened) 
     runner.run(prompt, "full", boundaries=(4 * BLOCK,))
     runner.flush()
     branch = longer(prompt[: 6 * BLOCK], BLOCK)
-    cached = runner.cache.begin(Prompt(branch), FULL)
+    cached = CachedRequest(runner.cache, Prompt(branch), FULL)
     restored = cached.restore(runner.new_sequence(len(branch)))
     assert (restored.num_tokens, restored.matched) == (4 * BLOCK, 6 * BLOCK)
     assert set(runner.cache.store.evictor.pinned()) == {restored.last_node, restored.blocks[-1].name}
@@ -464,7 +464,7 @@ def test_the_store_is_read_with_the_fetch_and_not_by_the_engine(
             runner.cache.namespaces._used.pop(ALICE)
         with monkeypatch.context() as patched:
             patched.setattr(runner.cache.store, "snapshot", reading)
-            cached = runner.cache.begin(Prompt(more), CacheOptions(scope=AUTO.scope, tenant=ALICE))
+            cached = CachedRequest(runner.cache, Prompt(more), CacheOptions(scope=AUTO.scope, tenant=ALICE))
             fetching = threading.Thread(target=cached.fetch, args=(runner.new_sequence(len(more)),))
             fetching.start()
             fetching.join()
@@ -529,7 +529,7 @@ def test_state_that_only_memory_has_is_left_behind_at_the_end_unless_it_is_of_be
     owner = cache.owner(SHARED)
     if is_purged:
         cache.purge(PurgeFilter())
-    cache.save_idle(runner.sequence, PROMPT[: 4 * BLOCK], AUTO, owner)
+    save_idle(cache, runner.sequence, PROMPT[: 4 * BLOCK], AUTO, owner)
     runner.flush()
     assert (cache.store.counts()["blocks"] > 0) == (not is_purged)
 

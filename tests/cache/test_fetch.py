@@ -40,7 +40,7 @@ def compute(runner: Runner, token_ids: TokenIds, start: int = 0) -> torch.Tensor
 def fetch(
     runner: Runner, have: int, logits: torch.Tensor | None = None, options: CacheOptions = READ_ONLY
 ) -> CachedRequest:
-    cached = runner.cache.begin(Prompt(PROMPT), options)
+    cached = CachedRequest(runner.cache, Prompt(PROMPT), options)
     cached.fetch(runner.sequence, have, logits)
     cached.choose(runner.sequence)
     return cached
@@ -112,7 +112,7 @@ def test_what_memory_has_counts_as_stored_for_no_policy(opened: Opened) -> None:
     """`auto` selects what it would of a prompt that is nowhere yet: memory is gone after a restart."""
     runner = opened("qwen3_next")
     runner.cache.namespaces.get(SHARED).seen.remember(PROMPT, [])
-    cached = runner.cache.begin(Prompt(PROMPT, boundaries=(len(PROMPT),)), AUTO)
+    cached = CachedRequest(runner.cache, Prompt(PROMPT, boundaries=(len(PROMPT),)), AUTO)
     logits = compute(runner, PROMPT)
     cached.fetch(runner.sequence, len(PROMPT), logits)
     cached.choose(runner.sequence)
@@ -229,7 +229,7 @@ def test_a_block_is_told_when_all_that_is_needed_of_it_is_there(
             is_told.set()
 
     monkeypatch.setattr(KVSequence, "fill", slowly)
-    cached = runner.cache.begin(Prompt(prompt), READ_ONLY)
+    cached = CachedRequest(runner.cache, Prompt(prompt), READ_ONLY)
     cached.begin_fetch(runner.new_sequence(len(prompt)), prompt, on_block=on_block).run()
     cached.close()
     # Two threads read: only the slow one is surely behind those after it.
@@ -245,7 +245,7 @@ def test_a_fetch_runs_beside_the_engine_thread(opened: Opened) -> None:
     other = random_prompt(3, 20 * BLOCK)
     sequence = KVSequence(runner.pool)
     sequence.reserve(len(PROMPT))
-    cached = runner.cache.begin(Prompt(PROMPT), FULL)
+    cached = CachedRequest(runner.cache, Prompt(PROMPT), FULL)
     with ThreadPoolExecutor(1) as thread:
         fetching = thread.submit(cached.fetch, sequence)
         runner.run(other, "full")

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.nouns import SHARED, CacheOptions, Mark, Prompt, Scope
@@ -396,7 +397,7 @@ def test_logits_that_are_damaged_or_gone_cost_one_token_and_are_kept_again(runne
     cold = ask(runner, prompt, reply=6)
     (note,) = kept(runner)
     if damaged == "length":
-        cached = runner.cache.begin(Prompt(prompt), FULL)
+        cached = CachedRequest(runner.cache, Prompt(prompt), FULL)
         runner.cache.notes(SHARED).put(NoteKind.LOGITS, cached.nodes.end_id, b"short")
         cached.close()
         runner.flush()

@@ -40,8 +40,8 @@ def only(num_tokens: int, ttl_s: float | None = None) -> CacheOptions:
 
 def stored_blocks(runner: Runner, token_ids: TokenIds) -> list[bool]:
     """Tells whether each block of the prompt is in the store."""
-    cached = runner.cache.begin(Prompt(token_ids), FULL)
-    names = cached.nodes.block_names
+    cached = CachedRequest(runner.cache, Prompt(token_ids), FULL)
+    names = cached.nodes.path.block_names
     cached.close()
     with runner.cache.store.snapshot() as snapshot:
         return [snapshot.usage(name) is not None for name in names]
@@ -285,7 +285,7 @@ def test_a_batch_takes_what_fits_together_and_no_more(opened: Opened, monkeypatc
 
     prompt = random_prompt(1, 8 * BLOCK)
     runner.run(prompt, "off")
-    cached = runner.cache.begin(Prompt(prompt), only(8 * BLOCK - 1))
+    cached = CachedRequest(runner.cache, Prompt(prompt), only(8 * BLOCK - 1))
     cached.fetch(runner.sequence, 8 * BLOCK, torch.zeros(4))
     cached.choose(runner.sequence)
     with monkeypatch.context() as patch:
@@ -331,7 +331,7 @@ def test_where_a_model_is_exact_at_every_token_nothing_of_it_is_computed_again(o
     """It is cancelled in the middle of a block; later that block takes the place of its part."""
     runner = opened("token")
     cold = runner.run(PROMPT, "off", reply=3)
-    cached = runner.cache.begin(Prompt(PROMPT), AUTO)
+    cached = CachedRequest(runner.cache, Prompt(PROMPT), AUTO)
     runner.new_sequence(len(PROMPT))
     with torch.inference_mode():
         cached.restore(runner.sequence)

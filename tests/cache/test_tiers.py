@@ -29,6 +29,7 @@ from diskprefix.store.save import Save
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
+from diskprefix.tokens import TokenPath
 from tests.store.building import BLOCK, ROOT, damage, layout_of, open_store, prompt, publication
 
 PAYLOAD_BYTES = 20_000
@@ -73,7 +74,7 @@ def node_of(node: NewNode) -> Node:
 
 
 def nodes_of(store: Store) -> PromptNodes:
-    return PromptNodes(store.secret, ROOT, PROMPT, BLOCK, PayloadLayout.parse(layout_of(PAYLOAD_BYTES)))
+    return PromptNodes(TokenPath(store.secret, ROOT, PROMPT, BLOCK), PayloadLayout.parse(layout_of(PAYLOAD_BYTES)))
 
 
 def test_a_tier_has_a_node_only_with_its_tokens_its_place_and_its_parent(
@@ -245,7 +246,7 @@ def long_store(store: Store) -> Store:
 
 
 def restorable(store: Store, *tiers: Tier) -> tuple[list[Node], int]:
-    nodes = PromptNodes(store.secret, ROOT, LONG, BLOCK, PayloadLayout.parse(LAYOUT))
+    nodes = PromptNodes(TokenPath(store.secret, ROOT, LONG, BLOCK), PayloadLayout.parse(LAYOUT))
     with open_views(tiers) as views:
         matcher = Matcher[View](nodes, views, "token_checkpoints")
         matcher.match()
@@ -284,7 +285,7 @@ def test_a_checkpoint_that_waits_to_be_written_is_found_behind_blocks_on_the_dis
 
 
 def test_states_that_a_preempted_reply_copied_before_an_end_that_was_saved_save_nothing(store: Store) -> None:
-    nodes = PromptNodes(store.secret, ROOT, LONG, BLOCK, PayloadLayout.parse(LAYOUT))
+    nodes = PromptNodes(TokenPath(store.secret, ROOT, LONG, BLOCK), PayloadLayout.parse(LAYOUT))
     planner = Planner(nodes, Restored(), "checkpoints", len(LONG))
     points = [nodes.checkpoint(blocks * BLOCK) for blocks in (3, 1, 4)]
     assert list(planner.saved_tokens(points)) == [3 * BLOCK, 0, BLOCK]

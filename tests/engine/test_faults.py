@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.device import is_device_lost
@@ -154,10 +153,9 @@ def is_sampler_of_the_bad_one(patch: pytest.MonkeyPatch) -> Callable[..., bool]:
 
 
 PLACES: list[tuple[type, str]] = [
-    (PrefixCache, "begin"),
     *(
         (CachedRequest, name)
-        for name in ("begin_fetch", "take", "choose", "after_step", "publish", "publish_reply", "close")
+        for name in ("__init__", "begin_fetch", "take", "choose", "after_step", "publish", "publish_reply", "close")
     ),
     (ServedModel, "record"),
     (TextStream, "event"),

@@ -28,7 +28,7 @@ from diskprefix.kv.page_cache import PageCache
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store.environment import Environment
 from diskprefix.store.store import Store
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, TokenPath
 from tests.engine.driving import (
     Client,
     after_steps,
@@ -304,9 +304,9 @@ def test_a_request_that_waits_for_another_is_matched_when_that_is_far_enough(
 ) -> None:
     match, matched = PageCache.match_prefix, Counter[int]()
 
-    def noted(self: PageCache, owner: Any, token_ids: TokenIds, **options: Any) -> Any:
-        matched[len(token_ids)] += 1
-        return match(self, owner, token_ids, **options)
+    def noted(self: PageCache, owner: Any, path: TokenPath, **options: Any) -> Any:
+        matched[len(path.token_ids)] += 1
+        return match(self, owner, path, **options)
 
     monkeypatch.setattr(PageCache, "match_prefix", noted)
     prompt = tokens(3000, 30)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.fetch import Fetch
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest
 from diskprefix.engine.constrained_reply import forbidden_by
@@ -30,7 +29,7 @@ from diskprefix.model.exact import runner
 from diskprefix.nouns import Tenant
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.tokens import TokenIds, TokenPath, as_token_ids
 from tests.engine.driving import (
     WORDS,
     Client,
@@ -249,7 +248,9 @@ def test_what_has_expired_is_not_saved(
     ttl_s: float | None, saved: list[int], engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(PrefixCache, "save_idle", lambda _cache, _state, token_ids, *_: asked.append(len(token_ids)))
+    monkeypatch.setattr(
+        "diskprefix.engine.served_model.save_idle", lambda _cache, _state, token_ids, *_: asked.append(len(token_ids))
+    )
     one = request(tokens(67, 1))
     run_request(engine, replace(one, cache=replace(one.cache, ttl_s=ttl_s)))
     now = time.monotonic()
@@ -380,9 +381,9 @@ def test_who_waits_for_memory_is_matched_again_only_when_something_has_changed(
     """One request that was accepted and lost its memory, and one that was not accepted yet."""
     match, matched = PageCache.match_prefix, Counter[int]()
 
-    def noted(self: PageCache, owner: Any, token_ids: TokenIds, **options: Any) -> Any:
-        matched[int(token_ids[0])] += 1
-        return match(self, owner, token_ids, **options)
+    def noted(self: PageCache, owner: Any, path: TokenPath, **options: Any) -> Any:
+        matched[int(path.token_ids[0])] += 1
+        return match(self, owner, path, **options)
 
     old, *others = (request(tokens(500, seed), max_tokens=200) for seed in range(3))
     bound_memory(engine.pages, int(2.5 * engine.pages.pool.sequence_bytes(512)))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.cache.resources import CacheResources
+from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.inbox import Inbox
 from diskprefix.store.savings import SavingsLog
 from tests.faults.interleavings import threads
@@ -48,7 +48,7 @@ def test_each_protection_that_can_be_taken_away_is_there() -> None:
 def test_a_mutant_that_is_wrong_itself_is_told_and_finds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spending: Callable[..., None]
 ) -> None:
-    monkeypatch.setitem(MUTANTS, "wrong", Mutant("", ((CacheResources, "spending", spending),)))
+    monkeypatch.setitem(MUTANTS, "wrong", Mutant("", ((PrefixCache, "spending", spending),)))
     found = run_histories(range(5), tmp_path, without="wrong", until="")
     assert found.bad
     assert not found.failures

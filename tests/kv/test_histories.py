@@ -30,7 +30,7 @@ from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.prefix_match import PrefixMatch
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.nouns import CacheOptions
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, TokenPath
 from tests.examples import examples
 from tests.kv.hashed_state import (
     BLOCK,
@@ -153,7 +153,7 @@ class Histories(RuleBasedStateMachine):
         end = min(len(token_ids), sequence.num_tokens + count)
         if end == sequence.num_tokens:
             return
-        is_prompt = end == len(self.cache.running[sequence].token_ids)
+        is_prompt = end == len(self.cache.running[sequence].path.token_ids)
         if not compute_for_all(self.cache, sequence, token_ids, end, seed=self.seeds[sequence], num_wrong=num_wrong):
             self.remove(sequence, keep=True)
             return
@@ -167,7 +167,7 @@ class Histories(RuleBasedStateMachine):
     @rule(number=PICK, end=st.integers(0, 12))
     def restore(self, number: int, end: int) -> None:
         sequence = self.picked(number)
-        if BLOCK * end > sequence.num_tokens and BLOCK * end <= len(self.cache.running[sequence].token_ids):
+        if BLOCK * end > sequence.num_tokens and BLOCK * end <= len(self.cache.running[sequence].path.token_ids):
             try:
                 restore(self.cache, sequence, self.ids[sequence], BLOCK * end, seed=self.seeds[sequence])
             except MemoryError:
@@ -265,8 +265,9 @@ def test_each_sequence_has_the_state_of_its_own_tokens(model: str) -> None:
     run_state_machine_as_test(type("History", (Histories,), MODELS[model]), settings=SETTINGS)
 
 
-def of_any_owner(cache: PageCache, owner: Owner, token_ids: TokenIds, **options: bool) -> PrefixMatch:
-    return _match(cache, next((key[0] for key in cache.kept.blocks), owner), token_ids, **options)
+def of_any_owner(cache: PageCache, owner: Owner, path: TokenPath, **options: bool) -> PrefixMatch:
+    other = next((key[0] for key in cache.kept.blocks), owner)
+    return _match(cache, other, other.path(path.token_ids, BLOCK), **options)
 
 
 def that_are_not_there(table: PageTable, first: int, end: int) -> list[int]:

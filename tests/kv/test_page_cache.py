@@ -71,7 +71,7 @@ def ended(cache: PageCache, token_ids: TokenIds, **options: Any) -> None:
 
 
 def found(cache: PageCache, token_ids: TokenIds, owner: Owner = A) -> int:
-    return cache.match_prefix(owner, token_ids).prefix.num_tokens
+    return cache.match_prefix(owner, owner.path(token_ids, BLOCK)).prefix.num_tokens
 
 
 def more(token_ids: TokenIds, count: int = 20) -> TokenIds:

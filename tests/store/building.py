@@ -21,7 +21,7 @@ from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name, pi
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index, verify_payloads
-from diskprefix.tokens import TokenIds, block_hash
+from diskprefix.tokens import TokenIds, TokenPath, block_hash
 
 ROOT = b"r" * 16
 BLOCK = 16
@@ -148,7 +148,7 @@ def publication(
         nodes=tuple(nodes),
         last_node=last_node,
         entry=EntryRecord(root=root, num_tokens=len(token_ids), scope="full", preview="hello", created_at=1.0),
-        prompt=token_ids,
+        prompt=TokenPath(store.secret, root, token_ids, BLOCK),
     )
 
 

@@ -351,7 +351,7 @@ def test_replies_go_with_the_conversation_that_they_are_a_part_of_and_those_of_o
 def test_recent_prompts_that_are_a_beginning_of_a_purged_one_go_with_what_came_from_them(store: Store) -> None:
     """A saved prompt ends with its reply, and the turns before are recent prompts."""
     turns = prompt(1, 4 * BLOCK)
-    entry = replace(publication(store, turns), prompt=turns[: 3 * BLOCK])
+    entry = replace(publication(store, turns), prompt=publication(store, turns[: 3 * BLOCK]).prompt)
     store.publish(entry)
     forgotten = [turns[:BLOCK], fork(turns, 3 * BLOCK)]
     for token_ids in (*forgotten, prompt(2, 2 * BLOCK)):

@@ -261,7 +261,7 @@ class Model:
         self.touch(last_node, now, 0, publication.ttl_s)
         if last_node == publication.last_node:
             self.entries.setdefault(last_node, publication.entry.num_tokens)
-        own_s, token_ids = publication.prompt_ttl_s, publication.prompt.tolist()
+        own_s, token_ids = publication.prompt_ttl_s, publication.prompt.token_ids.tolist()
         self.seen[publication.root].append(Seen(now, own_s, publication.prompt_group, token_ids))
 
     def longer(self, new: NewNode) -> bytes | None:

@@ -19,6 +19,7 @@ from diskprefix.store.folder import DATA, LOCK
 from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name
 from diskprefix.store.store import Publication, Store
+from diskprefix.tokens import TokenPath
 from tests.store.building import BLOCK as BUILT_BLOCK
 from tests.store.building import ROOT, layout_of
 from tools.measuring import page_cache
@@ -53,7 +54,8 @@ def build(folder: Path, num_bytes: int) -> None:
             entry = EntryRecord(
                 root=ROOT, num_tokens=len(token_ids), scope="full", preview="", created_at=store.clock()
             )
-            store.publish(Publication(store.epoch, ROOT, record, tuple(nodes), parent, entry, prompt=token_ids))
+            path = TokenPath(store.secret, ROOT, token_ids, _BLOCK)
+            store.publish(Publication(store.epoch, ROOT, record, tuple(nodes), parent, entry, prompt=path))
             # Before the kernel writes them.
             _punch(folder / DATA, begin)
 

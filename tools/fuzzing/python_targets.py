@@ -47,7 +47,7 @@ from diskprefix.store.schema import (
     encode_node,
     encode_record,
 )
-from diskprefix.tokens import checksum
+from diskprefix.tokens import TokenPath, checksum
 from tests.chat.output.replies import NAMES, REPLIES, format_named, read, tool
 from tests.extras.exchange import exported
 from tests.extras.exchange.exported import HYBRID, LAYOUT, entry_of, export
@@ -156,7 +156,7 @@ def _entry_files(folder: Path) -> Iterable[bytes]:
 
 
 _KEY = NamespaceKey.of(b"the key of the fuzzed bucket")
-_PROMPT = PromptNodes(7, b"r" * 16, prompt(1, 3 * BLOCK + 5), BLOCK, PayloadLayout.parse(layout_of(512, 64)))
+_PROMPT = PromptNodes(TokenPath(7, b"r" * 16, prompt(1, 3 * BLOCK + 5), BLOCK), PayloadLayout.parse(layout_of(512, 64)))
 _SLOTS = (
     BundleSlot(0, 2),
     BundleSlot(2, 3, has_tail=True),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import Cut, Payload, PayloadLayout
 from diskprefix.store.schema import Kind, checkpoint_names, node_name
-from diskprefix.tokens import ID_BYTES, TokenIds, block_hashes
+from diskprefix.tokens import ID_BYTES, TokenIds, TokenPath
 
 
 class Node(NamedTuple):
@@ -34,24 +34,18 @@ class PartialMatch(NamedTuple):
 
 
 class PromptNodes:
-    """Names and measures the nodes of one prompt, in the tree that starts at `root`."""
+    """Names and measures the nodes of one prompt."""
 
-    def __init__(self, secret: int, root: bytes, token_ids: TokenIds, block_size: int, layout: PayloadLayout) -> None:
-        self.root = root
-        self.token_ids = token_ids
-        self.block_size = block_size
-        self.layout = layout
-        self._secret = secret
-        self._bytes = token_ids.tobytes()
+    def __init__(self, path: TokenPath, layout: PayloadLayout) -> None:
+        self.path, self.layout = path, layout
+        self.token_ids, self.block_size, self.num_blocks = path.token_ids, path.block_size, path.num_blocks
+        self.parent = path.parent
+        """Returns the name of the node that others behind so many first blocks continue."""
+        self._bytes = path.token_ids.tobytes()
 
-    @property
-    def num_blocks(self) -> int:
-        """The number of full blocks."""
-        return len(self.token_ids) // self.block_size
-
-    def parent(self, num_blocks: int) -> bytes:
-        """Returns the name of the node that others behind the first `num_blocks` blocks continue."""
-        return self.block_names[num_blocks - 1] if num_blocks else self.root
+    def extended(self, token_ids: TokenIds) -> PromptNodes:
+        """Returns the nodes of tokens that begin with these, or that these begin with."""
+        return PromptNodes(self.path.extended(token_ids), self.layout)
 
     def partial_block(self, end: int) -> Node:
         """Returns the block that ends at `end`, before it is full."""
@@ -61,20 +55,14 @@ class PromptNodes:
         """Returns the node that continues the first `num_blocks` blocks with these token ids (int32, little-endian),
         which may be others than the prompt's."""
         parent = self.parent(num_blocks)
-        name = node_name(self._secret, parent, token_ids, kind)
+        name = node_name(self.path.secret, parent, token_ids, kind)
         return Node(name, parent, num_blocks * self.block_size, len(token_ids) // ID_BYTES, kind)
-
-    @cached_property
-    def block_names(self) -> list[bytes]:
-        """The names of all full blocks."""
-        return block_hashes(self._secret, self.root, self._bytes, self.block_size)
 
     @cached_property
     def blocks(self) -> list[Node]:
         """The full blocks."""
-        parents = [self.root, *self.block_names]
-        size = self.block_size
-        return [Node(name, parents[i], i * size, size, Kind.BLOCK) for i, name in enumerate(self.block_names)]
+        size, names = self.block_size, self.path.block_names
+        return [Node(name, self.parent(i), i * size, size, Kind.BLOCK) for i, name in enumerate(names)]
 
     @property
     def end_id(self) -> str:
@@ -90,7 +78,7 @@ class PromptNodes:
         checkpoints, and the tails of shorter prompts. They end at `most` at the latest. The longest come first."""
         parent, start = self.parent(num_blocks), num_blocks * self.block_size
         token_ids = self._bytes[ID_BYTES * start : ID_BYTES * min(most, start + self.block_size - 1)]
-        for num_tokens, names in reversed(list(enumerate(checkpoint_names(self._secret, parent, token_ids)))):
+        for num_tokens, names in reversed(list(enumerate(checkpoint_names(self.path.secret, parent, token_ids)))):
             yield from (Node(name, parent, start, num_tokens, kind) for kind, name in names)
 
     def tail(self) -> Node:

@@ -24,6 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from diskprefix.cache.cache import PrefixCache
+from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import open_store
 from diskprefix.chat.boundaries import text_boundaries
@@ -235,12 +236,12 @@ class PrefixCacheSession:
     def _pass_by(self, prompt: Prompt) -> None:
         reasons = ", ".join(self._cache.layout.unsupported)
         log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", reasons)
-        self.report = self._cache.begin(prompt, self._options).close()
+        self.report = CachedRequest(self._cache, prompt, self._options).close()
 
     def _complete(self, sequence: KVSequence, prompt: Prompt, *, goes_on: bool = False) -> torch.Tensor | None:
         """Restores, computes and publishes the whole prompt. Returns the next-token logits, shape [vocab], or None if
         they are not needed (`goes_on`) and were not computed."""
-        cached = self._cache.begin(prompt, self._options, goes_on=goes_on)
+        cached = CachedRequest(self._cache, prompt, self._options, goes_on=goes_on)
         try:
             restored = cached.restore(sequence)
             logits, started = restored.logits, time.perf_counter()

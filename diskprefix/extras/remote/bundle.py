@@ -102,7 +102,7 @@ def slot_path(key: NamespaceKey, nodes: PromptNodes, slot: BundleSlot) -> str:
     """Returns the path of the bundle in this place: the name of its last node, and the number of blocks up to its
     end."""
     *_, last = slot_nodes(nodes, slot)
-    return object_path(key, nodes.root, f"{last.name.hex()}.{slot.last}")
+    return object_path(key, nodes.path.root, f"{last.name.hex()}.{slot.last}")
 
 
 def encode_bundle(
@@ -118,7 +118,7 @@ def encode_bundle(
         token_ids, sizes = nodes.token_bytes(node), tuple(map(len, pieces))
         bundled.append(BundledNode(node.name, node.parent, node.position, node.kind, token_ids, sizes))
         body += pieces
-    header = msgspec.msgpack.encode(Header(nodes.root, now, tuple(bundled)))
+    header = msgspec.msgpack.encode(Header(nodes.path.root, now, tuple(bundled)))
     return signed(key, path, b"".join([_LENGTH.pack(len(header)), header, *body]))
 
 

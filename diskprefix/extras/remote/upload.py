@@ -73,7 +73,7 @@ def write_prompt(
 def _describe_root(objects: ObjectStore, key: NamespaceKey, upload: Upload) -> None:
     """Writes the description of a root, which `purge` reads, unless a valid one exists. Each upload checks this: a
     lifecycle rule or a purge may have removed the description, and without it the tenant of the objects is unknown."""
-    path = object_path(key, upload.nodes.root, ABOUT)
+    path = object_path(key, upload.nodes.path.root, ABOUT)
     with suppress(ObjectRefused):
         if (data := objects.get(path, ABOUT_MAX_BYTES)) is not None:
             verified(key, path, data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diskprefix.cache.policy.select import AT_ANY_TOKEN, AT_CHECKPOINTS
 from diskprefix.extras.simulate.geometry import Geometry
-from diskprefix.tokens import ID_BYTES, LEAST_TOKENS, TokenIds, block_hashes, floor_to_grid, num_common, root_hash
+from diskprefix.tokens import ID_BYTES, LEAST_TOKENS, TokenIds, TokenPath, floor_to_grid, num_common, root_hash
 
 
 class SimulatedMemory:
@@ -25,7 +25,7 @@ class SimulatedMemory:
 
     def _num_matched(self, tenant: str, token_ids: TokenIds) -> int:
         kind, size, ids = self._geometry.state_kind, self._block_size, token_ids.tobytes()
-        parts = self._parts(tenant, ids)
+        parts = self._parts(tenant, token_ids)
         num_blocks = next((n for n, part in enumerate(parts) if part not in self._bytes_of), len(parts) - 1)
         if kind not in AT_CHECKPOINTS:
             parent, rest = parts[num_blocks][0], ids[num_blocks * size * ID_BYTES :]
@@ -43,7 +43,7 @@ class SimulatedMemory:
     def keep(self, tenant: str, token_ids: TokenIds, num_exact: int) -> None:
         """Keeps a sequence that has ended. Its first `num_exact` tokens have the state of a prefill."""
         state_bytes, page_bytes = self._geometry.state_bytes, self._block_size * self._geometry.bytes_per_token
-        *blocks, end = self._parts(tenant, token_ids[:num_exact].tobytes())
+        *blocks, end = self._parts(tenant, token_ids[:num_exact])
         has_end = num_exact == len(token_ids) if state_bytes else end[1]
         added = [(end, page_bytes * bool(end[1]) + state_bytes)] if has_end else []
         for part, num_bytes in [*added, *((block, page_bytes) for block in reversed(blocks))]:
@@ -52,8 +52,7 @@ class SimulatedMemory:
         while self._used_bytes > self._max_bytes:
             self._used_bytes -= self._bytes_of.pop(next(iter(self._bytes_of)))
 
-    def _parts(self, tenant: str, ids: bytes) -> list[tuple[bytes, bytes]]:
+    def _parts(self, tenant: str, token_ids: TokenIds) -> list[tuple[bytes, bytes]]:
         """Returns the parent's name and the token ids of each full block of a prompt, and of the rest."""
-        root, num_bytes = root_hash(tenant), self._block_size * ID_BYTES
-        names = [root, *block_hashes(0, root, ids, self._block_size)]
-        return [(name, ids[n * num_bytes : (n + 1) * num_bytes]) for n, name in enumerate(names)]
+        path, size = TokenPath(0, root_hash(tenant), token_ids, self._block_size), self._block_size
+        return [(path.parent(n), token_ids[n * size : (n + 1) * size].tobytes()) for n in range(path.num_blocks + 1)]

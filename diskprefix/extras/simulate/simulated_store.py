@@ -127,7 +127,8 @@ class SimulatedStore:
         """Removes the checkpoints of a prompt that `entry` supersedes, as `Changes.remove_superseded` does."""
         last, own_s = entry.node, limits_s(recorded_ttl(entry.ttl_s), self._ttl_s)
         names_at = {last.end: [last.name]}
-        for num_blocks, parent in enumerate([nodes.root, *nodes.block_names[: last.position // nodes.block_size]]):
+        for num_blocks in range(last.position // nodes.block_size + 1):
+            parent = nodes.parent(num_blocks)
             if num_blocks and self.num_children(parent) < 2:
                 continue
             for node in nodes.checkpoints(num_blocks, last.end):

@@ -25,7 +25,7 @@ from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.nouns import CacheOptions, Scope, Selection
 from diskprefix.store.schema import Kind
 from diskprefix.store.written import WrittenBytes
-from diskprefix.tokens import TokenIds, root_hash
+from diskprefix.tokens import TokenIds, TokenPath, root_hash
 
 _SECRET = 0
 _OFF = Scope("off")
@@ -138,7 +138,7 @@ class Simulator:
         if scope.kind != "off":
             in_memory = self._memory.match(request.tenant, prompt.token_ids)
             restored = self._restore(request, nodes)
-        seen, names = self._seen(request), nodes.block_names
+        seen, names = self._seen(request), nodes.path.block_names
         is_asked = request.scope is not None or request.ttl_s is not None
         options = CacheOptions(scope=scope, group=request.group, save=request.save, is_asked=is_asked)
         spending, stored = self._spending(request.when), restored.stored_tokens
@@ -249,7 +249,7 @@ class Simulator:
     def nodes(self, request: TraceRequest, token_ids: TokenIds) -> PromptNodes:
         """Returns the nodes of a prompt, named as in the simulated store."""
         root, layout = root_hash(request.tenant), self._geometry.layout
-        return PromptNodes(_SECRET, root, token_ids, self._policy.block_size, layout)
+        return PromptNodes(TokenPath(_SECRET, root, token_ids, self._policy.block_size), layout)
 
     def _count(self, num_tokens: int, restored: int, selection: Selection, written: int) -> None:
         totals, store = self.totals, self.store

@@ -27,7 +27,7 @@ from diskprefix.store.save import Save
 from diskprefix.store.savings import Tally
 from diskprefix.store.schema import Kind, node_name
 from diskprefix.store.store import Publication
-from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.tokens import TokenIds, TokenPath, as_token_ids
 
 log = logging.getLogger("diskprefix")
 
@@ -305,14 +305,15 @@ class SchedulerSide:
 
     def _remember(self, tracked: Tracked, namespace: TenantNamespace, names: Sequence[bytes]) -> None:
         namespace.remember(tracked.prompt, b"", names, self._shared.store.clock(), math.inf)
+        epoch = self._shared.store.epoch
         publication = Publication(
-            epoch=self._shared.store.epoch,
+            epoch=epoch,
             root=namespace.root,
             root_record=namespace.record,
             nodes=(),
-            prompt=tracked.prompt,
+            prompt=TokenPath(epoch.secret, namespace.root, tracked.prompt, self._block_size),
         )
-        self._shared.writer.add(Save(publication.epoch), publication, is_last=True)
+        self._shared.writer.add(Save(epoch), publication, is_last=True)
 
     def _tally(self, tracked: Tracked) -> None:
         num_tokens = tracked.num_restored

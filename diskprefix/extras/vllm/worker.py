@@ -27,7 +27,7 @@ from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.save import Hold, Save
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Publication
-from diskprefix.tokens import as_token_ids
+from diskprefix.tokens import TokenPath, as_token_ids
 
 log = logging.getLogger("diskprefix")
 
@@ -122,7 +122,8 @@ class WorkerSide:
         """Loads blocks into their pages, and returns how many of the first ones were loaded. The content of the other
         pages is undefined."""
         root = self._identity.root(load.tenant)
-        nodes = PromptNodes(self._shared.store.secret, root, _NO_TOKENS, self._identity.block_size, self._layout)
+        no_path = TokenPath(self._shared.store.secret, root, _NO_TOKENS, self._identity.block_size)
+        nodes = PromptNodes(no_path, self._layout)
         path: list[tuple[Node, View]] = []
         with open_views(self._shared.tiers) as views:
             for block in load.blocks:

@@ -19,7 +19,7 @@ from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, TokenPath
 from tests.store.building import BLOCK, ROOT, layout_of, publication
 
 KEY = NamespaceKey.of(b"the key of the tests' fleet")
@@ -40,7 +40,7 @@ class Machine:
         return BufferTier(self.writer), DiskTier(self.store, self.writer.quarantine)
 
     def nodes(self, token_ids: TokenIds, root: bytes = ROOT) -> PromptNodes:
-        return PromptNodes(self.store.secret, root, token_ids, BLOCK, PayloadLayout.parse(self.layout))
+        return PromptNodes(TokenPath(self.store.secret, root, token_ids, BLOCK), PayloadLayout.parse(self.layout))
 
     def save(self, token_ids: TokenIds, **publication_options: Any) -> Publication:
         pub = publication(self.store, token_ids, layout=self.layout, **publication_options)

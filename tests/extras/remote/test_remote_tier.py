@@ -216,7 +216,7 @@ def test_closing_does_not_wait_for_what_hangs(make: MakeMachine, monkeypatch: py
 
 def test_the_nodes_of_a_place_are_found_without_a_look_at_the_whole_prompt(make: MakeMachine) -> None:
     nodes = make().nodes(PROMPT)
-    names = [nodes.root, *nodes.block_names]
+    names = [nodes.path.root, *nodes.path.block_names]
     for slot in (BundleSlot(0, 3), BundleSlot(3, 6), BundleSlot(6, 7, has_tail=True)):
         found = list(slot_nodes(nodes, slot))
         assert [node.parent for node in found] == names[slot.first : slot.last + slot.has_tail]
@@ -245,7 +245,7 @@ def test_another_namespace_and_another_root_find_nothing(make: MakeMachine) -> N
     one.share(PROMPT)
     assert make(key=OTHER_KEY).prefetch(PROMPT)[1] == []
     nodes = make().nodes(PROMPT, root=b"another tenant's")
-    assert not set(nodes.block_names) & set(one.nodes(PROMPT).block_names)
+    assert not set(nodes.path.block_names) & set(one.nodes(PROMPT).path.block_names)
 
 
 def cut(data: bytes, _: str) -> bytes:
@@ -400,7 +400,7 @@ def test_machines_agree_on_the_format(make: MakeMachine, bucket: Path) -> None:
     machine: Machine = make()
     machine.save(PROMPT)
     machine.share(PROMPT)
-    name = machine.nodes(PROMPT).block_names[2].hex()
+    name = machine.nodes(PROMPT).path.block_names[2].hex()
     data = bundles(bucket)[f"{KEY.digest.hex()}/{ROOT.hex()}/{name}.3"].read_bytes()
     assert data[:6] == b"dpxR\x03\x00"
     assert data[16:24] == KEY.digest[:8]

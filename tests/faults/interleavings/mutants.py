@@ -14,7 +14,6 @@ from unittest.mock import ANY, patch
 
 from diskprefix.cache import namespaces
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.resources import CacheResources
 from diskprefix.engine import fetches
 from diskprefix.engine.fetches import Fetches, Read
 from diskprefix.engine.loop import Loop
@@ -184,7 +183,7 @@ MUTANTS: dict[str, Mutant] = {
         "who has hung up reads on", ((Read, "is_wanted", _wanted_by_nobody),)
     ),
     "the stop beside a load that hangs": Mutant("the daemon does not stop", ((Fetches, "close", _waited_for),)),
-    "the write budget": Mutant("with no budget", ((CacheResources, "spending", lambda _self, _tenant=SHARED: None),)),
+    "the write budget": Mutant("with no budget", ((PrefixCache, "spending", lambda _self, _tenant=SHARED: None),)),
     "the count of written bytes in memory": Mutant(
         "the engine's thread reads the disk", ((Store, "written_lately", _read_lately),)
     ),

@@ -12,7 +12,7 @@ from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store.savings import SavingsLog, Tally
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
-from diskprefix.tokens import root_hash
+from diskprefix.tokens import TokenPath, root_hash
 from tests.server.chat_model import VOCAB_SIZE, write_tokenizer
 from tests.store.building import BLOCK, Clock, layout_of, open_store, publication
 
@@ -67,7 +67,7 @@ class SavedChats:
                 tenant=str(tenant),
                 tokenizer=str(self.tokenizer),
             ),
-            prompt=prompt.token_ids,
+            prompt=TokenPath(self.store.secret, root, prompt.token_ids, BLOCK),
         )
         self.store.publish(made)
         log = SavingsLog(self.store)
