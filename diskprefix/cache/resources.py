@@ -1,4 +1,4 @@
-"""What prefix caches of one store share: the store with its writer and tiers, and the threads that read."""
+"""The store with its writer and tiers, and the threads that read: prefix caches of one store share them."""
 
 from __future__ import annotations
 

@@ -441,6 +441,9 @@ class Writer:
             for source in sources:
                 self.house.attempt(partial(self._store.write_from, source))
             return waiting is None or left is None or self._publish_alone(waiting.save, left)
+        if waiting is not None and left is not None and left.last_node is not None and waiting.save.has_written_nodes:
+            # A whole prompt was saved with all else. On a full disk, a small part alone may still fit.
+            self.house.recover()
         return True
 
     def _left_of(self, waiting: Waiting) -> Publication | None:
@@ -464,8 +467,6 @@ class Writer:
         failure = self.house.attempt(partial(self._publish, save, publication))
         # Readers end, whenever that is. What waits for that needs no other attempt in time.
         self._waits_for_reader = isinstance(failure, (ReaderStays, StoreReplaced))
-        # Of a full disk, an end that still fits says nothing: after a failure, nodes must have been written.
-        save.has_written_nodes &= failure is None
         if isinstance(failure, (PrefixGone, LargerThanStore)):
             self.fail(save, str(failure), 0)
         elif isinstance(failure, CacheError) and self._hold(_RETRY_S):
@@ -478,8 +479,5 @@ class Writer:
         self.evicted += self._store.publish(publication)
         self._waits_for_reader = False
         save.has_written_nodes |= bool(publication.nodes)
-        if publication.last_node is not None and save.has_written_nodes:
-            # A whole prompt was saved.
-            self.house.recover()
         self.written_bytes += publication.payload_bytes
         self.written_tokens += sum(len(node.token_ids) for node in publication.nodes)
