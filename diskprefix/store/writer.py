@@ -436,13 +436,15 @@ class Writer:
                 elif parts:
                     self._store.write(parts)
         except Exception as error:  # noqa: BLE001 (what fails alone is told)
+            if waiting is not None:
+                waiting.save.has_written_nodes = False
             if isinstance(error, StoreReplaced):
                 self.house.attempt(self.house.maintain)
             for source in sources:
                 self.house.attempt(partial(self._store.write_from, source))
             return waiting is None or left is None or self._publish_alone(waiting.save, left)
         if waiting is not None and left is not None and left.last_node is not None and waiting.save.has_written_nodes:
-            # A whole prompt was saved with all else. On a full disk, a small part alone may still fit.
+            # A prompt was saved with all else, nodes among it. On a full disk, a small part alone may still fit.
             self.house.recover()
         return True
 
