@@ -91,7 +91,7 @@ class HttpEngine:
     def cache_stats(self) -> dict[str, Any]:
         """Returns what the daemon says of its cache to its owner."""
         assert self._tokens is not None, "it is the daemon"
-        token = next(self._tokens.glob("[!.]*")).read_text(encoding="ascii")
+        token = next(self._tokens.glob(f"*_{self._client.base_url.port}")).read_text(encoding="ascii")
         answer = self._client.get("/props", headers={"Authorization": f"Bearer {token}"}).raise_for_status()
         return dict(answer.json()["full_cache"]["state"])
 
