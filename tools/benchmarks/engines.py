@@ -91,7 +91,8 @@ class HttpEngine:
     def cache_stats(self) -> dict[str, Any]:
         """Returns what the daemon says of its cache to its owner."""
         assert self._tokens is not None, "it is the daemon"
-        token = next(self._tokens.glob(f"*_{self._client.base_url.port}")).read_text(encoding="ascii")
+        file = next(self._tokens.glob(f"*_{self._client.base_url.port}"))
+        token = file.read_text(encoding="ascii").split()[-1]
         answer = self._client.get("/props", headers={"Authorization": f"Bearer {token}"}).raise_for_status()
         return dict(answer.json()["full_cache"]["state"])
 
