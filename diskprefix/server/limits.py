@@ -167,6 +167,7 @@ class Turns:
         self._most = most
         self._working: set[Hashable] = set()
         self._resting: set[Hashable] = set()
+        """The callers that get no turn for a while after their last one."""
         self._waiting: list[tuple[Hashable, asyncio.Future[None]]] = []
         self._num_given = 0
         self._last: dict[Hashable, int] = {}
@@ -209,7 +210,8 @@ class Turns:
 
     def _give(self) -> None:
         while len(self._working) < self._most:
-            able = [item for item in self._waiting if item[0] not in self._working | self._resting]
+            busy = self._working | self._resting
+            able = [item for item in self._waiting if item[0] not in busy]
             if not able:
                 break
             item = min(able, key=lambda item: self._last.get(item[0], 0))
