@@ -17,12 +17,12 @@ from diskprefix import progress
 from diskprefix.errors import SettingsError
 from diskprefix.memo import Memo
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.nouns import SHARED, CacheReport, Scope, Selection, Tenant
 from diskprefix.printable import escaped, printable_only, shown
 from diskprefix.progress import progress_bar
 from diskprefix.server.keys import OwnerToken
 from diskprefix.tenant_ids import matches
 from diskprefix.user_key import user_key
+from diskprefix.values import SHARED, CacheReport, Scope, Selection, Tenant
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=300)
 
@@ -399,7 +399,7 @@ def test_the_log_line_of_a_hit_holds_every_figure_once() -> None:
     assert report.log_line() == (
         "[disk-cache] restored=1280 source=disk matched=1502 refused=no_logits"
         " restore_ms=9.13 saved=queued replayed=0 scope=auto:30 prompt_tokens=1502"
-        " reason=best_checkpoints selected=1432 aligned=1280 keep_tail=false keeps_reply=false"
+        " reason=best_checkpoints selected=1432 aligned=1280 keep_tail=false saves_reply=false"
         " checkpoints=512,1280 votes=3,1 window=30 recent=12 common=1440 seen=1280 price=256 lost=7"
         " trials=11 again=4"
     )

@@ -32,7 +32,7 @@ _RESPONSES_PATH = "/v1/responses"
 
 def _written(scope: Scope, error: DiskPrefixError) -> Json:
     context = log_context(Request(scope))
-    return error_body(scope, error.told_to(sees_all=context.caller.sees_all), context.request_id)
+    return error_body(scope, error.for_caller(sees_all=context.caller.sees_all), context.request_id)
 
 
 def logged(error: DiskPrefixError) -> str:

@@ -14,8 +14,8 @@ from diskprefix.kv.kept_blocks import KeptBlock, KeptBlocks
 from diskprefix.kv.page_cache import Later, PageCache
 from diskprefix.kv.pages import Page
 from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.nouns import CacheOptions
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
+from diskprefix.values import CacheOptions
 from tests.kv.hashed_state import (
     BLOCK,
     KINDS,
@@ -154,9 +154,9 @@ def test_the_last_token_is_left_to_compute_if_that_is_asked_for(cache: PageCache
     sequence = run(cache, IDS)
     cache.keep_logits(sequence, torch.zeros(16))
     cache.end(sequence, keep=True)
-    again = begun(cache, IDS, leaves_last=True)
+    again = begun(cache, IDS, computes_last=True)
     assert (again.num_tokens, cache.running[again].logits) == (29, None)
-    assert begun(cache, IDS[:1], leaves_last=True).num_tokens == 0
+    assert begun(cache, IDS[:1], computes_last=True).num_tokens == 0
 
 
 def test_logits_are_kept_for_the_latest_prompts(cache: PageCache) -> None:

@@ -442,7 +442,7 @@ def test_a_damaged_node_goes_before_what_is_submitted_after_it(store: Store) -> 
     writer.quarantine(pub.nodes[1].name, pub.nodes[1].parent)
     submit(writer, pub)
     assert writer.close(30)
-    assert writer.house.quarantined == 3
+    assert writer.housekeeping.quarantined == 3
     assert is_whole(store, pub)
 
 
@@ -479,9 +479,9 @@ def test_what_has_a_time_of_its_own_expires_without_a_daemons_time_also_after_a_
     store = open_store(tmp_path / "kv", clock=clock)
     writer = Writer(store, buffer_bytes=1 << 30)
     deadline = time.monotonic() + 30
-    while not writer.house.expired and time.monotonic() < deadline:
+    while not writer.housekeeping.expired and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert writer.house.expired == 2
+    assert writer.housekeeping.expired == 2
     assert is_whole(store, kept)
     assert writer.close(30)
     store.close()
@@ -506,7 +506,7 @@ def test_a_store_without_times_of_its_own_is_hardly_ever_looked_through(
     monkeypatch.setattr(store.evictor, "expire", expire)
     monkeypatch.setattr("diskprefix.store.housekeeping.time.monotonic", lambda: now[0])
     for now[0] in range(1000, 9000, 10):
-        writer.house._expire()
+        writer.housekeeping._expire()
     assert [b - a for a, b in pairwise(looks)][:2] == looks_after_s
 
 
@@ -777,7 +777,7 @@ def test_saving_goes_on_while_a_file_with_a_damaged_node_is_checked(
     submit(writer, second)
     wait_for(lambda: not writer.num_pending)
     assert is_whole(store, second)
-    assert (writer.house.quarantined, writer.error) == (3, None)
+    assert (writer.housekeeping.quarantined, writer.error) == (3, None)
     monkeypatch.setattr(store, "_on_corruption", "quarantine")
     is_read.set()
     wait_for((store.path / "damaged.mdb").exists)

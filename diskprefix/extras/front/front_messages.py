@@ -41,7 +41,7 @@ def read_named(body: bytes) -> Named:
 def refusal(scope: Scope, error: DiskPrefixError, *, sees_all: bool) -> JSONResponse:
     """Returns an error in the form of the API that was called, as a caller may see it who `sees_all` or not."""
     request_id = f"req_{uuid.uuid4().hex[:24]}"
-    said = error_body(scope, error.told_to(sees_all=sees_all), request_id)
+    said = error_body(scope, error.for_caller(sees_all=sees_all), request_id)
     headers = {"x-request-id": request_id, "request-id": request_id} | error_headers(error)
     log.info("[front] %s %s %d: %s", scope["method"], shown(scope["path"]), error.http_status, one_line(error.message))
     return JSONResponse(said, error.http_status, headers)

@@ -146,7 +146,7 @@ class Listing:
         try:
             needs = self._needs_of(known)
         except DiskPrefixError as error:
-            return said | {"problem": error.told_to(sees_all=sees_all).message}
+            return said | {"problem": error.for_caller(sees_all=sees_all).message}
         if needs is None:
             return said
         fit = fit_beside(needs, known.settings, limit_bytes)

@@ -100,7 +100,7 @@ def test_a_damaged_chunk_is_missing_and_the_others_are_loaded(tmp_path: Path) ->
         assert [chunks.has(one) for one in keys] == [True, False, True]
         assert chunks.save(keys, [chunk(number) for number in range(3)])
         assert shared.writer.flush(30)
-        assert shared.writer.house.quarantined == 1
+        assert shared.writer.housekeeping.quarantined == 1
         chunks.end_step()
         assert all(map(chunks.has, keys))
         assert chunks.load(keys, places) == [True] * 3
