@@ -22,7 +22,7 @@ from diskprefix.api.openai_chat import Chat
 from diskprefix.api.parsed_request import ParsedRequest
 from diskprefix.app import load_engine
 from diskprefix.cache import choosing
-from diskprefix.cache.matching import Matcher, StoredMatch
+from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.restoration import Restoration
 from diskprefix.cache.tiers.tier import View
 from diskprefix.chat import renderer
@@ -110,7 +110,7 @@ def names(_: None, matcher: Matcher[View]) -> list[str]:
     return [f"{short(nodes.path.root)}: root", *blocks]
 
 
-def restored(found: StoredMatch | None, _: Restoration, sequence: KVSequence, *__: Any) -> list[str]:
+def restored(found: RestoreResult | None, _: Restoration, sequence: KVSequence, *__: Any) -> list[str]:
     if found is None:
         # It was matched, and is to be loaded.
         return []

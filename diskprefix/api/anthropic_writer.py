@@ -50,8 +50,8 @@ class MessageWriter:
 
     def events(self, event: ReplyEvent) -> Sequence[ServerSentEvent]:
         if isinstance(event, ProgressEvent):
-            return self._begun(_usage(event.total, event.cached, max(0, event.kept - event.cached), 0))
-        begun = self._begun(_usage(self._head.prompt_tokens, 0, 0, 0))
+            return self._first_events(_usage(event.total, event.cached, max(0, event.kept - event.cached), 0))
+        begun = self._first_events(_usage(self._head.prompt_tokens, 0, 0, 0))
         if isinstance(event, DoneEvent):
             return [*begun, *self._closed(), *self._last(event)]
         if isinstance(event, EndEvent):
@@ -97,7 +97,7 @@ class MessageWriter:
             return "max_tokens" if self._head.clamped_to is None else "model_context_window_exceeded"
         return "tool_use" if end.reason == "tool_calls" else "end_turn"
 
-    def _begun(self, usage: Json) -> list[ServerSentEvent]:
+    def _first_events(self, usage: Json) -> list[ServerSentEvent]:
         if self._has_begun:
             return []
         self._has_begun = True

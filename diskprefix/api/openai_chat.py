@@ -144,7 +144,7 @@ class ChatWriter(OpenAIWriter):
 
     def __init__(self, head: Head, *, include_usage: bool, with_logprobs: bool) -> None:
         super().__init__(head, include_usage=include_usage, with_logprobs=with_logprobs)
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
         """The choices that have begun."""
 
     def whole_choice(self, choice: WholeChoice) -> Json:
@@ -167,9 +167,9 @@ class ChatWriter(OpenAIWriter):
         choices: list[Json] = [{"delta": delta, "logprobs": None} for delta in deltas]
         if event.tokens:
             choices[0]["logprobs"] = _logprobs(event.tokens)
-        if event.choice in self._begun:
+        if event.choice in self._started:
             return choices
-        self._begun.add(event.choice)
+        self._started.add(event.choice)
         return [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}, *choices]
 
     def end_choice(self, _event: EndEvent) -> Json:

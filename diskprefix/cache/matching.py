@@ -22,7 +22,7 @@ _Index = TypeVar("_Index", bound=NodeIndex)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredMatch:
+class RestoreResult:
     """The part of a prompt that was stored when its request came, and the part that was restored.
 
     The memory now has the state after `num_tokens` tokens, for which `num_bytes` were loaded from `source`. The store

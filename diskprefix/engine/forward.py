@@ -43,7 +43,7 @@ def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[Computed |
             logits = runner.run(model, [_rows(chunk) for chunk in step])
         for rows in hidden:
             _hand_out(rows, step)
-        return list(_drawn(step, logits))
+        return list(_draw_tokens(step, logits))
     except Exception as error:  # noqa: BLE001 (it is returned)
         raise_if_lost(error)
         if len(step) == 1:
@@ -57,7 +57,7 @@ def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[Computed |
     return [result for chunk in step for result in forward(model, [chunk])]
 
 
-def _drawn(step: list[Chunk[Reply]], logits: list[torch.Tensor]) -> Iterator[Computed]:
+def _draw_tokens(step: list[Chunk[Reply]], logits: list[torch.Tensor]) -> Iterator[Computed]:
     """Yields the logits of each chunk with the tokens that all replies of the step draw together."""
     asks = [chunk.sequence.asks(chunk, rows) for chunk, rows in zip(step, logits, strict=True)]
     if not any(asks):

@@ -67,7 +67,7 @@ class Threads:
             for kind, number in _NUM_THREADS.items()
         }
         self._turns = {kind: Turns(number) for kind, number in _NUM_THREADS.items()}
-        self._begun: set[Future[Any]] = set()
+        self._begun_calls: set[Future[Any]] = set()
         self._is_computing = is_computing
         self._clock = clock
         self._due: dict[int, tuple[float, float]] = {}
@@ -76,7 +76,7 @@ class Threads:
     @property
     def are_busy(self) -> bool:
         """Returns whether some work, which cannot be stopped, has not ended."""
-        return any(not work.done() for work in tuple(self._begun))
+        return any(not work.done() for work in tuple(self._begun_calls))
 
     @property
     def overdue_s(self) -> float:
@@ -124,8 +124,8 @@ class Threads:
 
     def _submit(self, kind: Kind, work: Callable[..., T], *values: Any) -> Future[T]:
         running = self._of[kind].submit(self._timed, kind, work, *values)
-        self._begun.add(running)
-        running.add_done_callback(self._begun.discard)
+        self._begun_calls.add(running)
+        running.add_done_callback(self._begun_calls.discard)
         return running
 
     def _timed(self, kind: Kind, work: Callable[..., T], *values: Any) -> T:

@@ -658,7 +658,7 @@ def test_what_has_expired_is_not_computed_ahead(draft: Engine) -> None:
 def test_texts_whose_embeddings_are_asked_for_are_nothing_for_it(draft: Engine) -> None:
     one = request(tokens(100, 28), max_tokens=0)
     before = proposer(draft)._reply_tokens
-    with patch.object(drafter(draft), "_begun") as begun:
+    with patch.object(drafter(draft), "_start_sequence") as begun:
         run_together(draft, [replace(one, reading=Reading(pooling="mean"))])
     assert not begun.called
     assert not drafter(draft)._lacking

@@ -64,7 +64,7 @@ class CallGrammar:
             if begin in self._token_ids:
                 # The letters begin a call too, because the parser reads text, not tokens.
                 opened = f"({opened} | {self._terminals(begin)})"
-            parts.append(f"{opened} {self._begun(begin, strict)}")
+            parts.append(f"{opened} {self._opening(begin, strict)}")
         for index, function in enumerate(self._functions):
             if function["name"] in strict:
                 opened = self._up_to(f"object_{index}", _object_head([function]))
@@ -87,7 +87,7 @@ class CallGrammar:
         more = f"(({tokens}) TEXT?)*" if tokens else ""
         return f"start: TEXT? {more}\nTEXT: /(?s:.+)/ & ~/(?s:.*)({_written('|'.join(begins))})(?s:.*)/\n"
 
-    def _begun(self, begin: str, strict: Collection[str]) -> str:
+    def _opening(self, begin: str, strict: Collection[str]) -> str:
         """Returns the rule of the text after `begin`: calls of strict tools, or the head of another call."""
         before, heads, calls = self._family.before, [], []
         for index, function in enumerate(self._functions):

@@ -208,10 +208,10 @@ class ChannelParser(StreamParser):
         self._end = _compiled(channels.end.replace("NAMES", names))
         self._tag = any_of(channels.tags) if channels.tags else self._end
         # The prompt may end with the header of the first message.
-        self._begun = prompt_end[max(0, prompt_end.rfind("<|start|>")) :]
+        self._begun_header = prompt_end[max(0, prompt_end.rfind("<|start|>")) :]
 
     def reply(self) -> Parsing[None]:
-        header = self._header.fullmatch(self._begun) or (yield from self.reader.match(self._header))
+        header = self._header.fullmatch(self._begun_header) or (yield from self.reader.match(self._header))
         while True:
             if header is not None:
                 self.space.clear()

@@ -107,7 +107,7 @@ class Catalogue:
         """
         models: list[KnownModel] = []
         by_name: dict[str, KnownModel] = {}
-        for model in self._found():
+        for model in self._known_models():
             if model.origin in ("pulled", *OWNERS):
                 if (other := by_name.get(model.name)) is not None:
                     what = "was pulled with" if model.origin == "pulled" else f"{model.origin} has under"
@@ -127,7 +127,7 @@ class Catalogue:
                     )
         self._models, self._by_name = tuple(models), by_name
 
-    def _found(self) -> Iterator[KnownModel]:
+    def _known_models(self) -> Iterator[KnownModel]:
         settings, seen = self._settings, set[str]()
         file = _models_file(settings)
         for table in [] if file is None else read_models_file(file):

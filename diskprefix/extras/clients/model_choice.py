@@ -148,7 +148,7 @@ def flags_of_model(model: str | None, *, fetches: bool = True) -> list[str]:
     catalogue = open_catalogue(Settings())
     names = [name for known in catalogue.models() for name in (known.name, *known.aliases)] if catalogue else []
     if model is not None:
-        return [] if {model, meant_name(model)} & {*names} else ["--model", _found(model, fetches=fetches)]
+        return [] if {model, meant_name(model)} & {*names} else ["--model", _find_model(model, fetches=fetches)]
     if catalogue or any(os.environ.get(variable_of(flag)) for flag in ("--model", "--models-dir", "--models-file")):
         return []
     with status("reading headers of models …"):
@@ -163,7 +163,7 @@ def flags_of_model(model: str | None, *, fetches: bool = True) -> list[str]:
     return ["--model", max(fit, key=lambda row: int(row["file_bytes"]))["name"]]
 
 
-def _found(model: str, *, fetches: bool) -> str:
+def _find_model(model: str, *, fetches: bool) -> str:
     """Returns the name or the path for `serve --model`. What the hub has is fetched, so that the progress is seen."""
     if os.path.exists(path := os.path.expanduser(model)):
         return os.path.abspath(path)

@@ -82,7 +82,7 @@ def recipe(name: str, served: Served, profile: Path | None = None) -> Recipe:
 
     With a `profile`, they are those of an agent that has its files in this folder in place of the home folder.
     """
-    told = _told(name)
+    told = _recipe_of(name)
     plain = served.values | {"home": "~" if profile is None else str(profile)}
     # The quoted strings of JSON, TOML, YAML and Python have these escapes in common.
     escaped = {key: json.dumps(value)[1:-1] for key, value in plain.items()}
@@ -129,12 +129,12 @@ def agents() -> list[KnownAgent]:
             install=told["launch"]["install"],
             first_prompt_tokens=told["launch"].get("first_prompt_tokens", 0),
         )
-        for name, told in ((name, _told(name)) for name in names())
+        for name, told in ((name, _recipe_of(name)) for name in names())
         if "launch" in told
     ]
 
 
-def _told(name: str) -> dict[str, Any]:
+def _recipe_of(name: str) -> dict[str, Any]:
     if name not in names():
         raise SettingsError(f"there is no recipe for {name!r}; there are {', '.join(names())}")
     return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))

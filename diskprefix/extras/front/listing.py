@@ -88,7 +88,7 @@ class Listing:
 
     async def tell(self) -> None:
         """Logs the models with the sizes of their files, and whether --models-dir has none."""
-        log.info("[models] %s", listed(await self._read(lambda: [*map(_told, self.models())])) or "none")
+        log.info("[models] %s", listed(await self._read(lambda: [*map(_description_of, self.models())])) or "none")
         folder = self._models_dir
         if folder is not None and not await self._read(models_below, folder):
             log.warning("[models] --models-dir %s has no .gguf file and no model's folder; %s", folder, none_known())
@@ -178,7 +178,7 @@ class Listing:
         return found
 
 
-def _told(known: KnownModel) -> str:
+def _description_of(known: KnownModel) -> str:
     try:
         size = "not fetched yet" if known.path is None else format_size(file_bytes(known.path))
     except (ModelError, OSError):

@@ -57,8 +57,8 @@ class _DisturbedPrompts(SeenPrompts):
         self._disturb = disturb
         self._random = np.random.default_rng(seed)
 
-    def look(self, token_ids: TokenIds, names: Sequence[bytes], window: int, group: bytes = b"") -> Sighting:
-        sighting = super().look(token_ids, names, window, group)
+    def sighting_of(self, token_ids: TokenIds, names: Sequence[bytes], window: int, group: bytes = b"") -> Sighting:
+        sighting = super().sighting_of(token_ids, names, window, group)
         disturbed = self._disturb([one.prompt.token_ids for one in sighting.recent], token_ids, self._random)
         recent = (Earlier(SeenPrompt((), ids.tobytes()), common_prefix_length(token_ids, ids)) for ids in disturbed)
         return replace(sighting, recent=tuple(recent))
