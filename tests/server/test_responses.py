@@ -15,7 +15,6 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
-from pydantic import BaseModel
 
 from diskprefix.api import response_store as stored_module
 from diskprefix.api.response_store import MAX_CONVERSATION_BYTES, ResponseStore
@@ -112,19 +111,6 @@ def test_the_stream_helper_assembles_what_the_whole_response_says(client: OpenAI
     call, other = cast("Any", assembled.output[2]), whole.output[2]
     assert (call.name, call.arguments) == (other.name, other.arguments) == ("get_weather", '{"city": "Oslo"}')
     assert call.parsed_arguments == {"city": "Oslo"}
-
-
-class River(BaseModel):
-    river: str
-
-
-def test_the_sdk_parses_a_format_and_the_reply_is_constrained_by_it(client: OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = saying('{"river": ', '"Elbe"}')
-    response = client.responses.parse(model=MODEL, input="A river?", text_format=River)
-    assert response.output_parsed == River(river="Elbe")
-    constraint = engine.requests[-1].constraint
-    assert constraint is not None
-    assert json.loads(constraint.source)["required"] == ["river"]
 
 
 def test_the_result_of_a_call_comes_back_as_items(client: OpenAI, engine: ScriptedEngine) -> None:

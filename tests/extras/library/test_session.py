@@ -123,7 +123,9 @@ def test_generate_is_the_same_cold_restored_and_repeated(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "falcon_h1"])
-def test_generate_gives_what_transformers_gives_on_the_same_grid(name: str, tmp_path: Path) -> None:
+def test_generate_gives_what_transformers_gives_on_the_same_grid_or_from_the_cache_of_prefill(
+    name: str, tmp_path: Path
+) -> None:
     model = tiny_model(name, torch.bfloat16)
     expected = on_the_grid(model, PROMPT)
     with open_session(model, tmp_path / "kv") as session:
@@ -132,13 +134,6 @@ def test_generate_gives_what_transformers_gives_on_the_same_grid(name: str, tmp_
             assert torch.equal(output.sequences, expected.sequences)
             assert torch.equal(bits(output), bits(expected))
             assert same_caches(output.past_key_values, expected.past_key_values)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "falcon_h1"])
-def test_the_cache_of_prefill_goes_on_in_the_generate_of_transformers(name: str, tmp_path: Path) -> None:
-    model = tiny_model(name, torch.bfloat16)
-    with open_session(model, tmp_path / "kv") as session:
-        expected = session.generate(PROMPT, **REPLY)
         cache, num_cached = session.prefill(PROMPT)
         assert (cache.get_seq_length(), num_cached) == (GRID_END, GRID_END)
         seen: list[int] = []

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from diskprefix.cache.tiers.tier import Prefetched, Upload
-from diskprefix.extras.remote.bundle import BundleSlot, Header, slot_nodes, split_bundle
+from diskprefix.extras.remote.bundle import Header, split_bundle
 from diskprefix.extras.remote.objects import RemoteUnavailable
 from diskprefix.extras.remote.signing import signed, verified
 from diskprefix.store.changes import NewNode
@@ -214,14 +214,6 @@ def test_closing_does_not_wait_for_what_hangs(make: MakeMachine, monkeypatch: py
     assert len(names) == 2, "the description and one object: the next ones are not begun"
 
 
-def test_the_nodes_of_a_place_are_found_without_a_look_at_the_whole_prompt(make: MakeMachine) -> None:
-    nodes = make().nodes(PROMPT)
-    names = [nodes.path.root, *nodes.path.block_names]
-    for slot in (BundleSlot(0, 3), BundleSlot(3, 6), BundleSlot(6, 7, has_tail=True)):
-        found = list(slot_nodes(nodes, slot))
-        assert [node.parent for node in found] == names[slot.first : slot.last + slot.has_tail]
-
-
 def test_a_prompt_of_which_nothing_is_there_costs_few_requests(make: MakeMachine) -> None:
     machine = make()
     prefetched, nodes = machine.prefetch(prompt(4, 30 * BLOCK))
@@ -237,15 +229,6 @@ def test_an_object_is_written_once_by_all_machines(make: MakeMachine, bucket: Pa
     assert one.remote.stats()["written"] == 3
     assert other.remote.stats()["written"] == 0
     assert len(bundles(bucket)) == 3
-
-
-def test_another_namespace_and_another_root_find_nothing(make: MakeMachine) -> None:
-    one = make()
-    one.save(PROMPT)
-    one.share(PROMPT)
-    assert make(key=OTHER_KEY).prefetch(PROMPT)[1] == []
-    nodes = make().nodes(PROMPT, root=b"another tenant's")
-    assert not set(nodes.path.block_names) & set(one.nodes(PROMPT).path.block_names)
 
 
 def cut(data: bytes, _: str) -> bytes:
