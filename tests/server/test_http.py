@@ -72,13 +72,6 @@ def metrics_of(client: httpx.Client) -> dict[str, float]:
     }
 
 
-def test_a_context_that_is_too_long_is_a_400_with_both_figures(client: httpx.Client) -> None:
-    answer = client.post(CHAT, json=HELLO | {"messages": [{"role": "user", "content": "rivers " * POSITIONS}]})
-    error = error_of(answer)
-    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
-    assert re.search(rf"prompt is too long: \d+ tokens > {POSITIONS}, the positions", error["message"])
-
-
 def test_a_reply_that_does_not_fit_ends_where_the_positions_end(client: httpx.Client) -> None:
     body = {"prompt": [5] * (POSITIONS - 3), "logit_bias": {"2": -100}, "temperature": 0}
     for fields, clamped in (({"max_tokens": 32_000}, 3), ({"max_tokens": 4}, 3), ({"max_tokens": 3}, None), ({}, 3)):

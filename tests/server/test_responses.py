@@ -142,18 +142,6 @@ def test_a_conversation_goes_on_from_a_stored_response(client: OpenAI, engine: S
     assert client.responses.retrieve(last.id).output_text == "Two."
 
 
-def test_a_stored_response_can_be_read_and_deleted(client: OpenAI, http: httpx.Client) -> None:
-    response = ask(client, "Count.", metadata={"a": "b"})
-    again = client.responses.retrieve(response.id)
-    assert again.to_dict() == response.to_dict()
-    assert again.metadata == {"a": "b"}
-    assert http.delete(f"{ROUTE}/{response.id}").json() == {"id": response.id, "object": "response", "deleted": True}
-    for gone in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
-        with pytest.raises(openai.NotFoundError) as caught:
-            gone(response.id)
-        assert caught.value.code == "response_not_found"
-
-
 def test_a_response_that_is_still_on_the_disk_is_not_said_to_be_deleted(
     client: OpenAI, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
