@@ -194,6 +194,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("logprobs", "", 21),
         ("best_of", "", 0),
         ("best_of", "must be equal to n", 2),
+        ("special_tokens_in_text", "needs a suffix", False),
     ],
     "messages": [
         ("max_tokens", "greater than or equal to -1", -2),

@@ -23,7 +23,7 @@ from diskprefix.api.reply import (
 from diskprefix.chat.messages import Message, TextPart
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
-from diskprefix.engine.request import Event, FinishEvent, ProgressEvent, TextEvent, TokenLogprob
+from diskprefix.engine.request import Event, FinishEvent, TextEvent, TokenLogprob
 from diskprefix.server.remembering import RememberingReader
 from tests.chat.turns import Turns
 from tests.server.scripted import done
@@ -113,11 +113,6 @@ def test_choices_are_parsed_apart_and_listed_in_order() -> None:
     choices = collected(found for event in events for found in reader.read(event))
     assert [(choice.index, choice.content, len(choice.calls)) for choice in choices] == [(0, "so", 0), (1, "so", 1)]
     assert [choice.reason for choice in choices] == ["length", "tool_calls"]
-
-
-def test_progress_passes_through() -> None:
-    event = ProgressEvent(3, 1, 2, 3, 0.5)
-    assert ReplyReader(lambda: Prepared({}), "call_").read(event) == [event]
 
 
 @pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True, "é\n"]}, {"a": 10**400}, {"a": -(2**64)}, {}])

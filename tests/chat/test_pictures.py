@@ -180,16 +180,6 @@ def test_no_boundary_is_inside_a_picture(processor: Processor, renderer: PromptR
     assert "Be careful." in processor.tokenizer.decode(ids[: prompt.system_end])
 
 
-def test_a_longer_conversation_goes_on_from_the_shorter(renderer: PromptRenderer) -> None:
-    question = said("user", "Look: ", picture(5), "What is it?")
-    turns = [question, said("assistant", "A river."), said("user", "And this?", picture(4)), said("assistant", "No.")]
-    for beginning in ([], [said("user", "Hello."), said("assistant", "Hi.")]):
-        messages = [*beginning, *turns, said("user", "Why?")]
-        *shorter, longest = (rendered(renderer, talk(*messages[: len(beginning) + end])) for end in (1, 3, 5))
-        for prompt in shorter:
-            assert longest.token_ids[: len(prompt.token_ids)].tolist() == prompt.token_ids.tolist()
-
-
 def test_another_picture_of_the_same_size_is_another_name_and_nothing_is_encoded_again(
     renderer: PromptRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -208,16 +208,6 @@ def test_text_before_a_reply_that_is_not_what_it_was_leaves_it_to_the_template(s
         assert prompt.token_ids.tolist() == rendered(renderer_of(QWEN2), conversation).token_ids.tolist()
 
 
-def test_reasoning_that_the_template_drops_does_not_come_back() -> None:
-    model, messages, _ = two_turns(QWEN3, text=THOUGHT + CALL)
-    assert "wants Oslo" in text_of(QWEN3, model.asked(conversation_of(QWEN3, *without_thoughts(messages))))
-    later = conversation_of(QWEN3, *messages, {"role": "assistant", "content": "Rain."}, user("Thanks."))
-    prompt = model.asked(later)
-    assert prompt.replayed == 0
-    assert "wants Oslo" not in text_of(QWEN3, prompt)
-    assert prompt.token_ids.tolist() == rendered(renderer_of(QWEN3), later).token_ids.tolist()
-
-
 def test_a_new_loop_is_replayed_behind_one_whose_reasoning_was_dropped() -> None:
     model, messages, _ = two_turns(QWEN3, text=THOUGHT + CALL)
     messages += [{"role": "assistant", "content": "Rain."}, user("And in Rome?")]

@@ -49,15 +49,6 @@ def text_of(tokenizer: Any, prompt: Prompt, end: int | None = None) -> str:
     return str(tokenizer.decode(prompt.token_ids[:end].tolist()))
 
 
-def test_a_prompt_is_what_the_template_writes(renderer: PromptRenderer, tokenizer: Any) -> None:
-    prompt = rendered(renderer, conversation_of(("system", "Be brief."), ("user", "Name three rivers.")))
-    assert text_of(tokenizer, prompt) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName three rivers.<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    assert prompt.token_ids.dtype.name == "int32"
-
-
 def test_developer_becomes_system_unless_the_template_knows_it(
     renderer: PromptRenderer, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -65,12 +56,6 @@ def test_developer_becomes_system_unless_the_template_knows_it(
     assert "<|im_start|>system\nBe brief." in text_of(tokenizer, rendered(renderer, body))
     knowing = tokenizer_with(tmp_path, CHAT_TEMPLATE + "{# developer #}")
     assert "<|im_start|>developer\nBe brief." in text_of(knowing, rendered(renderer_of(knowing), body))
-
-
-@pytest.mark.parametrize("arguments", ["", "{}", {}])
-def test_a_tool_call_without_arguments_is_rendered(renderer: PromptRenderer, tokenizer: Any, arguments: Any) -> None:
-    prompt = rendered(renderer, calling(arguments, name="get_time"))
-    assert "<call>get_time</call><|im_end|>" in text_of(tokenizer, prompt)
 
 
 @pytest.mark.parametrize("num_calls", [1, 4])
@@ -195,13 +180,6 @@ def test_the_preview_shows_how_a_conversation_begins_and_its_newest_question(ren
     assert "\n" not in prompt.text
 
 
-def test_a_completion_prompt_is_the_text_as_it_stands(renderer: PromptRenderer, tokenizer: Any) -> None:
-    prompt = renderer.completion("Name three<|im_end|> rivers")
-    assert text_of(tokenizer, prompt) == "Name three<|im_end|> rivers"
-    assert [text_of(tokenizer, prompt, end) for end in prompt.boundaries] == ["Name three<|im_end|>"]
-    assert prompt.text == "Name three<|im_end|> rivers"
-
-
 def test_token_ids_are_taken_as_they_are(renderer: PromptRenderer) -> None:
     prompt = renderer.completion([5, 2, 7])
     assert prompt.token_ids.tolist() == [5, 2, 7]
@@ -303,12 +281,6 @@ def test_auto_keeps_plain_text_of_a_tokenizer_that_adds_a_bos(tokenizer_with_bos
 def test_a_bos_that_begins_a_text_is_no_boundary_of_it(tokenizer: Any, tokenizer_with_bos: Any, text: str) -> None:
     for one in (tokenizer, tokenizer_with_bos):
         assert renderer_of(one).completion(text).boundaries == ()
-
-
-def test_special_tokens_in_a_text_stay_boundaries_beside_a_bos(tokenizer_with_bos: Any) -> None:
-    prompt = renderer_of(tokenizer_with_bos).completion("Name three<|im_end|> rivers")
-    cuts = [text_of(tokenizer_with_bos, prompt, end) for end in prompt.boundaries]
-    assert cuts == ["<|im_start|>Name three<|im_end|>"]
 
 
 def test_a_text_that_the_tokenizer_drops_is_a_400(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def test_the_table_shows_each_row_with_its_figures(made: Made, run: Run) -> None
     assert [line.split()[0] for line in of_first[1:] if line] == [
         "sliceable,", "auto:8", "upper-bound", "sliceable,", "chat"
     ]  # fmt: skip
+    assert any(line.startswith("chat (auto") for line in of_first), "a policy file, beside its scope"
     verdicts = [line for line in lines if line.startswith("verdict: ")]
     assert verdicts[0].startswith("verdict: --disk-prefix-cache auto:8 restores ")
     assert verdicts[1].startswith("verdict: no scope restores anything; ")

@@ -279,15 +279,6 @@ def tenant_of(client: httpx.Client, engine: ScriptedEngine, key: str | None, **f
     return engine.requests[-1].cache.tenant
 
 
-def test_the_tenant_is_the_keys_and_a_salt_is_added_to_it(client: httpx.Client, engine: ScriptedEngine) -> None:
-    alice, bob = Tenant.of_key(ALICE), Tenant.of_key(BOB)
-    assert tenant_of(client, engine, ALICE) == alice
-    assert tenant_of(client, engine, BOB) == bob
-    for salt in ("x", BOB, str(bob), str(bob.with_salt("x"))):
-        assert tenant_of(client, engine, ALICE, cache_salt=salt) == alice.with_salt(salt)
-        assert tenant_of(client, engine, ALICE, prefix_cache={"salt": salt}) == alice.with_salt(salt)
-
-
 def test_without_a_file_of_keys_the_bearer_is_the_tenant_and_a_salt_is_added_to_it(
     server: AppServer, engine: ScriptedEngine
 ) -> None:

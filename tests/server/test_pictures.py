@@ -27,7 +27,6 @@ from diskprefix.engine.sampler import Sampler
 from diskprefix.extras.pictures import picture_reader
 from diskprefix.extras.pictures.picture_reader import PictureReader
 from diskprefix.model.exact.invariant import as_it_was
-from diskprefix.store.purge import PurgeFilter
 from tests.server.daemon_process import reply_to
 from tests.server.picture_models import (
     VISION_MODELS,
@@ -265,16 +264,6 @@ def test_conversations_at_once_have_the_bits_that_each_has_alone(vision: AppServ
     assert sum(pictures_of(reply)[0] for reply in together) == 2
     for sent, reply in zip(asked, together, strict=True):
         assert logprobs_of(ask(vision, sent | OFF)) == logprobs_of(reply)
-
-
-def test_purged_images_are_encoded_again(llava: AppServer) -> None:
-    sent = body(image_part(image_bytes((33, 44, 55))), text_part(QUESTION))
-    ask(llava, sent)
-    stored_by(llava)
-    llava.engine.cache.purge(PurgeFilter())
-    again = ask(llava, sent)
-    assert again["prefix_cache"]["restored"] == 0
-    assert pictures_of(again) == (1, 0)
 
 
 def test_a_stop_does_not_wait_until_a_picture_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

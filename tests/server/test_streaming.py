@@ -144,13 +144,6 @@ def sent_by(script: Prepared, response: Callable[[Generation], Any]) -> Sent:
     return sent
 
 
-def test_the_headers_and_a_comment_of_a_stream_go_out_before_anything_is_there() -> None:
-    sent = streamed(Prepared(ClientDisconnect()))
-    assert sent.status == 200
-    assert sent.body.startswith(b": ")
-    assert sent.body.endswith(b"\n\n")
-
-
 SILENT: list[Event] = [TextEvent(0, "", (token,)) for token in range(300)]
 """Tokens whose text is held back."""
 

@@ -207,13 +207,9 @@ def test_a_text_that_holds_a_tag_is_read_back_whole_and_cut_anywhere(name: str) 
     assert refused <= 2
 
 
-def definitions() -> dict[str, Any]:
+def test_definitions_of_a_schema_hold_where_each_argument_has_its_own() -> None:
     asked = tool("find", where={"$ref": "#/$defs/place"})
     asked["function"]["parameters"]["$defs"] = {"place": {"enum": ["Oslo", "Rome"]}}
-    return asked
-
-
-def test_definitions_of_a_schema_hold_where_each_argument_has_its_own() -> None:
-    grammar = format_named("pythonic").call_grammar([definitions()], many=False)
+    grammar = format_named("pythonic").call_grammar([asked], many=False)
     assert llguidance.LLMatcher.validate_grammar(grammar, BYTES) == ""
     assert generated(grammar, 0) in ('[find(where="Oslo")]', '[find(where="Rome")]')

@@ -148,14 +148,6 @@ def test_a_prompt_whose_line_is_missing_parts_from_nothing(record: Record) -> No
     assert joined([line])[line.hashes[-1]] == line.hashes[-2]
 
 
-def test_a_recording_is_private_and_goes_on_after_a_restart(record: Record, path: Path) -> None:
-    record(range(20))
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    first, second = record(range(40))
-    assert (first.cuts, second.cuts) == ([16, 20], [16, 32, 40])
-    assert first.hashes[0] == second.hashes[0]
-
-
 def test_half_a_line_that_a_crash_left_is_cut_off(record: Record, path: Path) -> None:
     (first,) = record(range(20))
     whole = path.read_bytes()
