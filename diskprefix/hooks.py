@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.chat.draft import Compress
     from diskprefix.model.load.picture_processor import PictureProcessor
-    from diskprefix.nouns import CacheOptions, CacheReport, Prompt
     from diskprefix.server.process.front_line import FrontLine
     from diskprefix.settings import Settings
     from diskprefix.tokens import TokenIds
+    from diskprefix.values import CacheOptions, CacheReport, Prompt
 
 log = logging.getLogger("diskprefix")
 

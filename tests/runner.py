@@ -25,9 +25,9 @@ from diskprefix.model.exact.invariant import uninstall
 from diskprefix.model.exact.runner import Rows, run
 from diskprefix.model.exact.self_check import make_exact, rehearse
 from diskprefix.model.exact.vision_encoder import VisionEncoder
-from diskprefix.nouns import CacheOptions, CacheReport, Picture, Prompt
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.values import CacheOptions, CacheReport, Picture, Prompt
 from tests.made_settings import made_settings
 from tests.waiting import wait_for
 

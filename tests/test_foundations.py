@@ -17,12 +17,12 @@ from diskprefix import progress
 from diskprefix.errors import SettingsError
 from diskprefix.memo import Memo
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.nouns import SHARED, CacheReport, Scope, Selection, Tenant
 from diskprefix.printable import escaped, printable_only, shown
 from diskprefix.progress import progress_bar
 from diskprefix.server.keys import OwnerToken
 from diskprefix.tenant_ids import matches
 from diskprefix.user_key import user_key
+from diskprefix.values import SHARED, CacheReport, Scope, Selection, Tenant
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=300)
 

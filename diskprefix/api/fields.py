@@ -33,9 +33,9 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.messages import CacheMark, JsonObject
 from diskprefix.engine.request import SamplingParams
 from diskprefix.errors import InvalidRequest, SettingsError
-from diskprefix.nouns import MAX_VALUE, CacheOptions, Scope, Tenant
 from diskprefix.tenant_ids import group_of
 from diskprefix.units import parse_duration
+from diskprefix.values import MAX_VALUE, CacheOptions, Scope, Tenant
 
 if TYPE_CHECKING:
     from diskprefix.model.load.picture_processor import Detail

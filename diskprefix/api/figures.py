@@ -10,7 +10,7 @@ from typing import Any
 
 from diskprefix.chat.normalisers import helpful_normalisers, shape_of
 from diskprefix.engine.request import DoneEvent
-from diskprefix.nouns import CacheReport
+from diskprefix.values import CacheReport
 
 
 def figures_reply(done: DoneEvent, clamped_to: int | None) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.errors import CacheError, StoreUnavailable
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.nouns import SHARED, CacheOptions, Tenant
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
 from diskprefix.store.notes import TenantNotes
@@ -34,6 +33,7 @@ from diskprefix.store.schema import Kind, ModelRecord, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import TokenIds, root_hash
+from diskprefix.values import SHARED, CacheOptions, Tenant
 
 log = logging.getLogger("diskprefix")
 

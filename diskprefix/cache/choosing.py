@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from diskprefix.cache.policy.seen import SeenPrompts, Sighting
 from diskprefix.cache.policy.select import Rules, select
 from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.nouns import DEFAULT_WINDOW, CacheOptions, Mark, Prompt, Selection
+from diskprefix.values import DEFAULT_WINDOW, CacheOptions, Mark, Prompt, Selection
 
 
 def look(seen: SeenPrompts, prompt: Prompt, options: CacheOptions, block_names: Sequence[bytes]) -> Sighting:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from diskprefix.cache.policy.select import AT_ANY_TOKEN, AT_CHECKPOINTS, StateKind
 from diskprefix.cache.tiers.nodes import Node, PartialMatch, PromptNodes
 from diskprefix.cache.tiers.tier import NodeIndex
-from diskprefix.nouns import Refused, StateSource
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import LEAST_TOKENS, common_prefix_length
+from diskprefix.values import Refused, StateSource
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ _Index = TypeVar("_Index", bound=NodeIndex)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restored:
+class RestoreResult:
     """The part of a prompt that was stored when its request came, and the part that was restored.
 
     The memory now has the state after `num_tokens` tokens, for which `num_bytes` were loaded from `source`. The store

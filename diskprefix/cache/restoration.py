@@ -12,16 +12,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from diskprefix.cache.matching import Matcher, Restored
+from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import Tier, View, open_views
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.nouns import Refused, StateSource
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.evictor import Evictor
 from diskprefix.tokens import floor_to_grid
+from diskprefix.values import Refused, StateSource
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Restoration:
 
     def run(
         self, sequence: KVSequence, have: int = 0, logits: torch.Tensor | None = None, *, loads: bool = True
-    ) -> Restored | None:
+    ) -> RestoreResult | None:
         """Restores into `sequence`, which has room for the prompt and already has the state of its first `have` tokens.
         `logits` are those at the prompt's end, if the sequence has all of it. Without `loads`, only looks what is
         stored. A damaged node is removed, and the next shorter prefix is restored.
@@ -120,7 +120,7 @@ class Restoration:
             at_end = loader.logits if matcher.tail is not None else self._logits
             logits = sequence.logits_from(at_end) if at_end is not None and end == len(self.nodes.token_ids) else None
         deepest, num_tokens = matcher.deepest, max(have, end)
-        return Restored(
+        return RestoreResult(
             num_tokens=num_tokens,
             num_bytes=loader.num_bytes,
             stored_tokens=end,

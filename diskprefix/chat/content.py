@@ -15,9 +15,9 @@ import numpy.typing as npt
 from diskprefix.chat.draft import PromptDraft
 from diskprefix.chat.messages import ContentPart, ImagePart, Message, OtherPart, TextPart, join_neighbours
 from diskprefix.errors import InvalidRequest
-from diskprefix.nouns import Change, Picture
 from diskprefix.printable import shown
 from diskprefix.tokens import TokenIds, picture_ids
+from diskprefix.values import Change, Picture
 
 if TYPE_CHECKING:
     from diskprefix.chat.template import ChatTemplate

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from diskprefix.chat.messages import Conversation, Ending
 from diskprefix.chat.replay import ConversationHash, RecordStore, SampledTurn, with_turn
 from diskprefix.chat.template_input import TemplateInput
-from diskprefix.nouns import Picture, Prompt
 from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.values import Picture, Prompt
 
 if TYPE_CHECKING:
     from diskprefix.chat.known_parts import OwnedParts

@@ -26,7 +26,7 @@ from diskprefix.chat.template_input import (
     texts_of,
     with_other_user_message,
 )
-from diskprefix.nouns import MAX_MARKS, Mark
+from diskprefix.values import MAX_MARKS, Mark
 
 log = logging.getLogger("diskprefix")
 

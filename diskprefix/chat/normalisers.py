@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.normaliser_rules import read_normalisers
 from diskprefix.errors import SettingsError
-from diskprefix.nouns import Change, Rewriting
 from diskprefix.settings import policies_folder
+from diskprefix.values import Change, Rewriting
 
 if TYPE_CHECKING:
     from diskprefix.chat.draft import PromptDraft

@@ -26,9 +26,9 @@ from diskprefix.chat.replay import Origin, RecordStore, Replayed
 from diskprefix.chat.splice import recall, splice
 from diskprefix.chat.template import ChatTemplate, render
 from diskprefix.chat.template_input import PART_SEPARATOR, MessageForm, TemplateInput, require_few_arguments
-from diskprefix.nouns import Picture, Prompt, SourceText
 from diskprefix.printable import printable_only
 from diskprefix.tokens import as_token_ids
+from diskprefix.values import Picture, Prompt, SourceText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -18,7 +18,7 @@ from diskprefix.chat.messages import Message, TextPart, ToolCall
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.template_input import PART_SEPARATOR
 from diskprefix.json_values import whole_characters
-from diskprefix.nouns import Picture, Prompt
+from diskprefix.values import Picture, Prompt
 
 _ID_BYTES = 32
 

@@ -29,7 +29,7 @@ from diskprefix.kv.page_cache import Later, NoRoom, held_up
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.runner import State
-from diskprefix.nouns import CacheReport
+from diskprefix.values import CacheReport
 
 log = logging.getLogger("diskprefix")
 

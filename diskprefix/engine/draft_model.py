@@ -28,10 +28,10 @@ from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import runner
 from diskprefix.model.load.loader import LoadedModel
-from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.printable import first_line
 from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
+from diskprefix.values import CacheOptions, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError
-from diskprefix.nouns import CacheOptions, CacheOutcome, CacheReport, Prompt, StateSource, outcome_of
+from diskprefix.values import CacheOptions, CacheOutcome, CacheReport, Prompt, StateSource, outcome_of
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 

@@ -41,9 +41,9 @@ from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.vision_encoder import VisionEncoder
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import kv_bytes, use_gpu
-from diskprefix.nouns import CacheReport, Prompt
 from diskprefix.printable import first_line
 from diskprefix.units import counted, format_size
+from diskprefix.values import CacheReport, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

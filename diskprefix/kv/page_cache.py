@@ -22,9 +22,9 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.prefix_match import PrefixMatch, PrefixMatcher, SharedPrefix, end_name
 from diskprefix.kv.sequence import KVSequence, Owner, Prefix
 from diskprefix.kv.sizes import STEP_TOKENS, longest_within
-from diskprefix.nouns import CacheOptions
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, TokenPath, floor_to_grid
 from diskprefix.units import format_size
+from diskprefix.values import CacheOptions
 
 
 class Later(NamedTuple):

@@ -32,7 +32,6 @@ from diskprefix.chat.replay import Replayed
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import InvalidRequest
-from diskprefix.nouns import CacheOptions
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import LogContext, log_context
@@ -42,6 +41,7 @@ from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import EventStream, Write, json_reply, respond_or_keep_alive
 from diskprefix.server.threads import Kind
 from diskprefix.store.notes import TenantNotes
+from diskprefix.values import CacheOptions
 
 B = TypeVar("B", bound=RequestBody)
 M = TypeVar("M")

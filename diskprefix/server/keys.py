@@ -12,10 +12,10 @@ from pathlib import Path
 
 from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import SettingsError
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.private_file import read_private
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.user_key import user_key, user_token
+from diskprefix.values import SHARED, Tenant
 
 log = logging.getLogger("diskprefix")
 

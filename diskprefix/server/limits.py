@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import QueueFull, ShareFull
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
+from diskprefix.values import SHARED, Tenant
 
 if TYPE_CHECKING:
     from starlette.types import Scope

@@ -11,8 +11,8 @@ from starlette.requests import HTTPConnection
 
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent
-from diskprefix.nouns import Tenant
 from diskprefix.server.keys import NOBODY, Caller
+from diskprefix.values import Tenant
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left. Only the access log and the metrics show it."""

@@ -22,9 +22,9 @@ from prometheus_client.registry import Collector
 
 from diskprefix.engine.gauges import Distribution
 from diskprefix.engine.request import DoneEvent
-from diskprefix.nouns import MISS_REASONS, CacheOutcome
 from diskprefix.server.log_context import OUTCOMES, LogContext
 from diskprefix.server.serving import Serving
+from diskprefix.values import MISS_REASONS, CacheOutcome
 from diskprefix.version import __version__
 
 _COUNTERS = {

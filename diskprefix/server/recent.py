@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diskprefix.api.figures import broken_by, figures_reply
-from diskprefix.nouns import CacheOutcome, CacheReport
 from diskprefix.server.log_context import LogContext
+from diskprefix.values import CacheOutcome, CacheReport
 
 MOST_REPLIES = 300
 MOST_FAILURES = 100

@@ -12,9 +12,9 @@ from diskprefix.chat.known_parts import OwnedParts
 from diskprefix.chat.output.format import OutputDelta, OutputParser, ToolCallBegin
 from diskprefix.chat.replay import Replayed, ReplyMemory, Turn
 from diskprefix.engine.request import Event, FinishEvent, TextEvent
-from diskprefix.nouns import CacheOptions
 from diskprefix.store.note_record import NoteKind
 from diskprefix.tokens import TokenIds
+from diskprefix.values import CacheOptions
 
 if TYPE_CHECKING:
     from diskprefix.server.serving import Serving

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ModelNotFound
 from diskprefix.model.load.proposals import full_name
-from diskprefix.nouns import Scope, require_model_name
 from diskprefix.printable import shown
 from diskprefix.server.threads import Threads
+from diskprefix.values import Scope, require_model_name
 
 if TYPE_CHECKING:
     from diskprefix.engine.inbox import Inbox

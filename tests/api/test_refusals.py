@@ -20,10 +20,10 @@ from diskprefix.api.responses import Responses
 from diskprefix.errors import InvalidRequest
 from diskprefix.extras.infill.infill import Infill
 from diskprefix.extras.ollama.ollama_dialect import Ollama, OllamaChatRequest, OllamaGenerateRequest
-from diskprefix.nouns import SHARED, Scope
 from diskprefix.server.body import parse_json
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
+from diskprefix.values import SHARED, Scope
 
 GONE = object()
 """The field is left out."""

@@ -14,11 +14,11 @@ import torch
 
 from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
-from diskprefix.nouns import CacheOptions, Picture, Prompt, Scope, Tenant
 from diskprefix.store.note_record import NoteKind, StoredNote
 from diskprefix.store.purge import PurgeFilter
 from diskprefix.store.verify import verify_index, verify_payloads
 from diskprefix.tokens import picture_ids
+from diskprefix.values import CacheOptions, Picture, Prompt, Scope, Tenant
 from tests.cache.opening import AUTO, FULL, OFF, Opened, is_sound
 from tests.runner import BLOCK, VOCAB, Answer, Runner, random_prompt, same
 from tests.store.building import damage

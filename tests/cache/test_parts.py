@@ -13,11 +13,11 @@ import pytest
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
-from diskprefix.nouns import SHARED, CacheOptions, Mark, Prompt, Scope
 from diskprefix.store.note_record import NoteKind, StoredNote
 from diskprefix.store.schema import Kind, decode_node, node_name
 from diskprefix.store.tree import list_entries
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
+from diskprefix.values import SHARED, CacheOptions, Mark, Prompt, Scope
 from tests.cache.opening import AUTO, FULL, OFF, Opened, gated, is_sound
 from tests.runner import VOCAB, Answer, Runner, random_prompt, same
 from tests.store.building import damage

@@ -21,11 +21,11 @@ from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.runner import forward
-from diskprefix.nouns import CacheOptions, Prompt, Scope
 from diskprefix.store.codec.codec import PIECE_BYTES
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds
+from diskprefix.values import CacheOptions, Prompt, Scope
 from tests import forked
 from tests.cache.opening import AUTO, FULL, OFF, Opened, gated, is_sound, open_runner
 from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings

@@ -12,9 +12,9 @@ import pytest
 
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.write_budget import Spending, SpentByKey, within_budget
-from diskprefix.nouns import CacheOptions, CacheReport, Mark, Prompt, Scope, Selection, Tenant
 from diskprefix.store.written import WrittenBytes
 from diskprefix.tokens import as_token_ids
+from diskprefix.values import CacheOptions, CacheReport, Mark, Prompt, Scope, Selection, Tenant
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 
 RULES = Rules(block_size=16, min_tokens=100, cold_max=100, interval=100, state="token")

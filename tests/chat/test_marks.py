@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.nouns import MAX_MARKS, Mark, Prompt
 from diskprefix.server.body import parse_json
+from diskprefix.values import MAX_MARKS, Mark, Prompt
 from tests.chat.families.conversations import SYSTEM as OF_WEATHER
 from tests.chat.families.conversations import Message, call, prompt_of, result, text_of, user
 from tests.chat.families.families import FAMILIES, Family

@@ -30,8 +30,8 @@ from diskprefix.chat.messages import (
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.extras.compression.compression import fit
-from diskprefix.nouns import Picture, Prompt
 from diskprefix.tokens import picture_ids
+from diskprefix.values import Picture, Prompt
 from tests.chat.rendering import rendered
 from tests.chat.turns import Model
 from tests.server.chat_model import CHAT_TEMPLATE, write_tokenizer

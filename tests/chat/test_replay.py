@@ -18,7 +18,7 @@ from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, Sample
 from diskprefix.chat.splice import readings
 from diskprefix.chat.template import end_texts
 from diskprefix.errors import ContextTooLong
-from diskprefix.nouns import Prompt
+from diskprefix.values import Prompt
 from tests.chat.families.conversations import (
     CLIENTS,
     SYSTEM,

@@ -20,9 +20,9 @@ from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.extras.compression.compression import fit
 from diskprefix.json_values import MOST_PARTS
-from diskprefix.nouns import Prompt
 from diskprefix.server.body import parse_json
 from diskprefix.tokens import common_prefix_length
+from diskprefix.values import Prompt
 from tests.chat.rendering import rendered, renderer_of, tokenizer_with
 from tests.server.chat_model import CHAT_TEMPLATE, VOCAB_SIZE
 

@@ -18,8 +18,8 @@ from diskprefix.chat.output.format import (
 )
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.replay import Replayed, ReplyMemory, Turn
-from diskprefix.nouns import Prompt
 from diskprefix.tokens import TokenIds
+from diskprefix.values import Prompt
 
 
 class Turns(dict[str, bytes]):

@@ -18,10 +18,10 @@ from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace_formats import read_trace
-from diskprefix.nouns import CacheOptions, CacheReport, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids
 from diskprefix.units import parse_size
+from diskprefix.values import CacheOptions, CacheReport, Scope, Selection
 from tests.cli.conftest import Ended, Run
 from tests.cli.terminal import Terminal
 from tests.extras.simulate.workloads import CATALOG, interleaved

@@ -33,8 +33,8 @@ from diskprefix.engine.request import (
 from diskprefix.engine.running_request import Reply
 from diskprefix.extras.simulate.recorded_request import RecordedRequest
 from diskprefix.kv.page_cache import PageCache
-from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.tokens import TokenIds
+from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant
 from tests.exactness.architectures import tiny_model
 from tests.made_settings import made_settings
 from tests.model import tiny

@@ -25,10 +25,10 @@ from diskprefix.engine.request import DoneEvent, ErrorEvent
 from diskprefix.engine.running_request import Reply
 from diskprefix.errors import NotReady
 from diskprefix.kv.page_cache import PageCache
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store.environment import Environment
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds, TokenPath
+from diskprefix.values import SHARED, Tenant
 from tests.engine.driving import (
     Client,
     after_steps,

@@ -37,11 +37,11 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.exact import runner
 from diskprefix.model.exact.drafts import likeliest
-from diskprefix.nouns import SHARED
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import Payload
 from diskprefix.store.purge import PurgeFilter
 from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.values import SHARED
 from tests.engine.driving import (
     BLOCK,
     WORDS,

@@ -20,11 +20,11 @@ from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, ProgressEvent, TextEvent
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest, StoreCorrupt, StoreUnavailable
-from diskprefix.nouns import CacheReport
 from diskprefix.store.pieces import Cut
 from diskprefix.store.schema import decode_node
 from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
+from diskprefix.values import CacheReport
 from tests.engine.driving import Cancelled, Client, done, load, request, run_request, tokens, tokens_of, wait_until_idle
 
 BLOCK = 16

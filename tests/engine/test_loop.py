@@ -26,10 +26,10 @@ from diskprefix.errors import ContextTooLong
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import runner
-from diskprefix.nouns import Tenant
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.tokens import TokenIds, TokenPath, as_token_ids
+from diskprefix.values import Tenant
 from tests.engine.driving import (
     WORDS,
     Client,

@@ -29,8 +29,8 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.model.exact import state_layout
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.load import memory
-from diskprefix.nouns import Scope
 from diskprefix.settings import Settings
+from diskprefix.values import Scope
 from tests.engine.driving import (
     Cancelled,
     bound_memory,

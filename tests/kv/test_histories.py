@@ -29,8 +29,8 @@ from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.prefix_match import PrefixMatch
 from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.nouns import CacheOptions
 from diskprefix.tokens import TokenIds, TokenPath
+from diskprefix.values import CacheOptions
 from tests.examples import examples
 from tests.kv.hashed_state import (
     BLOCK,

@@ -14,8 +14,8 @@ from diskprefix.kv.kept_blocks import KeptBlock, KeptBlocks
 from diskprefix.kv.page_cache import Later, PageCache
 from diskprefix.kv.pages import Page
 from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.nouns import CacheOptions
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
+from diskprefix.values import CacheOptions
 from tests.kv.hashed_state import (
     BLOCK,
     KINDS,

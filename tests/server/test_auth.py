@@ -18,11 +18,11 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from diskprefix.errors import SettingsError
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server.guards import BrowserGuard, is_loopback
 from diskprefix.server.keys import ApiKeys, Caller
 from diskprefix.server.status import WELCOME
 from diskprefix.user_key import user_key
+from diskprefix.values import SHARED, Tenant
 from tests.server.daemon_process import DaemonProcess, open_raw, running_daemon, wait_until
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
 

@@ -22,7 +22,6 @@ from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import InvalidRequest, QueueFull, ShareFull
 from diskprefix.json_values import MOST_PARTS, MOST_VALUES
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server import body as body_module
 from diskprefix.server import limits
 from diskprefix.server.body import Bodies
@@ -32,6 +31,7 @@ from diskprefix.server.log_context import LogContext
 from diskprefix.server.process import connection as connections
 from diskprefix.server.threads import Kind, Threads
 from diskprefix.settings import Settings
+from diskprefix.values import SHARED, Tenant
 from tests.server import test_auth as auth
 from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app

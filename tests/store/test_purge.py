@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store import purge as purging
 from diskprefix.store.changes import NewNode, Use, touches
 from diskprefix.store.codec.codec import Codec
@@ -25,6 +24,7 @@ from diskprefix.store.savings import SavingsLog, Tally, read_savings
 from diskprefix.store.schema import EntryRecord, Kind, ModelRecord, RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds, root_hash
+from diskprefix.values import SHARED, Tenant
 from tests.examples import examples
 from tests.faults.damage import damaged
 from tests.store.building import (

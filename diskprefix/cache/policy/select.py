@@ -30,9 +30,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from diskprefix.cache.policy.seen import Earlier, Sighting
-from diskprefix.nouns import Prompt, Reason, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tokens import LEAST_TOKENS, floor_to_grid
+from diskprefix.values import Prompt, Reason, Scope, Selection
 
 StateKind: TypeAlias = Literal["token", "sliceable", "token_checkpoints", "checkpoints"]
 """Where a restored prefix can end: at any token; at the end of any block; at a checkpoint, which may be at any token;

@@ -23,9 +23,9 @@ from diskprefix.model.load.hub import cached_models
 from diskprefix.model.load.named_model import path_of, plain_name
 from diskprefix.model.load.proposals import full_name, none_known
 from diskprefix.native import build
-from diskprefix.nouns import MOST_NAME_CHARS, require_model_name
 from diskprefix.printable import first_line, shown
 from diskprefix.settings import OF_ONE_MODEL, Settings, config_home, flag_of
+from diskprefix.values import MOST_NAME_CHARS, require_model_name
 
 log = logging.getLogger("diskprefix")
 

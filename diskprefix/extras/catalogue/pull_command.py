@@ -21,10 +21,10 @@ from diskprefix.model.load.found_models import found_model
 from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.proposals import meant_name, require_repository
-from diskprefix.nouns import require_model_name
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
+from diskprefix.values import require_model_name
 
 
 @click.command(short_help="Fetch a model from the Hugging Face hub.")

@@ -26,13 +26,13 @@ from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent, GenerateRequest, ReadEvent, Reading, SamplingParams
 from diskprefix.errors import InvalidRequest
 from diskprefix.extras.embedding.model_purpose import Purpose
-from diskprefix.nouns import CacheOptions, Prompt, Scope
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation, disconnected, together
 from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.routes import Routes
 from diskprefix.server.serving import Serving
 from diskprefix.tenant_ids import group_of
+from diskprefix.values import CacheOptions, Prompt, Scope
 
 MAX_INPUTS, MAX_TOKENS = 2048, 300_000
 """The most inputs of a request, and tokens in all of them, as in OpenAI's API."""

@@ -20,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreFormatError, StoreUnavailable
 from diskprefix.identity import identity_text
-from diskprefix.nouns import Tenant
 from diskprefix.printable import escaped, first_line
 from diskprefix.store.folder import sync
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import MAX_PREFILL_S, EntryRecord, Kind, RootRecord
 from diskprefix.tokens import TokenIds, checksum, root_hash
+from diskprefix.values import Tenant
 
 FORMAT, VERSION = "diskprefix-entry", "1"
 

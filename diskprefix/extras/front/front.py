@@ -34,7 +34,6 @@ from diskprefix.extras.front.workers import MOST_UNLOAD_S, Deaths, ModelWorker, 
 from diskprefix.extras.ollama.ollama_models import keep_alive_seconds
 from diskprefix.model.load.memory import available_ram_bytes, trim_heap
 from diskprefix.model.load.proposals import none_known
-from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
 from diskprefix.server.guards import BrowserGuard, caller_of
 from diskprefix.server.keys import ApiKeys, Caller, OwnerToken
@@ -43,6 +42,7 @@ from diskprefix.server.process.process import process_age_s
 from diskprefix.server.process.systemd import notify, watchdog_s
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
+from diskprefix.values import Tenant
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send

@@ -39,12 +39,12 @@ from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.exact.state_layout import unsupported
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.memory import kv_bytes
-from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings, expanded
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.tokens import TokenIds, floor_to_grid
 from diskprefix.units import parse_size
+from diskprefix.values import CacheOptions, CacheReport, Prompt
 
 log = logging.getLogger("diskprefix")
 

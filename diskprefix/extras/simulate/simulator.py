@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diskprefix.cache.choosing import choose_kept, look, marked_nodes, ttl_at
-from diskprefix.cache.matching import Matcher, Restored
+from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.policy.seen import SeenPrompts
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.write_budget import Spending, within_budget
@@ -22,10 +22,10 @@ from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulated_memory import SimulatedMemory
 from diskprefix.extras.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
-from diskprefix.nouns import CacheOptions, Scope, Selection
 from diskprefix.store.schema import Kind
 from diskprefix.store.written import WrittenBytes
 from diskprefix.tokens import TokenIds, TokenPath, root_hash
+from diskprefix.values import CacheOptions, Scope, Selection
 
 _SECRET = 0
 _OFF = Scope("off")
@@ -134,7 +134,7 @@ class Simulator:
         scope = request.scope or policy.scope
         self.store.pass_time(request.when)
         nodes = self.nodes(request, prompt.token_ids)
-        restored, in_memory = Restored(), 0
+        restored, in_memory = RestoreResult(), 0
         if scope.kind != "off":
             in_memory = self._memory.match(request.tenant, prompt.token_ids)
             restored = self._restore(request, nodes)
@@ -181,19 +181,19 @@ class Simulator:
             state_bytes=geometry.state_bytes,
         )
 
-    def _restore(self, request: TraceRequest, nodes: PromptNodes) -> Restored:
+    def _restore(self, request: TraceRequest, nodes: PromptNodes) -> RestoreResult:
         state = self._geometry.state_kind
         matcher = Matcher(nodes, [self.store], state, has_logits=lambda: nodes.end_id in self._ends)
         matcher.match()
         restorable, stop = matcher.restorable()
-        restored = Restored(blocks=matcher.blocks, partial_match=matcher.partial_match)
+        restored = RestoreResult(blocks=matcher.blocks, partial_match=matcher.partial_match)
         if not restorable:
             return restored
         last = restorable[-1].name
         self.store.touch(last, request.when, 1, ttl_at(stop, request.prompt.marks, request.ttl_s))
         return replace(restored, last_node=last, num_tokens=stop, stored_tokens=stop)
 
-    def _publish(self, request: TraceRequest, nodes: PromptNodes, restored: Restored, selection: Selection) -> int:
+    def _publish(self, request: TraceRequest, nodes: PromptNodes, restored: RestoreResult, selection: Selection) -> int:
         """Publishes the prompt, then its reply. Returns the number of written tokens."""
         planner = Planner(nodes, restored, self._geometry.state_kind, len(nodes.token_ids))
         # Restored tokens are not computed, so they leave no checkpoint.

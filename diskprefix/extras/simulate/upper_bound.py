@@ -8,8 +8,8 @@ from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.radix_tree import RadixTree
 from diskprefix.extras.simulate.simulator import Policy, Totals
 from diskprefix.extras.simulate.trace import Trace
-from diskprefix.nouns import Scope
 from diskprefix.tokens import LEAST_TOKENS
+from diskprefix.values import Scope
 
 _OFF = Scope("off")
 

@@ -21,13 +21,13 @@ from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.plans import NO_PAGE, BlocksToSave, EndOfRequest, Load, PlannedBlock, RankIdentity, StepPlan
 from diskprefix.extras.vllm.request_options import BadParameters, options_of
 from diskprefix.extras.vllm.shared_store import SharedStore
-from diskprefix.nouns import MAX_VALUE, SHARED, CacheOptions, CacheReport, Mark, Prompt, Selection, Tenant
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.save import Save
 from diskprefix.store.savings import Tally
 from diskprefix.store.schema import Kind, node_name
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds, TokenPath, as_token_ids
+from diskprefix.values import MAX_VALUE, SHARED, CacheOptions, CacheReport, Mark, Prompt, Selection, Tenant
 
 log = logging.getLogger("diskprefix")
 

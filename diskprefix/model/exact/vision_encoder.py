@@ -25,8 +25,8 @@ from diskprefix.model.exact.invariant import is_installed
 from diskprefix.model.exact.patterns import sees_pictures_whole
 from diskprefix.native.attention_operator import attention_to_all
 from diskprefix.native.library import operators
-from diskprefix.nouns import Picture
 from diskprefix.printable import first_line
+from diskprefix.values import Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

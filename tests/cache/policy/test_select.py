@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from diskprefix.cache.policy.seen import Earlier, SeenPrompt, Sighting
 from diskprefix.cache.policy.select import Rules, _Window
 from diskprefix.cache.policy.select import select as select_by
-from diskprefix.nouns import Mark, Prompt, Reason, Scope, Selection
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, as_token_ids, common_prefix_length, raw_boundaries
+from diskprefix.values import Mark, Prompt, Reason, Scope, Selection
 
 OFF, FULL, AUTO = Scope("off"), Scope("full"), Scope("auto", 30)
 DEFAULTS: dict[str, Any] = {"block_size": 256, "min_tokens": 512, "cold_max": 10240, "interval": 10240}

@@ -21,7 +21,7 @@ from diskprefix.extras.compression.compression import PLACEHOLDER, fit, shortene
 from diskprefix.extras.simulate.geometry import TOKEN
 from diskprefix.extras.simulate.simulator import Policy, Simulator
 from diskprefix.extras.simulate.trace import TraceRequest
-from diskprefix.nouns import LeftOut, Prompt, Scope
+from diskprefix.values import LeftOut, Prompt, Scope
 from tests.agent_bodies import words
 from tests.chat.rendering import rendered, tokenizer_with
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE

@@ -34,13 +34,13 @@ from diskprefix.extras.front.swaps import Phase, Place
 from diskprefix.extras.front.workers import ModelWorker, Workers
 from diskprefix.extras.ollama.ollama_models import keep_alive_seconds
 from diskprefix.model.load.fit import ModelNeeds, TokenState
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server import limits
 from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.limits import InFlight
 from diskprefix.server.process.listener import listen
 from diskprefix.server.process.process import uvicorn_config
 from diskprefix.settings import Settings
+from diskprefix.values import SHARED, Tenant
 from tests.server.test_auth import write_keys
 from tests.server.test_limits import unfinished_body
 

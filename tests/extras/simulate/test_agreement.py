@@ -31,10 +31,10 @@ from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.extras.simulate.simulator import Outcome, Policy, Simulator
 from diskprefix.extras.simulate.trace import TraceRequest
 from diskprefix.extras.simulate.trace_formats import read_trace
-from diskprefix.nouns import SHARED, CacheOptions, Mark, Prompt, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tenant_ids import group_of
 from diskprefix.tokens import TokenIds, as_token_ids, raw_boundaries
+from diskprefix.values import SHARED, CacheOptions, Mark, Prompt, Scope, Selection
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples, thorough
 from tests.extras.simulate.workloads import interleaved, one_off

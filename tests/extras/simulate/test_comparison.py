@@ -10,7 +10,7 @@ from diskprefix.extras.simulate.comparison import UPPER_BOUND, Case, Regime, cas
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.extras.simulate.simulator import Policy, Totals
 from diskprefix.extras.simulate.trace import Trace
-from diskprefix.nouns import Scope
+from diskprefix.values import Scope
 from tests.extras.simulate.workloads import interleaved
 
 GEOMETRIES: dict[Regime, Geometry] = {"checkpoints": CHECKPOINTS, "sliceable": SLICEABLE}

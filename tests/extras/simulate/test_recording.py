@@ -22,9 +22,9 @@ from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate import recording
 from diskprefix.extras.simulate.recorded_request import RecordedRequest, joined
 from diskprefix.extras.simulate.recording import RequestRecorder
-from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids
+from diskprefix.values import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from tests.runner import BLOCK, random_prompt
 from tests.waiting import wait_for
 

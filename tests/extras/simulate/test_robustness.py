@@ -9,7 +9,7 @@ import pytest
 from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Regime
 from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace
-from diskprefix.nouns import Scope
+from diskprefix.values import Scope
 from tests.examples import examples
 from tests.extras.simulate.disturbed import DISTURBED, simulate_disturbed
 from tests.extras.simulate.workloads import CATALOG

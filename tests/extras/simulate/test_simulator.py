@@ -17,11 +17,11 @@ from diskprefix.extras.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.extras.simulate.upper_bound import upper_bound
-from diskprefix.nouns import Prompt, Scope
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims, usable_bytes
 from diskprefix.store.schema import USAGE_DTYPE, Kind
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
+from diskprefix.values import Prompt, Scope
 from tests.extras.simulate.workloads import CATALOG, interleaved
 
 MIB = 1 << 20

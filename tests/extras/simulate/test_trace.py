@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.extras.simulate.trace import BlockRequest, Trace, TraceRequest, block_tokens_of, block_trace
-from diskprefix.nouns import Prompt
 from diskprefix.tokens import as_token_ids, common_prefix_length
+from diskprefix.values import Prompt
 
 
 def request(when: float, *token_ids: int) -> TraceRequest:

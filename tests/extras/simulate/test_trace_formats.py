@@ -17,9 +17,9 @@ from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.extras.simulate.trace import RecordedDaemon
 from diskprefix.extras.simulate.trace_formats import JsonObject, read_trace
-from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids, common_prefix_length
+from diskprefix.values import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 
 BLOCK = 16
 ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16

@@ -11,8 +11,8 @@ from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, G
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.extras.simulate.upper_bound import upper_bound
-from diskprefix.nouns import Prompt, Scope
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
+from diskprefix.values import Prompt, Scope
 from tests.extras.simulate.workloads import CATALOG
 
 POLICY = Policy(scope=Scope("full"), min_tokens=4, block_size=4)

@@ -10,8 +10,8 @@ import pytest
 from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.vllm.connector_settings import connector_settings
 from diskprefix.extras.vllm.request_options import BadParameters, options_of
-from diskprefix.nouns import Mark
 from diskprefix.settings import Settings
+from diskprefix.values import Mark
 
 
 def test_keys_are_those_of_the_daemon_under_shorter_names() -> None:

@@ -19,7 +19,6 @@ from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.errors import CacheError, NotReady, QueueFull
 from diskprefix.kv.layout import Layout
-from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.store.compact import compact_folder, rewrite_folder
 from diskprefix.store.folder import LOCK, FileMark, _read_mark
 from diskprefix.store.note_record import NoteKind, root_limit
@@ -28,6 +27,7 @@ from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.store import Store
 from diskprefix.store.store_file import StoreFile
 from diskprefix.store.verify import remove_damaged, verify_index
+from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant
 from tests.faults.interleavings import hash_model, threads, world
 from tests.faults.interleavings.bucket import SimulatedBucket
 from tests.faults.interleavings.hash_model import Replies, salt_of
