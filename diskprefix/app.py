@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from threading import Event, Thread
 from typing import TYPE_CHECKING
@@ -119,7 +120,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             buffer_bytes = loaded.fit.buffer_bytes(settings.kv_cache_write_buffer)
             if buffer_bytes < settings.kv_cache_write_buffer:
                 log.info("[disk-cache] the write buffer is %s, for want of memory", format_size(buffer_bytes))
-            settings = settings.with_constants(kv_cache_write_buffer=buffer_bytes)
+            settings = replace(settings, kv_cache_write_buffer=buffer_bytes)
         measurement = measured(loaded, settings)
         layout = measurement.layout
         if recorder is not None:

@@ -8,7 +8,6 @@ The command line merges defaults, policy file, environment and flags. A program 
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import re
@@ -16,7 +15,7 @@ import sys
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from diskprefix.errors import SettingsError
 from diskprefix.units import format_size, parse_size
@@ -371,25 +370,19 @@ class Settings:
         choices=("seen-twice", "all", "off"),
     )
 
-    # No settings: nobody needs other numbers, but tests, and a machine with little memory.
-    kv_cache_write_buffer: ClassVar[int] = 1024**3
+    # Fields without a flag: only tests, and a machine with little memory, need other values.
+    kv_cache_write_buffer: int = 1024**3
     """Bytes for state that waits to be written, at most half of the memory left beside `kv_memory`."""
-    kv_cache_min_free: ClassVar[int] = 256 * 1024**2
+    kv_cache_min_free: int = 256 * 1024**2
     """Bytes of the disk that the store leaves free."""
-    kv_memory_keeps: ClassVar[bool] = True
+    kv_memory_keeps: bool = True
     """State stays in `kv_memory` when its request ends. The next turn continues from it without a read from disk."""
-    kv_cache_interval: ClassVar[int] = 10240
+    kv_cache_interval: int = 10240
     """Tokens between two checkpoints of a model with state that cannot be cut."""
-    kv_cache_cold_max: ClassVar[int] = 10240
+    kv_cache_cold_max: int = 10240
     """Such a model has one more checkpoint at the last message boundary within so many tokens."""
-    remote_deadline: ClassVar[float] = 10.0
+    remote_deadline: float = 10.0
     """The most seconds that a request waits for the bucket before it computes missing blocks."""
-
-    def with_constants(self, **values: float) -> Settings:
-        """Returns the same settings with other values of the numbers above."""
-        changed = copy.copy(self)
-        vars(changed).update(values)
-        return changed
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -463,8 +456,8 @@ class Settings:
             raise SettingsError(f"--remote-tier needs --namespace-key-file: {reason}")
 
 
-SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in fields(Settings)}
-"""The `Setting` of each field by its name, in the order of the help."""
+SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in fields(Settings) if field.metadata}
+"""The `Setting` of each field with a flag by its name, in the order of the help."""
 
 PER_MODEL = frozenset(
     {

@@ -28,7 +28,6 @@ from diskprefix.model.exact.vision_encoder import VisionEncoder
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
 from diskprefix.values import CacheOptions, CacheReport, Picture, Prompt
-from tests.made_settings import made_settings
 from tests.waiting import wait_for
 
 Pictures: TypeAlias = dict[int, Picture]
@@ -58,8 +57,8 @@ def random_prompt(seed: int, num_tokens: int) -> TokenIds:
     return np.random.default_rng(seed).integers(0, VOCAB, num_tokens).astype(np.int32)
 
 
-def tiny_settings(folder: Path, **changes: object) -> Settings:
-    values: dict[str, object] = {
+def tiny_settings(folder: Path, **changes: Any) -> Settings:
+    values: dict[str, Any] = {
         "block_size": BLOCK,
         "kv_cache_min_tokens": BLOCK,
         "kv_cache_budget": 64 << 20,
@@ -68,7 +67,7 @@ def tiny_settings(folder: Path, **changes: object) -> Settings:
         # Which of the two is faster differs from run to run for a tiny model.
         "kv_cache_gate": "off",
     }
-    return made_settings(**(values | changes))
+    return Settings(**(values | changes))
 
 
 @dataclass
