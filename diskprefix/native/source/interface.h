@@ -227,6 +227,109 @@ struct StateSpace {
   ParallelFor parallel_for;
 };
 
+// -- a plan ------------------------------------------------------------------------------------------------------------
+
+// The cosines and sines of rotary positions, [num_rows, half], times `factor`. Positions are int64 [axes, num_rows], with
+// `axis_stride` numbers from axis to axis. `axes` has the axis of each frequency; null: all are of the first.
+struct Angles {
+  int64_t dtype, num_rows, half, axis_stride;
+  const int64_t* positions;
+  const float* frequencies;
+  const int64_t* axes;
+  double factor;
+  void *cosines, *sines;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Rows [num_rows, num_heads, dim], changed in place: each head gets its norm, without weight none, and is turned by
+// `cosines` and `sines`, [num_rows, half], from number `rotary_first` on, without `half` not at all. Then it goes to memory
+// `to` of page table number `table`, if that is not negative.
+struct Heads {
+  int64_t dtype, num_rows, num_heads, dim, row_stride;
+  void* rows;
+  const void* norm;
+  int64_t norm_kind;
+  double epsilon;
+  int64_t rotary_first, half, is_paired;
+  const void *cosines, *sines;
+  int64_t table;
+  Rows to;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Attention over keys and values in page table number `table`. What a step decides is not set.
+struct Attend {
+  Attention attention;
+  int64_t table, sees_pictures;
+  Rows keys, values;
+};
+
+enum Function : int64_t { IDENTITY = 0, SILU = 1, GELU = 2, GELU_TANH = 3, RELU = 4, SQUARED_RELU = 5, SIGMOID = 6, TANH = 7 };
+
+// Rows [num_rows, width] of `factor` × function(gate / factor) × up, without `up` of the function alone. bfloat16 has
+// `curve`, a table as in `Gated`. `gate` and `up` have `row_stride` numbers from row to row.
+struct Gate {
+  int64_t dtype, num_rows, width, row_stride, function;
+  double factor;
+  const void *gate, *up;
+  const uint16_t* curve;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Rows [num_rows, width]: one + other × factor, without `one` other × factor. A factor that is not 1 rounds the product.
+struct Sum {
+  int64_t dtype, num_rows, width;
+  double factor;
+  const void *one, *other;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Rows of these numbers, `row_bytes` each, one behind the other.
+struct Pick {
+  int64_t num_rows, row_bytes;
+  const void* rows;
+  const int64_t* numbers;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+enum OperationKind : int64_t {
+  LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9
+};
+
+// A call of an operator, by its structure, over all rows of a step or over those that get logits.
+struct Operation {
+  int64_t kind, is_of_logits;
+  void* call;
+};
+
+struct Plan {
+  int64_t num_operations;
+  const Operation* operations;
+};
+
+// A sequence of a step: a `Run`, with the addresses of the pages' addresses of each page table.
+struct PlanRun {
+  int64_t start, num_rows;
+  const Span* spans;
+  int64_t num_spans;
+  char* const* const* tables;
+};
+
+struct PlanStep {
+  int64_t num_rows, num_logits, num_runs, page_tokens;
+  const PlanRun* runs;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
 // Rows of `width` values, `stride` bytes apart, and the same values in planes: `num_bytes`, with `bits` in a code.
 // Splitting gets the room in `num_bytes` and sets both; it returns 1 if they do not fit. Joining returns 1 for data
 // that splitting does not write.
@@ -254,6 +357,7 @@ struct Operators {
   int32_t (*convolution)(const Convolution* call, const StateRun* runs);
   int32_t (*delta_rule)(const DeltaRule* call, const StateRun* runs);
   int32_t (*state_space)(const StateSpace* call, const StateRun* runs);
+  int32_t (*run)(const Plan* plan, const PlanStep* step);
   int32_t (*split)(Planes* call);
   int32_t (*join)(Planes* call);
 };

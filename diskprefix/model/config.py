@@ -1,0 +1,51 @@
+"""All that changes the numbers of a decoder, with the field's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from diskprefix.model.plan import Location, Rotary
+
+NormKind = Literal["rms", "rms_unrounded", "rms_plus_one"]
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One layer. `mixer` is what computes from other tokens, `feed_forward` what follows. `window` is in tokens, 0
+    without; `rotary` names its positions, None without. `places` are its parts in memory, by their names in the
+    layout."""
+
+    places: Mapping[str, Location]
+    mixer: Literal["attention"] = "attention"
+    feed_forward: Literal["gated"] = "gated"
+    window: int = 0
+    rotary: str | None = ""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder. The fields have transformers' names where it has one. `norms` are before a part of a layer or around
+    it. With `has_head_norms`, queries and keys have a norm a head. `sees_pictures`: in which layers the tokens of a
+    picture see each other."""
+
+    hidden_size: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    layers: tuple[LayerConfig, ...]
+    rotary: Mapping[str, Rotary]
+    norm: NormKind = "rms"
+    epsilon: float = 1e-6
+    norms: Literal["before", "around"] = "before"
+    has_head_norms: bool = False
+    activation: str = "silu"
+    scale: float = 1.0
+    softcap: float = 0.0
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    logits_softcap: float = 0.0
+    sees_pictures: str = ""

@@ -1,0 +1,69 @@
+"""The options of the decoders that have a plan, by their type in transformers, as far as their configurations do not
+say them. `of_model` reads these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diskprefix.model.config import DecoderConfig, LayerConfig
+from diskprefix.model.plan import Location, Rotary
+
+_PLAIN = "cwm granite internlm3 iquestcoder llama ministral mistral qwen2 seed_oss"
+_NOTHING: Mapping[str, Any] = {}
+_GEMMA: Mapping[str, Any] = {"norm": "rms_plus_one", "embedding_multiplier": "root of hidden_size"}
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(_PLAIN.split(), _NOTHING),
+    "qwen3": {"has_head_norms": True},
+    "gemma": _GEMMA,
+    "gemma2": {**_GEMMA, "norms": "around"},
+    "gemma3_text": {**_GEMMA, "norms": "around", "has_head_norms": True},
+}
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
+
+
+def of_model(
+    config: Any,
+    windows: Sequence[int],
+    places: Sequence[Mapping[str, Location]],
+    rotary: Mapping[str, Rotary],
+    sees_pictures: str,
+) -> DecoderConfig:
+    """Returns what a configuration of transformers' says of a decoder of text, with the window of each layer, 0
+    without, and its places in memory."""
+    options = {**OPTIONS[config.model_type]}
+    if options.get("embedding_multiplier") == "root of hidden_size":
+        options["embedding_multiplier"] = config.hidden_size**0.5
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kinds = getattr(config, "layer_types", ())
+    scale = getattr(config, "attention_multiplier", None) or getattr(config, "query_pre_attn_scalar", head_dim) ** -0.5
+    found: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": head_dim,
+        "layers": tuple(
+            LayerConfig(of_layer, window=window, rotary="" if "" in rotary else kinds[number])
+            for number, (of_layer, window) in enumerate(zip(places, windows, strict=True))
+        ),
+        "rotary": rotary,
+        "epsilon": config.rms_norm_eps,
+        "activation": _ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
+        "scale": scale,
+        "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,
+        "embedding_multiplier": getattr(config, "embedding_multiplier", 1.0),
+        "residual_multiplier": getattr(config, "residual_multiplier", 1.0),
+        "logits_divisor": getattr(config, "logits_scaling", 1.0),
+        "logits_softcap": getattr(config, "final_logit_softcapping", None) or 0.0,
+        "sees_pictures": sees_pictures,
+    }
+    return DecoderConfig(**(found | options))

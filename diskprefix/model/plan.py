@@ -1,0 +1,398 @@
+"""A step of a model, written down: operator calls in order, over weights and buffers at fixed addresses.
+
+A family (`model.families`) makes the plan of a model once. `ComputePlan.run` computes a step in one call, without
+Python between the operators. What an operator computes for a row depends on that row alone, and on the memory of its sequence.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diskprefix.model.curves import curve
+from diskprefix.native import calls
+from diskprefix.native.library import Operators
+from diskprefix.native.matrix import Matrix
+
+_ALIGNMENT = 64
+_ITEM_BYTES = {calls.FLOAT32: 4, calls.BFLOAT16: 2}
+_MAX_AXES = 3
+"""The most dimensions of a position: pictures have three."""
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A tensor at a fixed address, in the type of the plan. `kept` keeps its memory."""
+
+    address: int
+    shape: tuple[int, ...]
+    kept: Any = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseMatrix:
+    """A matrix [rows, columns], row after row in the type of the plan. `bias` is float32 [rows]."""
+
+    weight: Weight
+    bias: Weight | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.weight.shape[1]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer, [rows of a step, width], in the type of the plan. `stride` counts numbers from row to row.
+    `is_of_logits`: it has only the rows that get logits."""
+
+    address: int
+    width: int
+    stride: int
+    item_bytes: int
+    is_of_logits: bool = False
+
+    def part(self, first: int, width: int) -> Buffer:
+        """Returns `width` numbers of each row, from number `first` on."""
+        return replace(self, address=self.address + first * self.item_bytes, width=width)
+
+
+class RotaryAngles(NamedTuple):
+    """The cosines and sines of the step's positions, [rows, half]."""
+
+    cosines: int
+    sines: int
+    half: int
+    is_paired: bool
+    first: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """The rotary positions of heads: `frequencies`, float32 [half], turn numbers i and half + i, or neighbours if they
+    are paired, from number `first` of a head on. `axes`: which dimension of a position each frequency has, int64
+    [half]; None if all have the first."""
+
+    frequencies: np.ndarray
+    factor: float = 1.0
+    is_paired: bool = False
+    first: int = 0
+    axes: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class WeightedNorm:
+    """A norm of rows or heads. `kind` is of `calls`."""
+
+    weight: Weight
+    kind: int
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Location:
+    """The rows of one layer in the pages of a table: bytes before them, and numbers from head to head and from token to
+    token."""
+
+    table: int
+    offset: int
+    head_stride: int
+    token_stride: int
+
+    @property
+    def call(self) -> calls.PagedRowsCall:
+        return calls.PagedRowsCall(0, self.offset, self.head_stride, self.token_stride)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Consecutive tokens of one sequence: their first position, their number, the addresses of the page addresses of
+    each table, and the spans of pictures."""
+
+    start: int
+    num_rows: int
+    tables: Sequence[int]
+    spans: array[int]
+
+
+class ComputePlan:
+    """The operator calls of a step. One thread at a time makes or runs it."""
+
+    hidden: Buffer
+    """The hidden states behind the last norm."""
+    logits: Buffer
+
+    def __init__(self, operators: Operators, dtype: int, max_rows: int, vocab_size: int, page_tokens: int) -> None:
+        self.dtype, self.max_rows, self.vocab_size = dtype, max_rows, vocab_size
+        self._operators, self._page_tokens = operators, page_tokens
+        self._calls: list[tuple[int, bool, ctypes.Structure]] = []
+        self._buffers: dict[int, np.ndarray] = {}
+        self._free: dict[int, list[int]] = {}
+        self._kept: list[Any] = []
+        self._scratch: list[tuple[int, int]] | None = None
+        self._ids = self._numbers(max_rows)
+        self._logit_rows = self._numbers(max_rows)
+        self._positions = self._numbers(_MAX_AXES * max_rows).reshape(_MAX_AXES, max_rows)
+        self._made: Any = None
+
+    @property
+    def item_bytes(self) -> int:
+        return _ITEM_BYTES[self.dtype]
+
+    # -- making -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def scratch(self) -> Iterator[None]:
+        """Gives a context whose buffers are used again behind it."""
+        self._scratch = []
+        try:
+            yield
+        finally:
+            for num_bytes, address in self._scratch:
+                self._free.setdefault(num_bytes, []).append(address)
+            self._scratch = None
+
+    def rows(self, width: int, *, is_of_logits: bool = False) -> Buffer:
+        """Returns a buffer."""
+        address = self._memory(self.max_rows * width * self.item_bytes)
+        return Buffer(address, width, width, self.item_bytes, is_of_logits)
+
+    def embeddings(self, table: Matrix | DenseMatrix) -> Buffer:
+        """Returns the rows of a table that the step's tokens have."""
+        out = self.rows(table.columns)
+        if isinstance(table, Matrix):
+            self._kept.append(table)
+            self._add(calls.LOOK_UP, out, calls.LookupCall(ids=_at(self._ids), matrix=table.address, out=out.address))
+        else:
+            self._pick(table.weight.address, self._ids, out, table.weight)
+        return out
+
+    def that_get_logits(self, rows: Buffer) -> Buffer:
+        """Returns those of the rows that get logits."""
+        out = self.rows(rows.width, is_of_logits=True)
+        self._pick(rows.address, self._logit_rows, out)
+        return out
+
+    def _pick(self, source: int, numbers: np.ndarray, out: Buffer, *kept: Any) -> None:
+        self._kept += kept
+        call = calls.PickCall(row_bytes=out.width * self.item_bytes, rows=source, numbers=_at(numbers), out=out.address)
+        self._add(calls.PICK, out, call)
+
+    def norm(self, rows: Buffer, norm: WeightedNorm) -> Buffer:
+        """Returns the norm of each row."""
+        out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
+        self._require(rows.width == rows.stride and norm.weight.shape == (rows.width,), "a norm of other rows")
+        call = calls.NormCall(
+            dtype=self.dtype, kind=norm.kind, width=rows.width, rows=rows.address, weight=norm.weight.address,
+            out=out.address, epsilon=norm.epsilon,
+        )  # fmt: skip
+        self._add(calls.NORM, out, call, norm)
+        return out
+
+    def product(self, rows: Buffer, matrix: Matrix | DenseMatrix) -> Buffer:
+        """Returns the product of each row with a matrix."""
+        return self.products(rows, matrix)[0]
+
+    def products(self, rows: Buffer, *matrices: Matrix | DenseMatrix) -> list[Buffer]:
+        """Returns the products of each row with several matrices: those of packed ones are computed together."""
+        self._require(
+            all(matrix.columns == rows.width == rows.stride for matrix in matrices), "a product of other rows"
+        )
+        outs = [self.rows(matrix.rows, is_of_logits=rows.is_of_logits) for matrix in matrices]
+        together = [(matrix, out) for matrix, out in zip(matrices, outs, strict=True) if isinstance(matrix, Matrix)]
+        for first in range(0, len(together), calls.MAX_MATRICES):
+            part = together[first : first + calls.MAX_MATRICES]
+            call = calls.ProductCall(num_matrices=len(part), rows=rows.address)
+            for number, (packed, out) in enumerate(part):
+                call.matrices[number], call.outs[number] = packed.address, out.address
+            self._add(calls.PRODUCT, rows, call, part)
+        for matrix, out in zip(matrices, outs, strict=True):
+            if isinstance(matrix, DenseMatrix):
+                self._dense(rows, matrix, out)
+        return outs
+
+    def _dense(self, rows: Buffer, matrix: DenseMatrix, out: Buffer) -> None:
+        call = calls.DenseProductCall(
+            dtype=self.dtype, is_turned=1, num_heads=1, inner=matrix.columns, outer=matrix.rows, rows=rows.address,
+            row_stride=rows.stride, matrices=matrix.weight.address, line_stride=matrix.columns,
+            bias=0 if matrix.bias is None else matrix.bias.address, out=out.address, out_row_stride=out.stride,
+        )  # fmt: skip
+        self._add(calls.DENSE, rows, call, matrix)
+
+    def angles(self, rotary: Rotary) -> RotaryAngles:
+        """Returns the angles of the step's positions."""
+        half = len(rotary.frequencies)
+        cosines, sines = self.rows(half), self.rows(half)
+        frequencies = np.ascontiguousarray(rotary.frequencies, np.float32)
+        axes = None if rotary.axes is None else np.ascontiguousarray(rotary.axes, np.int64)
+        call = calls.AnglesCall(
+            dtype=self.dtype, half=half, axis_stride=self.max_rows, positions=_at(self._positions),
+            frequencies=_at(frequencies), axes=0 if axes is None else _at(axes), factor=rotary.factor,
+            cosines=cosines.address, sines=sines.address,
+        )  # fmt: skip
+        self._add(calls.ANGLES, cosines, call, frequencies, axes)
+        return RotaryAngles(cosines.address, sines.address, half, rotary.is_paired, rotary.first)
+
+    def heads(
+        self,
+        rows: Buffer,
+        dim: int,
+        *,
+        norm: WeightedNorm | None = None,
+        angles: RotaryAngles | None = None,
+        to: Location | None = None,
+    ) -> None:
+        """Changes rows of heads in place: each head gets its norm and is turned. Then it goes to memory `to`."""
+        self._require(rows.width % dim == 0 and (norm is None or norm.weight.shape == (dim,)), "heads of other rows")
+        call = calls.HeadsCall(
+            dtype=self.dtype, num_heads=rows.width // dim, dim=dim, row_stride=rows.stride, rows=rows.address, table=-1
+        )
+        if norm is not None:
+            call.norm, call.norm_kind, call.epsilon = norm.weight.address, norm.kind, norm.epsilon
+        if angles is not None:
+            call.cosines, call.sines, call.half = angles.cosines, angles.sines, angles.half
+            call.is_paired, call.rotary_first = angles.is_paired, angles.first
+        if to is not None:
+            call.table, call.to = to.table, to.call
+        self._add(calls.HEADS, rows, call, norm)
+
+    def attention(
+        self,
+        query: Buffer,
+        keys: Location,
+        values: Location,
+        *,
+        key_dim: int,
+        value_dim: int,
+        num_kv_heads: int,
+        scale: float,
+        window: int = 0,
+        chunk: int = 0,
+        softcap: float = 0.0,
+        sinks: Weight | None = None,
+        sees_pictures: bool = False,
+    ) -> Buffer:
+        """Returns what each row of queries attends to: its own token and those before it, the last `window` of them, or
+        those of its chunk. With `sees_pictures` a token of a picture sees all of the picture. `sinks` is float32."""
+        num_heads = query.width // key_dim
+        self._require(keys.table == values.table and num_heads % num_kv_heads == 0, "attention of other heads")
+        out = self.rows(num_heads * value_dim)
+        attention = calls.AttentionCall(
+            dtype=self.dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim,
+            window=window, chunk=chunk, query=query.address, query_head_stride=key_dim, query_row_stride=query.stride,
+            out=out.address, sinks=0 if sinks is None else sinks.address, scale=scale, softcap=softcap,
+        )  # fmt: skip
+        call = calls.AttendCall(attention, keys.table, sees_pictures, keys.call, values.call)
+        self._add(calls.ATTEND, query, call, sinks)
+        return out
+
+    def gated(self, gate: Buffer, up: Buffer | None, function: str, factor: float = 1.0) -> Buffer:
+        """Returns factor × function(gate / factor) × up, without `up` of the function alone."""
+        self._require(up is None or (up.width, up.stride) == (gate.width, gate.stride), "a gate of other rows")
+        out = self.rows(gate.width, is_of_logits=gate.is_of_logits)
+        table = curve(function, factor) if self.dtype == calls.BFLOAT16 else None
+        call = calls.GateCall(
+            dtype=self.dtype, width=gate.width, row_stride=gate.stride, function=calls.FUNCTIONS[function],
+            factor=factor, gate=gate.address, up=0 if up is None else up.address,
+            curve=0 if table is None else _at(table), out=out.address,
+        )  # fmt: skip
+        self._add(calls.GATE, gate, call, table)
+        return out
+
+    def add(self, rows: Buffer, other: Buffer, factor: float = 1.0) -> None:
+        """Adds other × factor to rows. A factor that is not 1 rounds the product."""
+        self._sum(rows, rows.address, other, factor)
+
+    def scale(self, rows: Buffer, factor: float) -> None:
+        """Multiplies rows in place."""
+        self._sum(rows, 0, rows, factor)
+
+    def _sum(self, out: Buffer, one: int, other: Buffer, factor: float) -> None:
+        self._require(out.width == out.stride == other.width == other.stride, "a sum of other rows")
+        call = calls.SumCall(
+            dtype=self.dtype, width=out.width, factor=factor, one=one, other=other.address, out=out.address
+        )
+        self._add(calls.SUM, out, call)
+
+    def _add(self, kind: int, rows: Buffer, call: ctypes.Structure, *kept: Any) -> None:
+        self._calls.append((kind, rows.is_of_logits, call))
+        self._kept += kept
+
+    def _memory(self, num_bytes: int) -> int:
+        """Returns the address of memory, which the context of `scratch` gives back."""
+        free = self._free.get(num_bytes)
+        if self._scratch is not None and free:
+            address = free.pop()
+        else:
+            memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+            address = -(-_at(memory) // _ALIGNMENT) * _ALIGNMENT
+            self._buffers[address] = memory
+        if self._scratch is not None:
+            self._scratch.append((num_bytes, address))
+        return address
+
+    def _numbers(self, count: int) -> np.ndarray:
+        numbers = np.zeros(count, np.int64)
+        self._kept.append(numbers)
+        return numbers
+
+    @staticmethod
+    def _require(is_right: bool, what: str) -> None:
+        if not is_right:
+            raise ValueError(what)
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def run(
+        self, runs: Sequence[PlannedRun], ids: np.ndarray, logit_rows: np.ndarray, positions: np.ndarray, threads: int
+    ) -> None:
+        """Computes a step: `logits` and `hidden` have its results until the next one.
+
+        `ids` are int64 [rows], `positions` [axes, rows], `logit_rows` the numbers of the rows that get logits. Memory
+        must have room for the rows. Raises `IndexError` for a token that is none, `MemoryError`.
+        """
+        num_rows, num_logits = len(ids), len(logit_rows)
+        self._require(0 < num_rows <= self.max_rows and num_logits <= num_rows, "a step of more rows than the plan has")
+        if not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise IndexError(f"a token is none of the {self.vocab_size}: {ids.min()} or {ids.max()}")
+        self._ids[:num_rows], self._logit_rows[:num_logits] = ids, logit_rows
+        self._positions[: len(positions), :num_rows] = positions
+        tables = [array("Q", run.tables) for run in runs]
+        described = (calls.PlanRun * len(runs))()
+        for place, run, table in zip(described, runs, tables, strict=True):
+            spans = run.spans.buffer_info()[0]
+            place.__init__(run.start, run.num_rows, spans, len(run.spans) // 2, table.buffer_info()[0])
+        step = calls.PlanStep(
+            *(num_rows, num_logits, len(runs), self._page_tokens, ctypes.addressof(described), threads),
+            self._operators.parallel_for,
+        )
+        if self._operators.run(bytes(self._operations()), bytes(step)):
+            raise MemoryError("there is no memory left for a step")
+
+    def _operations(self) -> calls.Operations:
+        if self._made is None:
+            found = (calls.Operation * len(self._calls))()
+            for place, (kind, is_of_logits, call) in zip(found, self._calls, strict=True):
+                place.kind, place.is_of_logits, place.call = kind, is_of_logits, ctypes.addressof(call)
+            self._made = found, calls.Operations(len(found), ctypes.addressof(found))
+        operations: calls.Operations = self._made[1]
+        return operations
+
+    def copied(self, rows: Buffer, num_rows: int) -> np.ndarray:
+        """Returns a copy of the first rows of a buffer, uint8 [rows, bytes of a row]."""
+        size = num_rows * rows.width * rows.item_bytes
+        return np.frombuffer(bytearray(ctypes.string_at(rows.address, size)), np.uint8).reshape(num_rows, -1)
+
+
+def _at(numbers: np.ndarray) -> int:
+    return int(numbers.ctypes.data)
