@@ -1,7 +1,7 @@
 """A step of a model, written down: operator calls in order, over weights and buffers at fixed addresses.
 
 A family (`model.families`) makes the plan of a model once. `ComputePlan.run` computes a step in one call, without
-Python between the operators. What an operator computes for a row depends on that row alone, and on the memory of its sequence.
+Python between the operators. What an operator computes for a row depends on that row and the memory of its sequence.
 """
 
 from __future__ import annotations
