@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from diskprefix.model.families.model_types import OPTIONS, of_model
 from diskprefix.model.plan import ComputePlan, Location, PlannedRun, Rotary
 from diskprefix.model.slots import Slots
 from diskprefix.native import calls
-from diskprefix.native.library import described, operators
+from diskprefix.native.library import operators
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,14 +36,16 @@ class ModelPlan:
 
     def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
         self._config = config_of(model, layout, page_tokens)
-        self._model, self._layout, self._page_tokens = model, layout, page_tokens
+        # A plan is kept as long as its model.
+        self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
         self._plan = self._make(_ROWS)
 
     def _make(self, max_rows: int) -> ComputePlan:
-        compiled = operators()
+        compiled, model = operators(), self._model()
         assert compiled is not None, "a model of a plan is exact at every token"
-        plan = ComputePlan(compiled, _DTYPES[self._model.dtype], max_rows, self._config.vocab_size, self._page_tokens)
-        decoder(plan, self._config, Slots(self._model, _NORMS[self._config.norm], self._config.epsilon))
+        assert model is not None, "it runs"
+        plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self._config.vocab_size, self._page_tokens)
+        decoder(plan, self._config, Slots(model, _NORMS[self._config.norm], self._config.epsilon))
         return plan
 
     def run(
@@ -72,7 +74,7 @@ class ModelPlan:
         return self._copied(self._plan.hidden, num_rows)
 
     def _copied(self, rows: Any, num_rows: int) -> torch.Tensor:
-        return torch.from_numpy(self._plan.copied(rows, num_rows)).view(self._model.dtype)
+        return torch.from_numpy(self._plan.copied(rows, num_rows)).view(self._dtype)
 
 
 def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> DecoderConfig:
@@ -111,18 +113,17 @@ def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
     }
 
 
-_plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan]] = WeakKeyDictionary()
-"""The last plans of models, by their layers, kernels and memory."""
+_plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = WeakKeyDictionary()
+"""The last plans of models, by their layers, kernels and memory; None for a model of no family."""
 
 
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
     """Returns the plan of a model that is exact at every token, None for one of no family."""
-    if model.config.get_text_config(decoder=True).model_type not in OPTIONS or layout.has_draft_layer:
-        return None
     # The self-check computes the first layers alone.
-    key = layout, page_tokens, described(), len(model.get_decoder().layers)
+    key = layout, page_tokens, operators(), len(getattr(model.get_decoder(), "layers", ()))
     known, plan = _plans.get(model, (None, None))
     if known != key:
-        plan = ModelPlan(model, layout, page_tokens)
+        has_plan = model.config.get_text_config(decoder=True).model_type in OPTIONS and not layout.has_draft_layer
+        plan = ModelPlan(model, layout, page_tokens) if has_plan else None
         _plans[model] = key, plan
     return plan
