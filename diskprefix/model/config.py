@@ -28,7 +28,7 @@ class LayerConfig:
 class DecoderConfig:
     """A decoder. The fields have transformers' names where it has one. `norms` are before a part of a layer or around
     it. With `has_head_norms`, queries and keys have a norm a head. `sees_pictures`: in which layers the tokens of a
-    picture see each other."""
+    picture see each other. Behind the first `deepstack` layers, further levels of an encoder are added."""
 
     hidden_size: int
     vocab_size: int
@@ -49,3 +49,4 @@ class DecoderConfig:
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0
     sees_pictures: str = ""
+    deepstack: int = 0

@@ -125,6 +125,21 @@ class PlannedRun:
     spans: array[int]
 
 
+@dataclass(frozen=True, eq=False)
+class EncodedRows:
+    """Rows of pictures in a step: their numbers, int64 [count], and what the encoder gives for them, [levels, count,
+    width] in the type of the plan, whose address is `first`. `kept` keeps its memory."""
+
+    numbers: np.ndarray
+    first: int
+    level_bytes: int
+    kept: Any = field(repr=False)
+
+    def level(self, number: int) -> int:
+        """Returns the address of a level."""
+        return self.first + number * self.level_bytes
+
+
 class ComputePlan:
     """The operator calls of a step. One thread at a time makes or runs it."""
 
@@ -143,6 +158,7 @@ class ComputePlan:
         self._ids = self._numbers(max_rows)
         self._logit_rows = self._numbers(max_rows)
         self._positions = self._numbers(_MAX_AXES * max_rows).reshape(_MAX_AXES, max_rows)
+        self._of_pictures: list[calls.ScatterCall] = []
         self._made: Any = None
 
     @property
@@ -324,6 +340,13 @@ class ComputePlan:
         )
         self._add(calls.SUM, out, call)
 
+    def pictures(self, rows: Buffer, level: int = 0) -> None:
+        """Puts the encoder's rows in the place of those of pictures, or adds those of a further level to them."""
+        call = calls.ScatterCall(dtype=self.dtype, width=rows.width, adds=level > 0, rows=rows.address)
+        self._require(rows.width == rows.stride and level == len(self._of_pictures), "levels of pictures in order")
+        self._of_pictures.append(call)
+        self._add(calls.SCATTER, rows, call)
+
     def _add(self, kind: int, rows: Buffer, call: ctypes.Structure, *kept: Any) -> None:
         self._calls.append((kind, rows.is_of_logits, call))
         self._kept += kept
@@ -354,19 +377,29 @@ class ComputePlan:
     # -- running ----------------------------------------------------------------------------------------------------
 
     def run(
-        self, runs: Sequence[PlannedRun], ids: np.ndarray, logit_rows: np.ndarray, positions: np.ndarray, threads: int
+        self,
+        runs: Sequence[PlannedRun],
+        ids: np.ndarray,
+        logit_rows: np.ndarray,
+        positions: np.ndarray,
+        threads: int,
+        pictures: EncodedRows | None = None,
     ) -> None:
         """Computes a step: `logits` and `hidden` have its results until the next one.
 
-        `ids` are int64 [rows], `positions` [axes, rows], `logit_rows` the numbers of the rows that get logits. Memory
-        must have room for the rows. Raises `IndexError` for a token that is none, `MemoryError`.
+        `ids` are int64 [rows], `positions` [1, rows] or [3, rows], `logit_rows` the numbers of the rows that get
+        logits. Memory must have room for the rows. Raises `IndexError` for a token that is none, `MemoryError`.
         """
         num_rows, num_logits = len(ids), len(logit_rows)
         self._require(0 < num_rows <= self.max_rows and num_logits <= num_rows, "a step of more rows than the plan has")
         if not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise IndexError(f"a token is none of the {self.vocab_size}: {ids.min()} or {ids.max()}")
         self._ids[:num_rows], self._logit_rows[:num_logits] = ids, logit_rows
-        self._positions[: len(positions), :num_rows] = positions
+        self._positions[:, :num_rows] = positions
+        for level, call in enumerate(self._of_pictures):
+            call.count = 0 if pictures is None else len(pictures.numbers)
+            if pictures is not None:
+                call.numbers, call.from_ = _at(pictures.numbers), pictures.level(level)
         tables = [array("Q", run.tables) for run in runs]
         described = (calls.PlanRun * len(runs))()
         for place, run, table in zip(described, runs, tables, strict=True):

@@ -13,7 +13,7 @@ ROUNDED, UNROUNDED, ONE_MORE = 0, 1, 2
 FUNCTIONS = {"identity": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "squared_relu": 5, "sigmoid": 6, "tanh": 7}
 """Numbers of `Function`."""
 
-LOOK_UP, PICK, NORM, PRODUCT, DENSE, ANGLES, HEADS, ATTEND, GATE, SUM = range(10)
+LOOK_UP, PICK, NORM, PRODUCT, DENSE, ANGLES, HEADS, ATTEND, GATE, SUM, SCATTER = range(11)
 """Numbers of `OperationKind`."""
 
 MAX_MATRICES = 3
@@ -98,6 +98,10 @@ class GateCall(ctypes.Structure):
 
 class SumCall(ctypes.Structure):
     _fields_ = _fields("dtype num_rows width %factor *one *other *out" + _THREADS)
+
+
+class ScatterCall(ctypes.Structure):
+    _fields_ = _fields("dtype num_rows width adds count *numbers *from_ *rows" + _THREADS)
 
 
 class Operation(ctypes.Structure):

@@ -21,6 +21,7 @@ PAGE_TOKENS = 16
 NUM_TOKENS = 70
 DENSE = """
     llama qwen2 qwen3 gemma gemma2 gemma3 mistral granite internlm3 iquestcoder cwm seed_oss
+    qwen2_vl qwen2_5_vl qwen3_vl
 """
 
 FAMILIES = DENSE.split()

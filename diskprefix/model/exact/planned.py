@@ -15,9 +15,10 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
+from diskprefix.model.exact.vision_encoder import PictureRows
 from diskprefix.model.families.decoder import decoder
-from diskprefix.model.families.model_types import OPTIONS, of_model
-from diskprefix.model.plan import ComputePlan, Location, PlannedRun, Rotary
+from diskprefix.model.families.model_types import OPTIONS, SECTIONS_IN_ORDER, of_model
+from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary
 from diskprefix.model.slots import Slots
 from diskprefix.native import calls
 from diskprefix.native.library import operators
@@ -49,15 +50,21 @@ class ModelPlan:
         return plan
 
     def run(
-        self, sequences: Sequence[KVSequence], runs: Sequence[Run], ids: np.ndarray, kept: np.ndarray
+        self,
+        sequences: Sequence[KVSequence],
+        runs: Sequence[Run],
+        ids: np.ndarray,
+        kept: np.ndarray,
+        pictures: Sequence[PictureRows | None],
     ) -> torch.Tensor:
-        """Computes a step of token ids, int64 [rows]. Returns the logits of the rows number `kept`, [logits, vocab]."""
+        """Computes a step of token ids, int64 [rows]. Returns the logits of the rows number `kept`, [logits, vocab].
+        `pictures` are those of each sequence."""
         num_rows = len(ids)
         if num_rows > self._plan.max_rows:
             self._plan = self._make(num_rows)
-        positions = np.concatenate([np.arange(run.start, run.end) for run in runs])[None]
         described = [self._described(*one) for one in zip(sequences, runs, strict=True)]
-        self._plan.run(described, ids, kept, positions, torch.get_num_threads())
+        of_pictures = _encoded(ids, pictures, runs)
+        self._plan.run(described, ids, kept, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
         return self._copied(self._plan.logits, len(kept))
 
     def _described(self, sequence: KVSequence, run: Run) -> PlannedRun:
@@ -77,6 +84,35 @@ class ModelPlan:
         return torch.from_numpy(self._plan.copied(rows, num_rows)).view(self._dtype)
 
 
+def _positions(runs: Sequence[Run], pictures: Sequence[PictureRows | None]) -> np.ndarray:
+    """Returns the positions of the rows of a step, int64 [1, rows] or [axes, rows]."""
+    found = [np.arange(run.start, run.end)[None] for run in runs]
+    for number, one in enumerate(pictures):
+        if one is not None and one.positions is not None:
+            found[number] = one.positions.numpy()
+    axes = max(map(len, found))
+    return np.concatenate([np.broadcast_to(one, (axes, one.shape[1])) for one in found], axis=1)
+
+
+def _encoded(ids: np.ndarray, pictures: Sequence[PictureRows | None], runs: Sequence[Run]) -> EncodedRows | None:
+    """Returns what an encoder gives for rows of a step, None if none is of a picture."""
+    encoder = next((one.encoder for one in pictures if one is not None), None)
+    if encoder is None:
+        return None
+    numbers = np.flatnonzero(ids == encoder.token_id)
+    encoded = encoder.of_text(len(numbers))
+    is_picture = torch.cat(
+        [
+            torch.zeros(run.num_rows, dtype=torch.bool) if one is None else one.is_picture
+            for run, one in zip(runs, pictures, strict=True)
+        ]
+    )
+    encoded[:, is_picture[torch.from_numpy(numbers)]] = torch.cat(
+        [one.encoded for one in pictures if one is not None], dim=1
+    )
+    return EncodedRows(numbers, encoded.data_ptr(), encoded.nbytes // max(1, len(encoded)), encoded)
+
+
 def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> DecoderConfig:
     """Returns the configuration of a model."""
     layers = layout.layers[: len(model.get_decoder().layers)]
@@ -86,7 +122,8 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
     found = of_model(config, windows, places, _rotary(model), sees_pictures_whole(model.config))
     # transformers multiplies by a number in the type of the model.
     rounded = float(torch.tensor(found.embedding_multiplier).to(model.dtype))
-    return replace(found, embedding_multiplier=rounded)
+    further = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+    return replace(found, embedding_multiplier=rounded, deepstack=len(further))
 
 
 def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Location]:
@@ -105,12 +142,25 @@ def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
     module: Any = model.get_decoder().rotary_emb
     # One kind of RoPE for the whole model, or one for each kind of layer.
     kinds = {"": ""} if isinstance(module.rope_type, str) else {kind: f"{kind}_" for kind in module.rope_type}
-    return {
-        kind: Rotary(
-            getattr(module, f"{prefix}inv_freq").float().numpy(), float(getattr(module, f"{prefix}attention_scaling"))
-        )
-        for kind, prefix in kinds.items()
-    }
+    found = {}
+    for kind, prefix in kinds.items():
+        frequencies = getattr(module, f"{prefix}inv_freq").float().numpy()
+        axes = _axes(getattr(module, "mrope_section", None), len(frequencies), model)
+        found[kind] = Rotary(frequencies, float(getattr(module, f"{prefix}attention_scaling")), axes=axes)
+    return found
+
+
+def _axes(sections: Sequence[int] | None, count: int, model: PreTrainedModel) -> np.ndarray | None:
+    """Returns which dimension of a position each frequency has, int64 [count], None if positions have one. Sections of
+    frequencies follow each other, or take turns."""
+    if sections is None:
+        return None
+    if model.config.get_text_config(decoder=True).model_type in SECTIONS_IN_ORDER:
+        return np.repeat(np.arange(len(sections)) % 3, sections)
+    axes = np.zeros(count, np.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
 
 
 _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = WeakKeyDictionary()

@@ -91,14 +91,15 @@ def _by_plan(
 ) -> torch.Tensor | None:
     """Computes one step by the model's plan. Returns None if it has none for these rows."""
     layout = sequences[0].layout
-    if not is_installed(model) or layout.exact_at != "token" or any(one.pictures is not None for one in rows):
+    if not is_installed(model) or layout.exact_at != "token":
         return None
     plan = plan_of(model, layout, sequences[0].pool.block_size)
     if plan is None:
         return None
     ends = [*accumulate(run.num_rows for run in runs)]
     kept = np.concatenate([np.arange(end - one.num_logits, end) for end, one in zip(ends, rows, strict=True)])
-    logits = plan.run(sequences, runs, torch.cat([one.token_ids[0] for one in rows]).numpy(), kept)
+    ids = torch.cat([one.token_ids[0] for one in rows]).numpy()
+    logits = plan.run(sequences, runs, ids, kept, [one.pictures for one in rows])
     for sequence, run in zip(sequences, runs, strict=True):
         for layer in sequence.token_layers:
             layer.length = run.end

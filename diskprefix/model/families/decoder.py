@@ -17,9 +17,12 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
     hidden = plan.embeddings(slots.table("embed_tokens"))
     if config.embedding_multiplier != 1:
         plan.scale(hidden, config.embedding_multiplier)
+    plan.pictures(hidden)
     for number, layer in enumerate(config.layers):
         with plan.scratch():
             decoder_layer(plan, config, layer, slots.within(f"layers.{number}"), hidden, angles)
+        if number < config.deepstack:
+            plan.pictures(hidden, number + 1)
     plan.hidden = plan.norm(hidden, slots.norm("norm"))
     plan.logits = plan.product(plan.that_get_logits(plan.hidden), slots.head())
     if config.logits_divisor != 1:

@@ -9,17 +9,21 @@ from typing import Any
 from diskprefix.model.config import DecoderConfig, LayerConfig
 from diskprefix.model.plan import Location, Rotary
 
-_PLAIN = "cwm granite internlm3 iquestcoder llama ministral mistral qwen2 seed_oss"
+_PLAIN = "cwm granite internlm3 iquestcoder llama ministral mistral qwen2 qwen2_5_vl_text qwen2_vl_text seed_oss"
 _NOTHING: Mapping[str, Any] = {}
 _GEMMA: Mapping[str, Any] = {"norm": "rms_plus_one", "embedding_multiplier": "root of hidden_size"}
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(_PLAIN.split(), _NOTHING),
     "qwen3": {"has_head_norms": True},
+    "qwen3_vl_text": {"has_head_norms": True},
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "norms": "around"},
     "gemma3_text": {**_GEMMA, "norms": "around", "has_head_norms": True},
 }
+
+SECTIONS_IN_ORDER = ("qwen2_vl_text", "qwen2_5_vl_text")
+"""Those whose frequencies for the three dimensions of a position follow each other. Others take turns."""
 
 _ACTIVATIONS = {
     "silu": "silu",

@@ -300,8 +300,18 @@ struct Pick {
   ParallelFor parallel_for;
 };
 
+// Puts rows of `from` in the place of rows with these numbers, or with `adds` adds them. A step may have none of them.
+struct Scatter {
+  int64_t dtype, num_rows, width, adds, count;
+  const int64_t* numbers;
+  const void* from;
+  void* rows;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
 enum OperationKind : int64_t {
-  LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9
+  LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10
 };
 
 // A call of an operator, by its structure, over all rows of a step or over those that get logits.

@@ -63,6 +63,8 @@ class PlannedStep {
         return gate(*set<Gate>(operation));
       case SUM:
         return add(*set<Sum>(operation));
+      case SCATTER:
+        return scatter(*set<Scatter>(operation));
     }
     return 1;
   }
@@ -88,6 +90,16 @@ class PlannedStep {
   int32_t add(const Sum& call) const {
     return !spread(step_.num_threads, step_.parallel_for, call.num_rows * call.width, 32768, [&](int64_t begin, int64_t end) {
       call.dtype == FLOAT32 ? add_part<Float32>(call, begin, end) : add_part<BFloat16>(call, begin, end);
+    });
+  }
+
+  int32_t scatter(const Scatter& call) const {
+    const int64_t row_bytes = call.width * (call.dtype == FLOAT32 ? 4 : 2);
+    return each_row(call.count, 1 + 32768 / call.width, [&](int64_t i) {
+      char *to = (char*)call.rows + call.numbers[i] * row_bytes, *from = (char*)call.from + i * row_bytes;
+      if (!call.adds) return (void)memcpy(to, from, row_bytes);
+      const Sum sum = {call.dtype, 1, call.width, 1.0, to, from, to};
+      call.dtype == FLOAT32 ? add_part<Float32>(sum, 0, call.width) : add_part<BFloat16>(sum, 0, call.width);
     });
   }
 
