@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from diskprefix.model.plan import Location, Rotary
+from diskprefix.model.plan import Location, Rotary, Router
 
 NormKind = Literal["rms", "rms_unrounded", "rms_plus_one"]
 
@@ -19,9 +19,20 @@ class LayerConfig:
 
     places: Mapping[str, Location]
     mixer: Literal["attention"] = "attention"
-    feed_forward: Literal["gated"] = "gated"
+    feed_forward: Literal["gated", "mixture"] = "gated"
     window: int = 0
     rotary: str | None = ""
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """The mixture of experts of layers. With `has_float_router` the logits of routers are float32. `shared` names the
+    gated products that all rows have besides, and `shared_gate` what their sum is weighted by, as a sigmoid."""
+
+    router: Router
+    has_float_router: bool = False
+    shared: str = ""
+    shared_gate: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,7 @@ class DecoderConfig:
     norms: Literal["before", "around"] = "before"
     has_head_norms: bool = False
     activation: str = "silu"
+    mixture: MixtureConfig | None = None
     scale: float = 1.0
     softcap: float = 0.0
     embedding_multiplier: float = 1.0

@@ -51,10 +51,33 @@ class DenseMatrix:
         return self.weight.shape[1]
 
 
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """The matrices of each expert of a mixture. `up` is empty if there is none."""
+
+    gate: Sequence[Matrix]
+    up: Sequence[Matrix]
+    down: Sequence[Matrix]
+
+
+@dataclass(frozen=True, eq=False)
+class DenseExperts:
+    """Experts whose matrices lie side by side: `first` [experts, inner or 2 × inner, width], and `last` [experts,
+    width, inner]; turned ones have the last two exchanged. Rows of gate and up lie behind each other, or turn about.
+    Biases are float32 [experts, rows of the matrix]."""
+
+    first: Weight
+    last: Weight
+    biases: Sequence[Weight] | None = None
+    has_up: bool = True
+    is_turned: bool = False
+    turns_about: bool = False
+
+
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer, [rows of a step, width], in the type of the plan. `stride` counts numbers from row to row.
-    `is_of_logits`: it has only the rows that get logits."""
+    """A buffer, [rows of a step, width], in the type of the plan or in float32. `stride` counts numbers from row to
+    row. `is_of_logits`: it has only the rows that get logits."""
 
     address: int
     width: int
@@ -65,6 +88,30 @@ class Buffer:
     def part(self, first: int, width: int) -> Buffer:
         """Returns `width` numbers of each row, from number `first` on."""
         return replace(self, address=self.address + first * self.item_bytes, width=width)
+
+
+@dataclass(frozen=True)
+class Router:
+    """The way to the `num_chosen` experts of a row. `scores` are of all experts, or of the chosen ones. With `groups`,
+    experts are chosen in the best `groups_chosen` of them, and a group counts its `of_group` best ones. Weights are
+    divided by their sum, or `floor` if that is larger, if they are normed, and multiplied by `factor`."""
+
+    num_chosen: int
+    scores: str = "softmax"
+    is_normed: bool = False
+    floor: float = 1e-20
+    factor: float = 1.0
+    groups: int = 1
+    groups_chosen: int = 1
+    of_group: int = 2
+
+
+class ExpertRoutes(NamedTuple):
+    """The experts of each row, and their weights, [rows, num_chosen]."""
+
+    chosen: int
+    weights: int
+    num_chosen: int
 
 
 class RotaryAngles(NamedTuple):
@@ -178,10 +225,19 @@ class ComputePlan:
                 self._free.setdefault(num_bytes, []).append(address)
             self._scratch = None
 
-    def rows(self, width: int, *, is_of_logits: bool = False) -> Buffer:
+    def rows(self, width: int, *, is_of_logits: bool = False, item_bytes: int = 0) -> Buffer:
         """Returns a buffer."""
-        address = self._memory(self.max_rows * width * self.item_bytes)
-        return Buffer(address, width, width, self.item_bytes, is_of_logits)
+        item_bytes = item_bytes or self.item_bytes
+        return Buffer(self._memory(self.max_rows * width * item_bytes), width, width, item_bytes, is_of_logits)
+
+    def widened(self, rows: Buffer) -> Buffer:
+        """Returns the rows in float32."""
+        if rows.item_bytes == 4:
+            return rows
+        self._require(rows.width == rows.stride, "numbers that do not lie side by side")
+        out = self.rows(rows.width, item_bytes=4)
+        self._add(calls.WIDEN, out, calls.WideningCall(width=rows.width, rows=rows.address, out=out.address))
+        return out
 
     def embeddings(self, table: Matrix | DenseMatrix) -> Buffer:
         """Returns the rows of a table that the step's tokens have."""
@@ -224,7 +280,9 @@ class ComputePlan:
         self._require(
             all(matrix.columns == rows.width == rows.stride for matrix in matrices), "a product of other rows"
         )
-        outs = [self.rows(matrix.rows, is_of_logits=rows.is_of_logits) for matrix in matrices]
+        outs = [
+            self.rows(matrix.rows, is_of_logits=rows.is_of_logits, item_bytes=rows.item_bytes) for matrix in matrices
+        ]
         together = [(matrix, out) for matrix, out in zip(matrices, outs, strict=True) if isinstance(matrix, Matrix)]
         for first in range(0, len(together), calls.MAX_MATRICES):
             part = together[first : first + calls.MAX_MATRICES]
@@ -239,8 +297,8 @@ class ComputePlan:
 
     def _dense(self, rows: Buffer, matrix: DenseMatrix, out: Buffer) -> None:
         call = calls.DenseProductCall(
-            dtype=self.dtype, is_turned=1, num_heads=1, inner=matrix.columns, outer=matrix.rows, rows=rows.address,
-            row_stride=rows.stride, matrices=matrix.weight.address, line_stride=matrix.columns,
+            dtype=self._dtype_of(rows), is_turned=1, num_heads=1, inner=matrix.columns, outer=matrix.rows,
+            rows=rows.address, row_stride=rows.stride, matrices=matrix.weight.address, line_stride=matrix.columns,
             bias=0 if matrix.bias is None else matrix.bias.address, out=out.address, out_row_stride=out.stride,
         )  # fmt: skip
         self._add(calls.DENSE, rows, call, matrix)
@@ -325,6 +383,68 @@ class ComputePlan:
         self._add(calls.GATE, gate, call, table)
         return out
 
+    def routes(self, logits: Buffer, router: Router, bias: Weight | None) -> ExpertRoutes:
+        """Returns the experts that a router chooses by its logits. `bias` is float32 [experts]."""
+        count, groups = router.num_chosen, router.groups
+        allowed = logits.width // groups * (router.groups_chosen if groups > 1 else 1)
+        self._require(
+            0 < count <= allowed and logits.width % groups == 0 and router.groups_chosen <= groups <= calls.MAX_GROUPS
+            and (groups == 1 or router.of_group <= logits.width // groups) and logits.width == logits.stride
+            and (bias is None or bias.shape == (logits.width,)),
+            "a router of other experts",
+        )  # fmt: skip
+        found = ExpertRoutes(self._memory(self.max_rows * count * 8), self._memory(self.max_rows * count * 4), count)
+        call = calls.RouterCall(
+            dtype=self._dtype_of(logits), num_experts=logits.width, num_chosen=count,
+            scores=calls.SCORES[router.scores], groups=groups, groups_chosen=router.groups_chosen,
+            of_group=router.of_group, is_normed=router.is_normed, logits=logits.address,
+            bias=0 if bias is None else bias.address, floor=router.floor, factor=router.factor, chosen=found.chosen,
+            weights=found.weights,
+        )  # fmt: skip
+        self._add(calls.ROUTE, logits, call, bias)
+        return found
+
+    def experts(
+        self,
+        rows: Buffer,
+        routes: ExpertRoutes,
+        experts: PackedExperts | DenseExperts,
+        function: str,
+        up_function: str = "identity",
+    ) -> Buffer:
+        """Returns the sum of the experts of each row, down × (function(gate) × up_function(up)) times its weight."""
+        out = self.rows(rows.width)
+        self._require(rows.width == rows.stride, "experts of other rows")
+        curves = [
+            curve(name) if self.dtype == calls.BFLOAT16 and name != "identity" else None
+            for name in (function, up_function)
+        ]
+        of_gate, of_up = (0 if one is None else _at(one) for one in curves)
+        if isinstance(experts, PackedExperts):
+            self._require(self.dtype == calls.BFLOAT16 and experts.down[0].rows == rows.width, "experts of other rows")
+            lists = [array("Q", [one.address for one in of]) for of in (experts.gate, experts.up, experts.down)]
+            gate, up, down = (one.buffer_info()[0] if one else 0 for one in lists)
+            packed = calls.ExpertsCall(
+                num_chosen=routes.num_chosen, num_experts=len(experts.gate), rows=rows.address, chosen=routes.chosen,
+                weights=routes.weights, gate=gate, up=up, down=down, curve=of_gate, up_curve=of_up, out=out.address,
+            )  # fmt: skip
+            self._add(calls.EXPERTS, rows, packed, experts, lists, curves)
+            return out
+        outer, inner = (one.shape[1:][:: -1 if experts.is_turned else 1] for one in (experts.first, experts.last))
+        both = 2 if experts.has_up else 1
+        self._require(outer == (both * inner[1], rows.width) == (outer[0], inner[0]), "experts of other rows")
+        first_bias, last_bias = (one.address for one in experts.biases) if experts.biases else (0, 0)
+        dense = calls.DenseExpertsCall(
+            dtype=self.dtype, num_chosen=routes.num_chosen, num_experts=experts.first.shape[0], width=rows.width,
+            inner=inner[1], outer=outer[0], is_turned=experts.is_turned, step=both if experts.turns_about else 1,
+            up_shift=0 if both == 1 else 1 if experts.turns_about else inner[1], function=calls.FUNCTIONS[function],
+            up_function=calls.FUNCTIONS[up_function], rows=rows.address, chosen=routes.chosen, weights=routes.weights,
+            first=experts.first.address, last=experts.last.address, first_bias=first_bias, last_bias=last_bias,
+            curve=of_gate, up_curve=of_up, out=out.address,
+        )  # fmt: skip
+        self._add(calls.DENSE_EXPERTS, rows, dense, experts, curves)
+        return out
+
     def add(self, rows: Buffer, other: Buffer, factor: float = 1.0) -> None:
         """Adds other × factor to rows. A factor that is not 1 rounds the product."""
         self._sum(rows, rows.address, other, factor)
@@ -346,6 +466,10 @@ class ComputePlan:
         self._require(rows.width == rows.stride and level == len(self._of_pictures), "levels of pictures in order")
         self._of_pictures.append(call)
         self._add(calls.SCATTER, rows, call)
+
+    @staticmethod
+    def _dtype_of(rows: Buffer) -> int:
+        return calls.FLOAT32 if rows.item_bytes == 4 else calls.BFLOAT16
 
     def _add(self, kind: int, rows: Buffer, call: ctypes.Structure, *kept: Any) -> None:
         self._calls.append((kind, rows.is_of_logits, call))

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diskprefix.model.exact.fused import matrix_of
-from diskprefix.model.plan import DenseMatrix, Weight, WeightedNorm
-from diskprefix.native.matrix import Matrix
+from diskprefix.model.exact.mixtures import matrices, matrices_of
+from diskprefix.model.plan import DenseExperts, DenseMatrix, PackedExperts, Weight, WeightedNorm
+from diskprefix.model.quants.quantised_experts import QuantisedExperts
+from diskprefix.native.matrix import Matrix, fills_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,9 +27,34 @@ class Slots:
         """Returns the slots of a module in this one."""
         return Slots(self._model, *self._norm, f"{self._within}.{name}".lstrip("."))
 
-    def matrix(self, name: str) -> Matrix | DenseMatrix:
-        """Returns the matrix of a product."""
-        return _matrix(self._module.get_submodule(name))
+    def matrix(self, name: str, *, is_float: bool = False) -> Matrix | DenseMatrix:
+        """Returns the matrix of a product, if it is so in float32."""
+        return _matrix(self._module.get_submodule(name), is_float=is_float)
+
+    def numbers(self, name: str) -> Weight | None:
+        """Returns a vector in float32, None if there is none."""
+        found: torch.Tensor | None = getattr(self._module, name, None)
+        return None if found is None else _weight(found.float().flatten())
+
+    def experts(self, name: str) -> PackedExperts | DenseExperts:
+        """Returns the experts of a mixture."""
+        module: Any = self._module.get_submodule(name)
+        if isinstance(module, QuantisedExperts):
+            return PackedExperts(*(module.matrices.get(part, []) for part in ("gate", "up", "down")))
+        found = matrices_of(module)
+        if all(
+            one.dtype is torch.bfloat16 and one[0].is_contiguous() and fills_blocks(one[0]) for one, _ in found.values()
+        ):
+            return PackedExperts(*(matrices(*found[part]) if part in found else [] for part in ("gate", "up", "down")))
+        names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+        first, last = (_weight(getattr(module, one)) for one in names)
+        biases = [_weight(getattr(module, f"{one}_bias").float()) for one in names] if module.has_bias else None
+        return DenseExperts(
+            *(first, last, biases),
+            has_up=module.has_gate,
+            is_turned=module.is_transposed,
+            turns_about=not module.is_concatenated,
+        )
 
     def head(self) -> Matrix | DenseMatrix:
         """Returns the matrix of the logits."""
@@ -44,18 +71,14 @@ class Slots:
         weight: Any = self._module.get_submodule(name).weight
         return WeightedNorm(_weight(weight), *self._norm)
 
-    def sinks(self) -> Weight | None:
-        """Returns the sinks of attention, float32; None if it has none."""
-        sinks: torch.Tensor | None = getattr(self._module, "sinks", None)
-        return None if sinks is None else _weight(sinks.float())
 
-
-def _matrix(module: Any) -> Matrix | DenseMatrix:
-    found = matrix_of(module)
+def _matrix(module: Any, *, is_float: bool = False) -> Matrix | DenseMatrix:
+    found = None if is_float else matrix_of(module)
     if found is not None:
         return found
-    bias = None if module.bias is None else _weight(module.bias.float())
-    return DenseMatrix(_weight(module.weight), bias)
+    bias: torch.Tensor | None = getattr(module, "bias", None)
+    weight = module.weight.float() if is_float else module.weight
+    return DenseMatrix(_weight(weight), None if bias is None else _weight(bias.float()))
 
 
 def _weight(tensor: torch.Tensor) -> Weight:

@@ -14,9 +14,13 @@ FUNCTIONS = {"identity": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "sq
 """Numbers of `Function`."""
 
 LOOK_UP, PICK, NORM, PRODUCT, DENSE, ANGLES, HEADS, ATTEND, GATE, SUM, SCATTER = range(11)
+ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN = range(11, 15)
 """Numbers of `OperationKind`."""
 
-MAX_MATRICES = 3
+SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3}
+"""Numbers of `Scores`."""
+
+MAX_MATRICES, MAX_GROUPS = 3, 64
 
 _TYPES = {"*": ctypes.c_void_p, "%": ctypes.c_double}
 _THREADS = " num_threads *parallel_for"
@@ -102,6 +106,30 @@ class SumCall(ctypes.Structure):
 
 class ScatterCall(ctypes.Structure):
     _fields_ = _fields("dtype num_rows width adds count *numbers *from_ *rows" + _THREADS)
+
+
+class RouterCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype num_rows num_experts num_chosen scores groups groups_chosen of_group is_normed *logits *bias %floor"
+        " %factor *chosen *weights" + _THREADS
+    )
+
+
+class ExpertsCall(ctypes.Structure):
+    _fields_ = _fields(
+        "num_rows num_chosen num_experts *rows *chosen *weights *gate *up *down *curve *up_curve *out" + _THREADS
+    )
+
+
+class DenseExpertsCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype num_rows num_chosen num_experts width inner outer is_turned step up_shift function up_function *rows"
+        " *chosen *weights *first *last *first_bias *last_bias *curve *up_curve *out" + _THREADS
+    )
+
+
+class WideningCall(ctypes.Structure):
+    _fields_ = _fields("num_rows width *rows *out" + _THREADS)
 
 
 class Operation(ctypes.Structure):

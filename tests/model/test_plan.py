@@ -24,7 +24,11 @@ DENSE = """
     qwen2_vl qwen2_5_vl qwen3_vl
 """
 
-FAMILIES = DENSE.split()
+MIXTURES = """
+    qwen3_moe
+"""
+
+FAMILIES = [*DENSE.split(), *MIXTURES.split()]
 
 
 def tokens(name: str = "one") -> torch.Tensor:

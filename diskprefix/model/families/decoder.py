@@ -47,7 +47,8 @@ def decoder_layer(
         rows = plan.norm(rows, slots.norm("post_attention_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
     rows = plan.norm(hidden, slots.norm("pre_feedforward_layernorm" if is_around else "post_attention_layernorm"))
-    rows = gated_products(plan, config, slots.within("mlp"), rows)
+    feed_forward = mixture if layer.feed_forward == "mixture" else gated_products
+    rows = feed_forward(plan, config, slots.within("mlp"), rows)
     if is_around:
         rows = plan.norm(rows, slots.norm("post_feedforward_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
@@ -79,7 +80,7 @@ def attention(
         scale=config.scale,
         window=layer.window,
         softcap=config.softcap,
-        sinks=slots.sinks(),
+        sinks=slots.numbers("sinks"),
         sees_pictures=config.sees_pictures == "all" or (config.sees_pictures == "windowed" and layer.window > 0),
     )
     return plan.product(attended, slots.matrix("o_proj"))
@@ -89,3 +90,13 @@ def gated_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows:
     """Returns down(f(gate) × up)."""
     gate, up = plan.products(rows, slots.matrix("gate_proj"), slots.matrix("up_proj"))
     return plan.product(plan.gated(gate, up, config.activation), slots.matrix("down_proj"))
+
+
+def mixture(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
+    """Returns Σ weight × expert over the experts that the router chooses."""
+    assert config.mixture is not None
+    of_router = slots.within("gate")
+    is_float = config.mixture.has_float_router
+    logits = plan.product(plan.widened(rows) if is_float else rows, of_router.matrix("", is_float=is_float))
+    routes = plan.routes(logits, config.mixture.router, of_router.numbers("e_score_correction_bias"))
+    return plan.experts(rows, routes, slots.experts("experts"), config.activation)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diskprefix.model.config import DecoderConfig, LayerConfig
+from diskprefix.model.families.mixture_types import has_mixture, mixture_of
 from diskprefix.model.plan import Location, Rotary
 
 _PLAIN = "cwm granite internlm3 iquestcoder llama ministral mistral qwen2 qwen2_5_vl_text qwen2_vl_text seed_oss"
@@ -16,6 +17,7 @@ _GEMMA: Mapping[str, Any] = {"norm": "rms_plus_one", "embedding_multiplier": "ro
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(_PLAIN.split(), _NOTHING),
     "qwen3": {"has_head_norms": True},
+    "qwen3_moe": {"has_head_norms": True},
     "qwen3_vl_text": {"has_head_norms": True},
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "norms": "around"},
@@ -56,12 +58,18 @@ def of_model(
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": head_dim,
         "layers": tuple(
-            LayerConfig(of_layer, window=window, rotary="" if "" in rotary else kinds[number])
+            LayerConfig(
+                of_layer,
+                feed_forward="mixture" if has_mixture(config, number) else "gated",
+                window=window,
+                rotary="" if "" in rotary else kinds[number],
+            )
             for number, (of_layer, window) in enumerate(zip(places, windows, strict=True))
         ),
         "rotary": rotary,
         "epsilon": config.rms_norm_eps,
         "activation": _ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
+        "mixture": mixture_of(config),
         "scale": scale,
         "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,
         "embedding_multiplier": getattr(config, "embedding_multiplier", 1.0),

@@ -61,7 +61,7 @@ struct Matrix {
   const float* bias;  // [rows], or null
 };
 
-constexpr int64_t MAX_MATRICES = 3;
+constexpr int64_t MAX_MATRICES = 3, MAX_GROUPS = 64;
 
 // Rows of a quantised matrix, bfloat16 [num_rows, columns].
 struct Lookup {
@@ -310,8 +310,52 @@ struct Scatter {
   ParallelFor parallel_for;
 };
 
+// Scores of experts: of all of them, or numbers that get theirs among those that are chosen.
+enum Scores : int64_t { SOFTMAX = 0, OF_SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2, SIGMOID_OF_CHOSEN = 3 };
+
+// The `num_chosen` experts with the largest score + bias for rows of `logits`, [num_rows, num_experts], and their weights,
+// [num_rows, num_chosen]. With `groups`, only experts of the `groups_chosen` best ones: a group counts its `of_group`
+// largest. Weights are scores, divided by their sum or `floor` if they are normed, times `factor`.
+struct Router {
+  int64_t dtype, num_rows, num_experts, num_chosen, scores, groups, groups_chosen, of_group, is_normed;
+  const void* logits;
+  const float* bias;  // [num_experts], or null
+  double floor, factor;
+  int64_t* chosen;
+  float* weights;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// What `Experts` does, of matrices that lie side by side, [num_experts, outer, width] and [num_experts, width, inner], or
+// with the last two exchanged if they are turned. Numbers of up are `up_shift` behind those of gate, which are `step` apart;
+// without up it is 0. Biases are [num_experts, outer] and [num_experts, width], or null. float32 has functions, bfloat16
+// curves.
+struct DenseExperts {
+  int64_t dtype, num_rows, num_chosen, num_experts, width, inner, outer, is_turned, step, up_shift, function, up_function;
+  const void* rows;
+  const int64_t* chosen;
+  const float* weights;
+  const void *first, *last;
+  const float *first_bias, *last_bias;
+  const uint16_t *curve, *up_curve;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// bfloat16 rows [num_rows, width], side by side, in float32.
+struct Widening {
+  int64_t num_rows, width;
+  const void* rows;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
 enum OperationKind : int64_t {
-  LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10
+  LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10,
+  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14
 };
 
 // A call of an operator, by its structure, over all rows of a step or over those that get logits.

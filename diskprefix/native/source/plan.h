@@ -7,6 +7,7 @@
 #include "experts.h"
 #include "matrix.h"
 #include "recurrence.h"
+#include "routing.h"
 #include "rows.h"
 
 namespace diskprefix {
@@ -65,6 +66,14 @@ class PlannedStep {
         return add(*set<Sum>(operation));
       case SCATTER:
         return scatter(*set<Scatter>(operation));
+      case ROUTE:
+        return route(*set<Router>(operation));
+      case EXPERTS:
+        return experts(set<Experts>(operation));
+      case DENSE_EXPERTS:
+        return dense_experts(*set<DenseExperts>(operation));
+      case WIDEN:
+        return widen(*set<Widening>(operation));
     }
     return 1;
   }
@@ -100,6 +109,18 @@ class PlannedStep {
       if (!call.adds) return (void)memcpy(to, from, row_bytes);
       const Sum sum = {call.dtype, 1, call.width, 1.0, to, from, to};
       call.dtype == FLOAT32 ? add_part<Float32>(sum, 0, call.width) : add_part<BFloat16>(sum, 0, call.width);
+    });
+  }
+
+  int32_t dense_experts(const DenseExperts& call) const {
+    return call.dtype == FLOAT32 ? DenseMixture<Float32>(call).run() : DenseMixture<BFloat16>(call).run();
+  }
+
+  int32_t widen(const Widening& call) const {
+    const int64_t count = call.num_rows * call.width;
+    return !spread(step_.num_threads, step_.parallel_for, count, 32768, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i += LANES)
+        put_some<Float32>((float*)call.out + i, some_of<BFloat16>((const uint16_t*)call.rows + i, end - i), end - i);
     });
   }
 
