@@ -18,7 +18,7 @@ class LayerConfig:
     layout."""
 
     places: Mapping[str, Location]
-    mixer: Literal["attention"] = "attention"
+    mixer: Literal["attention", "latent"] = "attention"
     feed_forward: Literal["gated", "mixture"] = "gated"
     window: int = 0
     rotary: str | None = ""
@@ -33,6 +33,18 @@ class MixtureConfig:
     has_float_router: bool = False
     shared: str = ""
     shared_gate: str = ""
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """The sizes of latent attention: of latents, of the parts of a head's query for keys and with the rotary
+    positions, and of a head's values. With `has_query_latents`, queries are products of latents of their own."""
+
+    latent_dim: int
+    key_dim: int
+    rotary_dim: int
+    value_dim: int
+    has_query_latents: bool
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,7 @@ class DecoderConfig:
     has_head_norms: bool = False
     activation: str = "silu"
     mixture: MixtureConfig | None = None
+    latent: LatentConfig | None = None
     scale: float = 1.0
     softcap: float = 0.0
     embedding_multiplier: float = 1.0

@@ -22,6 +22,8 @@ from diskprefix.native.matrix import Matrix
 
 _ALIGNMENT = 64
 _ITEM_BYTES = {calls.FLOAT32: 4, calls.BFLOAT16: 2}
+_MAX_ROTARY = 1024
+"""`MAX_ROTARY` of `native/source/rows.h`."""
 _MAX_AXES = 3
 """The most dimensions of a position: pictures have three."""
 
@@ -74,6 +76,18 @@ class DenseExperts:
     turns_about: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class HeadMatrices:
+    """A matrix [rows, columns] for each head, row after row in the type of the plan, `stride` numbers apart."""
+
+    address: int
+    heads: int
+    rows: int
+    columns: int
+    stride: int
+    kept: Any = field(repr=False)
+
+
 @dataclass(frozen=True)
 class Buffer:
     """A buffer, [rows of a step, width], in the type of the plan or in float32. `stride` counts numbers from row to
@@ -120,19 +134,19 @@ class RotaryAngles(NamedTuple):
     cosines: int
     sines: int
     half: int
-    is_paired: bool
+    is_paired: int
     first: int
 
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """The rotary positions of heads: `frequencies`, float32 [half], turn numbers i and half + i, or neighbours if they
-    are paired, from number `first` of a head on. `axes`: which dimension of a position each frequency has, int64
-    [half]; None if all have the first."""
+    """The rotary positions of heads. `frequencies`, float32 [half], turn numbers i and half + i from number `first` of
+    a head on; if `is_paired` is 1 neighbours, if it is 2 neighbours that are parted into halves then. `axes`: which
+    dimension of a position each frequency has, int64 [half]; None if all have the first."""
 
     frequencies: np.ndarray
     factor: float = 1.0
-    is_paired: bool = False
+    is_paired: int = 0
     first: int = 0
     axes: np.ndarray | None = None
 
@@ -155,6 +169,10 @@ class Location:
     offset: int
     head_stride: int
     token_stride: int
+
+    def behind(self, count: int, item_bytes: int) -> Location:
+        """Returns the rows from number `count` of each on."""
+        return replace(self, offset=self.offset + count * item_bytes)
 
     @property
     def call(self) -> calls.PagedRowsCall:
@@ -303,6 +321,40 @@ class ComputePlan:
         )  # fmt: skip
         self._add(calls.DENSE, rows, call, matrix)
 
+    def into_columns(self, rows: Buffer, matrices: HeadMatrices, behind: int) -> Buffer:
+        """Returns the first numbers of each head times the columns of its matrix, and its last `behind` numbers as they
+        are: [heads × (rows of a matrix + behind)] becomes [heads × (columns + behind)]."""
+        of_head, to_head = matrices.rows + behind, matrices.columns + behind
+        out = self.rows(matrices.heads * to_head)
+        self._heads_times(rows, of_head, matrices, out, to_head, is_turned=False)
+        call = calls.CopyCall(
+            num_heads=matrices.heads, num_bytes=behind * self.item_bytes,
+            source=rows.address + matrices.rows * self.item_bytes, row_bytes=rows.stride * self.item_bytes,
+            head_bytes=of_head * self.item_bytes, out=out.address + matrices.columns * self.item_bytes,
+            out_row_bytes=out.stride * self.item_bytes, out_head_bytes=to_head * self.item_bytes,
+        )  # fmt: skip
+        self._add(calls.COPY, rows, call)
+        return out
+
+    def into_rows(self, rows: Buffer, matrices: HeadMatrices) -> Buffer:
+        """Returns the numbers of each head times the rows of its matrix: [heads × columns] becomes [heads × rows]."""
+        out = self.rows(matrices.heads * matrices.rows)
+        self._heads_times(rows, matrices.columns, matrices, out, matrices.rows, is_turned=True)
+        return out
+
+    def _heads_times(
+        self, rows: Buffer, of_head: int, matrices: HeadMatrices, out: Buffer, to_head: int, *, is_turned: bool
+    ) -> None:
+        self._require(rows.width == matrices.heads * of_head, "heads of other rows")
+        inner, outer = (matrices.columns, matrices.rows) if is_turned else (matrices.rows, matrices.columns)
+        call = calls.DenseProductCall(
+            dtype=self.dtype, is_turned=is_turned, num_heads=matrices.heads, inner=inner, outer=outer,
+            rows=rows.address, head_stride=of_head, row_stride=rows.stride, matrices=matrices.address,
+            matrix_stride=matrices.stride, line_stride=matrices.columns, out=out.address, out_head_stride=to_head,
+            out_row_stride=out.stride,
+        )  # fmt: skip
+        self._add(calls.DENSE, rows, call, matrices)
+
     def angles(self, rotary: Rotary) -> RotaryAngles:
         """Returns the angles of the step's positions."""
         half = len(rotary.frequencies)
@@ -334,6 +386,7 @@ class ComputePlan:
         if norm is not None:
             call.norm, call.norm_kind, call.epsilon = norm.weight.address, norm.kind, norm.epsilon
         if angles is not None:
+            self._require(angles.first + 2 * angles.half <= dim and 2 * angles.half <= _MAX_ROTARY, "angles of others")
             call.cosines, call.sines, call.half = angles.cosines, angles.sines, angles.half
             call.is_paired, call.rotary_first = angles.is_paired, angles.first
         if to is not None:

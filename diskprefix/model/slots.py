@@ -8,7 +8,7 @@ import torch
 
 from diskprefix.model.exact.fused import matrix_of
 from diskprefix.model.exact.mixtures import matrices, matrices_of
-from diskprefix.model.plan import DenseExperts, DenseMatrix, PackedExperts, Weight, WeightedNorm
+from diskprefix.model.plan import DenseExperts, DenseMatrix, HeadMatrices, PackedExperts, Weight, WeightedNorm
 from diskprefix.model.quants.quantised_experts import QuantisedExperts
 from diskprefix.native.matrix import Matrix, fills_blocks
 
@@ -66,10 +66,23 @@ class Slots:
         packed: Matrix | None = getattr(module, "matrix", None)
         return DenseMatrix(_weight(module.weight)) if packed is None else packed
 
+    def expansion(self, name: str, heads: int, *dims: int) -> list[HeadMatrices]:
+        """Returns the matrices [dim, columns] of each head for each of `dims`, whose rows a matrix has by heads."""
+        weight: Any = self._module.get_submodule(name).weight
+        kept = weight.detach().contiguous()
+        rows, columns = sum(dims), kept.shape[1]
+        found, first = [], 0
+        for dim in dims:
+            address = kept.data_ptr() + first * columns * kept.itemsize
+            found.append(HeadMatrices(address, heads, dim, columns, rows * columns, kept))
+            first += dim
+        return found
+
     def norm(self, name: str) -> WeightedNorm:
         """Returns a norm."""
-        weight: Any = self._module.get_submodule(name).weight
-        return WeightedNorm(_weight(weight), *self._norm)
+        module: Any = self._module.get_submodule(name)
+        kind, epsilon = self._norm
+        return WeightedNorm(_weight(module.weight), kind, getattr(module, "variance_epsilon", epsilon))
 
 
 def _matrix(module: Any, *, is_float: bool = False) -> Matrix | DenseMatrix:

@@ -14,7 +14,7 @@ FUNCTIONS = {"identity": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "sq
 """Numbers of `Function`."""
 
 LOOK_UP, PICK, NORM, PRODUCT, DENSE, ANGLES, HEADS, ATTEND, GATE, SUM, SCATTER = range(11)
-ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN = range(11, 15)
+ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN, COPY = range(11, 16)
 """Numbers of `OperationKind`."""
 
 SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3}
@@ -130,6 +130,12 @@ class DenseExpertsCall(ctypes.Structure):
 
 class WideningCall(ctypes.Structure):
     _fields_ = _fields("num_rows width *rows *out" + _THREADS)
+
+
+class CopyCall(ctypes.Structure):
+    _fields_ = _fields(
+        "num_rows num_heads num_bytes *source row_bytes head_bytes *out out_row_bytes out_head_bytes" + _THREADS
+    )
 
 
 class Operation(ctypes.Structure):

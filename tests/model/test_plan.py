@@ -28,7 +28,9 @@ MIXTURES = """
     qwen3_moe
 """
 
-FAMILIES = [*DENSE.split(), *MIXTURES.split()]
+LATENT = "youtu minicpm3"
+
+FAMILIES = [*DENSE.split(), *MIXTURES.split(), *LATENT.split()]
 
 
 def tokens(name: str = "one") -> torch.Tensor:

@@ -17,7 +17,7 @@ from diskprefix.model.config import DecoderConfig
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.exact.vision_encoder import PictureRows
 from diskprefix.model.families.decoder import decoder
-from diskprefix.model.families.model_types import OPTIONS, SECTIONS_IN_ORDER, of_model
+from diskprefix.model.families.model_types import OPTIONS, SECTIONS_IN_ORDER, of_model, pairing_of
 from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary
 from diskprefix.model.slots import Slots
 from diskprefix.native import calls
@@ -123,6 +123,9 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
     # transformers multiplies by a number in the type of the model.
     rounded = float(torch.tensor(found.embedding_multiplier).to(model.dtype))
     further = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+    if found.latent is not None:
+        # With a factor for scaled positions.
+        found = replace(found, scale=model.get_decoder().layers[0].self_attn.scaling)
     return replace(found, embedding_multiplier=rounded, deepstack=len(further))
 
 
@@ -146,7 +149,8 @@ def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
     for kind, prefix in kinds.items():
         frequencies = getattr(module, f"{prefix}inv_freq").float().numpy()
         axes = _axes(getattr(module, "mrope_section", None), len(frequencies), model)
-        found[kind] = Rotary(frequencies, float(getattr(module, f"{prefix}attention_scaling")), axes=axes)
+        factor = float(getattr(module, f"{prefix}attention_scaling"))
+        found[kind] = Rotary(frequencies, factor, pairing_of(model.config.get_text_config(decoder=True)), axes=axes)
     return found
 
 

@@ -243,7 +243,8 @@ struct Angles {
 };
 
 // Rows [num_rows, num_heads, dim], changed in place: each head gets its norm, without weight none, and is turned by
-// `cosines` and `sines`, [num_rows, half], from number `rotary_first` on, without `half` not at all. Then it goes to memory
+// `cosines` and `sines`, [num_rows, half], from number `rotary_first` on, without `half` not at all. Turned together are number i and number half + i, if it is 1
+// neighbours, if it is 2 neighbours that are parted into halves then. Then it goes to memory
 // `to` of page table number `table`, if that is not negative.
 struct Heads {
   int64_t dtype, num_rows, num_heads, dim, row_stride;
@@ -353,9 +354,19 @@ struct Widening {
   ParallelFor parallel_for;
 };
 
+// For each row and head, `num_bytes` bytes from one place to another, each with bytes from row to row and head to head.
+struct Copy {
+  int64_t num_rows, num_heads, num_bytes;
+  const char* source;
+  int64_t row_bytes, head_bytes;
+  char* out;
+  int64_t out_row_bytes, out_head_bytes, num_threads;
+  ParallelFor parallel_for;
+};
+
 enum OperationKind : int64_t {
   LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10,
-  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14
+  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15
 };
 
 // A call of an operator, by its structure, over all rows of a step or over those that get logits.

@@ -64,6 +64,8 @@ class PlannedStep {
         return gate(*set<Gate>(operation));
       case SUM:
         return add(*set<Sum>(operation));
+      case COPY:
+        return copy(*set<Copy>(operation));
       case SCATTER:
         return scatter(*set<Scatter>(operation));
       case ROUTE:
@@ -99,6 +101,14 @@ class PlannedStep {
   int32_t add(const Sum& call) const {
     return !spread(step_.num_threads, step_.parallel_for, call.num_rows * call.width, 32768, [&](int64_t begin, int64_t end) {
       call.dtype == FLOAT32 ? add_part<Float32>(call, begin, end) : add_part<BFloat16>(call, begin, end);
+    });
+  }
+
+  int32_t copy(const Copy& call) const {
+    return each_row(call.num_rows, 16, [&](int64_t row) {
+      for (int64_t head = 0; head < call.num_heads; ++head)
+        memcpy(call.out + row * call.out_row_bytes + head * call.out_head_bytes,
+               call.source + row * call.row_bytes + head * call.head_bytes, call.num_bytes);
     });
   }
 

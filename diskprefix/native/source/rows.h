@@ -31,11 +31,16 @@ inline void put_angles(const Angles& call, int64_t row) {
   }
 }
 
-// Turns the first 2 × `half` numbers of a head: number i and number `half` + i together, or neighbours if they are paired.
-// Each product is rounded before the sum.
+constexpr int64_t MAX_ROTARY = 1024;
+
+// Turns the first 2 × `half` numbers of a head, as `Heads` says. Each product is rounded before the sum.
 template <class Type>
 inline void rotate(typename Type::Stored* head, const typename Type::Stored* cosines, const typename Type::Stored* sines,
-                   int64_t half, bool is_paired) {
+                   int64_t half, int64_t pairing) {
+  const bool is_paired = pairing != 0;
+  typename Type::Stored parted[MAX_ROTARY];
+  if (pairing == 2) memcpy(parted, head, 2 * half * sizeof *head);
+  const typename Type::Stored* from = pairing == 2 ? parted : head;
   const auto times = [](Floats a, Floats b) { return rounded_to<Type>(a * b); };
   for (int64_t i = 0; i < half; i += LANES) {
     const int64_t left = least(LANES, half - i);
@@ -43,10 +48,10 @@ inline void rotate(typename Type::Stored* head, const typename Type::Stored* cos
     const Floats cosine = load(cosines + i), sine = load(sines + i);
     typename Type::Stored first[LANES] = {}, second[LANES] = {};
     if (is_paired)
-      for (int64_t lane = 0; lane < left; ++lane) first[lane] = head[2 * (i + lane)], second[lane] = head[2 * (i + lane) + 1];
+      for (int64_t lane = 0; lane < left; ++lane) first[lane] = from[2 * (i + lane)], second[lane] = from[2 * (i + lane) + 1];
     const Floats a = is_paired ? Type::load(first) : load(head + i), b = is_paired ? Type::load(second) : load(head + half + i);
     const Floats to_a = times(a, cosine) + times(-b, sine), to_b = times(b, cosine) + times(a, sine);
-    if (!is_paired) {
+    if (pairing != 1) {
       put_some<Type>(head + i, to_a, left);
       put_some<Type>(head + half + i, to_b, left);
       continue;
