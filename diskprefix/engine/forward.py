@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -39,10 +39,9 @@ def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[Computed |
     once. Raises `DeviceLost`.
     """
     try:
-        with _hidden_states(model, step) as hidden:
-            logits = runner.run(model, [_rows(chunk) for chunk in step])
-        for rows in hidden:
-            _hand_out(rows, step)
+        wants_hidden = any(chunk.sequence.running.pooling is not None for chunk in step)
+        hand_out = partial(_hand_out, step=step) if wants_hidden else None
+        logits = runner.run(model, [_rows(chunk) for chunk in step], hand_out)
         return list(_draw_tokens(step, logits))
     except Exception as error:  # noqa: BLE001 (it is returned)
         raise_if_lost(error)
@@ -67,22 +66,6 @@ def _draw_tokens(step: list[Chunk[Reply]], logits: list[torch.Tensor]) -> Iterat
     drawn = iter(draw(together) if together else [])
     for rows, of_one in zip(logits, asks, strict=True):
         yield Computed(rows, tuple(islice(drawn, len(of_one))))
-
-
-@contextmanager
-def _hidden_states(model: PreTrainedModel, step: list[Chunk[Reply]]) -> Iterator[list[torch.Tensor]]:
-    """Yields a list that gets the last hidden states of the step's forward, if a request asks for them: behind the last
-    norm, shape [rows, hidden_size], as the decoder hands them to the head of the model."""
-    found: list[torch.Tensor] = []
-    if all(chunk.sequence.running.pooling is None for chunk in step):
-        yield found
-        return
-    assert model.base_model is not model, "a request for embeddings was refused before"
-    hook = model.base_model.register_forward_hook(lambda _module, _inputs, output: found.append(output[0][0]))
-    try:
-        yield found
-    finally:
-        hook.remove()
 
 
 def _hand_out(hidden: torch.Tensor, step: list[Chunk[Reply]]) -> None:

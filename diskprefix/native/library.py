@@ -32,6 +32,7 @@ _NUM_ARGUMENTS = {
     "convolution": 2,
     "delta_rule": 2,
     "state_space": 2,
+    "run": 2,
 }
 """The operators that need torch's threads, in the order of `source/interface.h`."""
 
@@ -63,6 +64,7 @@ class Operators:
     convolution: Any
     delta_rule: Any
     state_space: Any
+    run: Any
     parallel_for: int
 
     @property

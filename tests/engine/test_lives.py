@@ -219,7 +219,9 @@ class Life:
                 raise CacheError("the store failed in the middle")
             return found
 
-        patch.setattr(runner, "run", lambda model, rows: self._compute(self._run, len(rows), model, rows))
+        patch.setattr(
+            runner, "run", lambda model, rows, *others: self._compute(self._run, len(rows), model, rows, *others)
+        )
         patch.setattr(
             forward, "draw", lambda asks: self._compute(self._draw, len({id(one.sampler) for one in asks}), asks)
         )

@@ -68,9 +68,9 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each step."""
     run, found = runner.run, list[int]()
 
-    def noted(model: Any, step: Any) -> Any:
+    def noted(model: Any, step: Any, *others: Any) -> Any:
         found.append(sum(rows.token_ids.shape[1] for rows in step))
-        return run(model, step)
+        return run(model, step, *others)
 
     monkeypatch.setattr(runner, "run", noted)
     return found

@@ -116,7 +116,7 @@ def experts_of(module: Any) -> RoutedExperts | None:
     if not all(weight[0].is_contiguous() and fills_blocks(weight[0]) for weight, _ in found.values()):
         return None
     curves = curves_of(module)
-    return None if curves is None else routed(curves, {part: _matrices(*of_part) for part, of_part in found.items()})
+    return None if curves is None else routed(curves, {part: matrices(*of_part) for part, of_part in found.items()})
 
 
 def routed(curves: GateCurves, matrices: dict[str, list[Matrix]]) -> RoutedExperts:
@@ -124,7 +124,8 @@ def routed(curves: GateCurves, matrices: dict[str, list[Matrix]]) -> RoutedExper
     return RoutedExperts(matrices["gate"], matrices.get("up", []), matrices["down"], curves.gate, curves.up)
 
 
-def _matrices(weight: torch.Tensor, bias: torch.Tensor | None) -> list[Matrix]:
+def matrices(weight: torch.Tensor, bias: torch.Tensor | None) -> list[Matrix]:
+    """Returns the matrices of experts, [experts, rows, columns], with their biases."""
     biases = [None] * len(weight) if bias is None else [*bias]
     return [Matrix(one, (one.shape[0], one.shape[1]), bias=its) for one, its in zip(weight, biases, strict=True)]
 

@@ -7,12 +7,13 @@ row by row. Packing is for models that are exact at every token, so each row has
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 
 from diskprefix.kv.caches import StepCache
@@ -23,7 +24,8 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.drafts import keeping_up
-from diskprefix.model.exact.invariant import as_it_was
+from diskprefix.model.exact.invariant import as_it_was, is_installed
+from diskprefix.model.exact.planned import plan_of
 from diskprefix.model.exact.vision_encoder import PictureRows, picture_arguments
 from diskprefix.printable import first_line
 
@@ -49,9 +51,12 @@ class Rows:
     may_lag: bool = False
 
 
-def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
+def run(
+    model: PreTrainedModel, step: Sequence[Rows], take_hidden: Callable[[torch.Tensor], object] | None = None
+) -> list[torch.Tensor]:
     """Computes one step. Returns each sequence's next-token logits, shape [num_logits, vocab], in the model's dtype.
-    Several sequences must be `KVSequence`s of a layout that packs."""
+    `take_hidden` gets the hidden states of the step's rows behind the last norm, [rows, hidden_size]. Several sequences
+    must be `KVSequence`s of a layout that packs."""
     first = step[0].state
     if len(step) == 1 and not isinstance(first, KVSequence):
         with as_it_was(model):
@@ -63,7 +68,10 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
         )
         for sequence, rows in zip(sequences, step, strict=True)
     )
-    logits = _forward(model, step, sequences, runs)
+    logits = _by_plan(model, step, sequences, runs, take_hidden)
+    if logits is None:
+        with _handing_out(model, take_hidden):
+            logits = _forward(model, step, sequences, runs)
     for sequence, run_ in zip(sequences, runs, strict=True):
         sequence.end_step(run_)
     return list(torch.split(logits, [rows.num_logits for rows in step]))
@@ -72,6 +80,46 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
 def forward(model: PreTrainedModel, sequence: KVSequence, token_ids: torch.Tensor, num_logits: int = 1) -> torch.Tensor:
     """Runs [1, n] more tokens of one sequence. Returns the logits behind the last ones, shape [num_logits, vocab]."""
     return run(model, [Rows(sequence, token_ids, num_logits)])[0]
+
+
+def _by_plan(
+    model: PreTrainedModel,
+    rows: Sequence[Rows],
+    sequences: Sequence[KVSequence],
+    runs: tuple[Run, ...],
+    take_hidden: Callable[[torch.Tensor], object] | None,
+) -> torch.Tensor | None:
+    """Computes one step by the model's plan. Returns None if it has none for these rows."""
+    layout = sequences[0].layout
+    if not is_installed(model) or layout.exact_at != "token":
+        return None
+    plan = plan_of(model, layout, sequences[0].pool.block_size)
+    if plan is None:
+        return None
+    ends = [*accumulate(run.num_rows for run in runs)]
+    kept = np.concatenate([np.arange(end - one.num_logits, end) for end, one in zip(ends, rows, strict=True)])
+    ids = torch.cat([one.token_ids[0] for one in rows]).numpy()
+    logits = plan.run(sequences, runs, ids, kept, [one.pictures for one in rows])
+    for sequence, run in zip(sequences, runs, strict=True):
+        for layer in sequence.token_layers:
+            layer.length = run.end
+    if take_hidden is not None:
+        take_hidden(plan.hidden(ends[-1]))
+    return logits
+
+
+@contextmanager
+def _handing_out(model: PreTrainedModel, take: Callable[[torch.Tensor], object] | None) -> Iterator[None]:
+    """Gives a context whose forward hands out its last hidden states, as the decoder gives them to the head."""
+    if take is None:
+        yield
+        return
+    assert model.base_model is not model, "a request for hidden states was refused before"
+    hook = model.base_model.register_forward_hook(lambda _module, _inputs, output: take(output[0][0]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _forward(

@@ -12,7 +12,7 @@ from diskprefix.model.exact.mixtures import curves_of, is_mixture, matrices_of, 
 from diskprefix.model.quants.forms import compiled, matrix_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native.experts_operator import RoutedExperts
-from diskprefix.native.matrix import fills_blocks
+from diskprefix.native.matrix import Matrix, fills_blocks
 
 
 class QuantisedMatrices(nn.Module):
@@ -48,20 +48,21 @@ class QuantisedExperts(nn.Module):
             self.add_module(part, QuantisedMatrices(weight, bias, forms[part]))
             self.num_experts = len(weight)
         self._routed: RoutedExperts | None = None
+        self.matrices = dict[str, list[Matrix]]()
 
     def parts(self) -> dict[str, QuantisedMatrices]:
         return {name: part for name, part in self.named_children() if isinstance(part, QuantisedMatrices)}
 
     def prepare(self) -> None:
         """Prepares the matrices for the kernel, once the weights are there. They must not change afterwards."""
-        matrices = {
+        self.matrices = {
             name: [
                 matrix_of(packed, part.form, None if part.bias is None else part.bias[number])
                 for number, packed in enumerate(part.packed)
             ]
             for name, part in self.parts().items()
         }
-        self._routed = routed(self.curves, matrices)
+        self._routed = routed(self.curves, self.matrices)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -61,7 +61,7 @@ struct Matrix {
   const float* bias;  // [rows], or null
 };
 
-constexpr int64_t MAX_MATRICES = 3;
+constexpr int64_t MAX_MATRICES = 3, MAX_GROUPS = 64;
 
 // Rows of a quantised matrix, bfloat16 [num_rows, columns].
 struct Lookup {
@@ -227,6 +227,174 @@ struct StateSpace {
   ParallelFor parallel_for;
 };
 
+// -- a plan ------------------------------------------------------------------------------------------------------------
+
+// The cosines and sines of rotary positions, [num_rows, half], times `factor`. Positions are int64 [axes, num_rows], with
+// `axis_stride` numbers from axis to axis. `axes` has the axis of each frequency; null: all are of the first.
+struct Angles {
+  int64_t dtype, num_rows, half, axis_stride;
+  const int64_t* positions;
+  const float* frequencies;
+  const int64_t* axes;
+  double factor;
+  void *cosines, *sines;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Rows [num_rows, num_heads, dim], changed in place: each head gets its norm, without weight none, and is turned by
+// `cosines` and `sines`, [num_rows, half], from number `rotary_first` on, without `half` not at all. Turned together are number i and number half + i, if it is 1
+// neighbours, if it is 2 neighbours that are parted into halves then. Then it goes to memory
+// `to` of page table number `table`, if that is not negative.
+struct Heads {
+  int64_t dtype, num_rows, num_heads, dim, row_stride;
+  void* rows;
+  const void* norm;
+  int64_t norm_kind;
+  double epsilon;
+  int64_t rotary_first, half, is_paired;
+  const void *cosines, *sines;
+  int64_t table;
+  Rows to;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Attention over keys and values in page table number `table`. What a step decides is not set.
+struct Attend {
+  Attention attention;
+  int64_t table, sees_pictures;
+  Rows keys, values;
+};
+
+enum Function : int64_t { IDENTITY = 0, SILU = 1, GELU = 2, GELU_TANH = 3, RELU = 4, SQUARED_RELU = 5, SIGMOID = 6, TANH = 7 };
+
+// Rows [num_rows, width] of `factor` × function(gate / factor) × up, without `up` of the function alone. bfloat16 has
+// `curve`, a table as in `Gated`. `gate` and `up` have `row_stride` numbers from row to row.
+struct Gate {
+  int64_t dtype, num_rows, width, row_stride, function;
+  double factor;
+  const void *gate, *up;
+  const uint16_t* curve;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Rows [num_rows, width]: one + other × factor, without `one` other × factor. A factor that is not 1 rounds the product.
+struct Sum {
+  int64_t dtype, num_rows, width;
+  double factor;
+  const void *one, *other;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Rows of these numbers, `row_bytes` each, one behind the other.
+struct Pick {
+  int64_t num_rows, row_bytes;
+  const void* rows;
+  const int64_t* numbers;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Puts rows of `from` in the place of rows with these numbers, or with `adds` adds them. A step may have none of them.
+struct Scatter {
+  int64_t dtype, num_rows, width, adds, count;
+  const int64_t* numbers;
+  const void* from;
+  void* rows;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Scores of experts: of all of them, or numbers that get theirs among those that are chosen.
+enum Scores : int64_t { SOFTMAX = 0, OF_SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2, SIGMOID_OF_CHOSEN = 3 };
+
+// The `num_chosen` experts with the largest score + bias for rows of `logits`, [num_rows, num_experts], and their weights,
+// [num_rows, num_chosen]. With `groups`, only experts of the `groups_chosen` best ones: a group counts its `of_group`
+// largest. Weights are scores, divided by their sum or `floor` if they are normed, times `factor`.
+struct Router {
+  int64_t dtype, num_rows, num_experts, num_chosen, scores, groups, groups_chosen, of_group, is_normed;
+  const void* logits;
+  const float* bias;  // [num_experts], or null
+  double floor, factor;
+  int64_t* chosen;
+  float* weights;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// What `Experts` does, of matrices that lie side by side, [num_experts, outer, width] and [num_experts, width, inner], or
+// with the last two exchanged if they are turned. Numbers of up are `up_shift` behind those of gate, which are `step` apart;
+// without up it is 0. Biases are [num_experts, outer] and [num_experts, width], or null. float32 has functions, bfloat16
+// curves.
+struct DenseExperts {
+  int64_t dtype, num_rows, num_chosen, num_experts, width, inner, outer, is_turned, step, up_shift, function, up_function;
+  const void* rows;
+  const int64_t* chosen;
+  const float* weights;
+  const void *first, *last;
+  const float *first_bias, *last_bias;
+  const uint16_t *curve, *up_curve;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// bfloat16 rows [num_rows, width], side by side, in float32.
+struct Widening {
+  int64_t num_rows, width;
+  const void* rows;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// For each row and head, `num_bytes` bytes from one place to another, each with bytes from row to row and head to head.
+struct Copy {
+  int64_t num_rows, num_heads, num_bytes;
+  const char* source;
+  int64_t row_bytes, head_bytes;
+  char* out;
+  int64_t out_row_bytes, out_head_bytes, num_threads;
+  ParallelFor parallel_for;
+};
+
+enum OperationKind : int64_t {
+  LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10,
+  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15
+};
+
+// A call of an operator, by its structure, over all rows of a step or over those that get logits.
+struct Operation {
+  int64_t kind, is_of_logits;
+  void* call;
+};
+
+struct Plan {
+  int64_t num_operations;
+  const Operation* operations;
+};
+
+// A sequence of a step: a `Run`, with the addresses of the pages' addresses of each page table.
+struct PlanRun {
+  int64_t start, num_rows;
+  const Span* spans;
+  int64_t num_spans;
+  char* const* const* tables;
+};
+
+struct PlanStep {
+  int64_t num_rows, num_logits, num_runs, page_tokens;
+  const PlanRun* runs;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
 // Rows of `width` values, `stride` bytes apart, and the same values in planes: `num_bytes`, with `bits` in a code.
 // Splitting gets the room in `num_bytes` and sets both; it returns 1 if they do not fit. Joining returns 1 for data
 // that splitting does not write.
@@ -254,6 +422,7 @@ struct Operators {
   int32_t (*convolution)(const Convolution* call, const StateRun* runs);
   int32_t (*delta_rule)(const DeltaRule* call, const StateRun* runs);
   int32_t (*state_space)(const StateSpace* call, const StateRun* runs);
+  int32_t (*run)(const Plan* plan, const PlanStep* step);
   int32_t (*split)(Planes* call);
   int32_t (*join)(Planes* call);
 };

@@ -4,8 +4,8 @@
 #include "dense.h"
 #include "experts.h"
 #include "packing.h"
+#include "plan.h"
 #include "planes.h"
-#include "recurrence.h"
 
 #define TEXT_OF(name) #name
 #define TEXT(name) TEXT_OF(name)
@@ -14,6 +14,6 @@ namespace diskprefix {
 
 extern const Operators VARIANT;
 const Operators VARIANT = {TEXT(VARIANT), require_matrix, attention, product, norm, gated, attention_block, layer, dense, experts, pack,
-                           look_up, convolution, delta_rule, state_space, split, join};
+                           look_up, convolution, delta_rule, state_space, run, split, join};
 
 }  // namespace diskprefix

@@ -134,7 +134,7 @@ def reset() -> ModelFaults:
     return _faults[-1]
 
 
-def run(_model: Any, step: Sequence[SaltedRows]) -> list[torch.Tensor]:
+def run(_model: Any, step: Sequence[SaltedRows], *_others: Any) -> list[torch.Tensor]:
     """In the place of `model.exact.runner.run`. Takes time in which other threads run."""
     results, one = [], scheduler()
     for rows in step:

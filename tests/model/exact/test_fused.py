@@ -27,6 +27,8 @@ from tests.exactness.architectures import tiny_model
 from tests.model.quantising_in_place import quantise
 from tests.native.variants import of_this_cpu
 
+pytestmark = pytest.mark.usefixtures("by_modules")
+
 
 @pytest.fixture(autouse=True, params=of_this_cpu())
 def compiled(

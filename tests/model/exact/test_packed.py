@@ -175,6 +175,7 @@ def test_a_model_that_computes_with_its_cache_itself_takes_turns(
     assert layout.packs == is_ours
 
 
+@pytest.mark.usefixtures("by_modules")
 def test_a_layer_that_depends_on_the_company_is_found() -> None:
     model = tiny_model("llama", torch.float32)
     layer: Any = model.get_decoder().layers[1]

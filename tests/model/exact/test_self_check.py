@@ -75,6 +75,7 @@ def test_a_class_that_is_not_of_transformers_is_not_taken_for_a_verified_one() -
     assert make_exact(model)[1] == "no such architecture was verified at every token"
 
 
+@pytest.mark.usefixtures("by_modules")
 def test_a_model_that_reads_behind_the_last_token_is_not_exact() -> None:
     def reads_behind(module: Any, query: Any, key: list[LayerRows], *args: Any, **kwargs: Any) -> Any:
         out, weights = attend(module, query, key, *args, **kwargs)
@@ -217,6 +218,7 @@ class Forgetful(nn.Module):
         return found + 0.001 * self.seen
 
 
+@pytest.mark.usefixtures("by_modules")
 def test_state_that_a_model_keeps_outside_its_cache_is_found_by_the_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the steps, all that it computes of an uninterrupted sequence is the same."""
     model = tiny_model("llama", torch.float32)
@@ -271,6 +273,7 @@ def test_a_model_that_gets_its_memory_side_by_side_has_the_same_bits(name: str) 
     assert found[0] == found[1]
 
 
+@pytest.mark.usefixtures("by_modules")
 def test_attention_that_sees_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = attention_operator.attention
     monkeypatch.setattr(

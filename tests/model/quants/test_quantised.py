@@ -44,6 +44,7 @@ def forms_of(model: PreTrainedModel) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("cache")
+@pytest.mark.usefixtures("by_modules")
 def test_a_product_that_depends_on_the_number_of_rows_means_the_grid() -> None:
     model = quantised_tiny_model("llama", "Q4_1")
     module = model.get_submodule("model.layers.0.mlp.down_proj")

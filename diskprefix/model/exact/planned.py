@@ -1,0 +1,183 @@
+"""The plan of a loaded model, and a step of sequences by it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+import torch
+
+from diskprefix.kv.layout import Layout
+from diskprefix.kv.sequence import KVSequence
+from diskprefix.kv.step import Run
+from diskprefix.model.config import DecoderConfig
+from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
+from diskprefix.model.exact.vision_encoder import PictureRows
+from diskprefix.model.families.decoder import decoder
+from diskprefix.model.families.model_types import OPTIONS, SECTIONS_IN_ORDER, of_model, pairing_of
+from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary
+from diskprefix.model.slots import Slots
+from diskprefix.native import calls
+from diskprefix.native.library import operators
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ROWS = 256
+"""The rows that a plan is made for. A step of more makes a larger one."""
+_DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
+_NORMS = {"rms": calls.ROUNDED, "rms_unrounded": calls.UNROUNDED, "rms_plus_one": calls.ONE_MORE}
+
+
+class ModelPlan:
+    """The plan of a model over memory of a layout."""
+
+    def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
+        self._config = config_of(model, layout, page_tokens)
+        # A plan is kept as long as its model.
+        self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
+        self._plan = self._make(_ROWS)
+
+    def _make(self, max_rows: int) -> ComputePlan:
+        compiled, model = operators(), self._model()
+        assert compiled is not None, "a model of a plan is exact at every token"
+        assert model is not None, "it runs"
+        plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self._config.vocab_size, self._page_tokens)
+        decoder(plan, self._config, Slots(model, _NORMS[self._config.norm], self._config.epsilon))
+        return plan
+
+    def run(
+        self,
+        sequences: Sequence[KVSequence],
+        runs: Sequence[Run],
+        ids: np.ndarray,
+        kept: np.ndarray,
+        pictures: Sequence[PictureRows | None],
+    ) -> torch.Tensor:
+        """Computes a step of token ids, int64 [rows]. Returns the logits of the rows number `kept`, [logits, vocab].
+        `pictures` are those of each sequence."""
+        num_rows = len(ids)
+        if num_rows > self._plan.max_rows:
+            self._plan = self._make(num_rows)
+        described = [self._described(*one) for one in zip(sequences, runs, strict=True)]
+        of_pictures = _encoded(ids, pictures, runs)
+        self._plan.run(described, ids, kept, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
+        return self._copied(self._plan.logits, len(kept))
+
+    def _described(self, sequence: KVSequence, run: Run) -> PlannedRun:
+        """Raises `NotInvariant` if pages are missing that the operators would read or write."""
+        for table in sequence.tables:
+            has_room = run.end <= len(table.pages) * self._page_tokens
+            if not has_room or table.complete_from > table.group.first_needed(run.start):
+                raise NotInvariant("attention to tokens that the memory does not keep")
+        addresses = [table.addresses.buffer_info()[0] for table in sequence.tables]
+        return PlannedRun(run.start, run.num_rows, addresses, run.flat_spans)
+
+    def hidden(self, num_rows: int) -> torch.Tensor:
+        """Returns the hidden states of the last step behind the last norm, [rows, hidden_size]."""
+        return self._copied(self._plan.hidden, num_rows)
+
+    def _copied(self, rows: Any, num_rows: int) -> torch.Tensor:
+        return torch.from_numpy(self._plan.copied(rows, num_rows)).view(self._dtype)
+
+
+def _positions(runs: Sequence[Run], pictures: Sequence[PictureRows | None]) -> np.ndarray:
+    """Returns the positions of the rows of a step, int64 [1, rows] or [axes, rows]."""
+    found = [np.arange(run.start, run.end)[None] for run in runs]
+    for number, one in enumerate(pictures):
+        if one is not None and one.positions is not None:
+            found[number] = one.positions.numpy()
+    axes = max(map(len, found))
+    return np.concatenate([np.broadcast_to(one, (axes, one.shape[1])) for one in found], axis=1)
+
+
+def _encoded(ids: np.ndarray, pictures: Sequence[PictureRows | None], runs: Sequence[Run]) -> EncodedRows | None:
+    """Returns what an encoder gives for rows of a step, None if none is of a picture."""
+    encoder = next((one.encoder for one in pictures if one is not None), None)
+    if encoder is None:
+        return None
+    numbers = np.flatnonzero(ids == encoder.token_id)
+    encoded = encoder.of_text(len(numbers))
+    is_picture = torch.cat(
+        [
+            torch.zeros(run.num_rows, dtype=torch.bool) if one is None else one.is_picture
+            for run, one in zip(runs, pictures, strict=True)
+        ]
+    )
+    encoded[:, is_picture[torch.from_numpy(numbers)]] = torch.cat(
+        [one.encoded for one in pictures if one is not None], dim=1
+    )
+    return EncodedRows(numbers, encoded.data_ptr(), encoded.nbytes // max(1, len(encoded)), encoded)
+
+
+def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> DecoderConfig:
+    """Returns the configuration of a model."""
+    layers = layout.layers[: len(model.get_decoder().layers)]
+    places = [places_of(layout, page_tokens, number) for number in range(len(layers))]
+    windows = [spec.window or 0 for spec in layers]
+    config = model.config.get_text_config(decoder=True)
+    found = of_model(config, windows, places, _rotary(model), sees_pictures_whole(model.config))
+    # transformers multiplies by a number in the type of the model.
+    rounded = float(torch.tensor(found.embedding_multiplier).to(model.dtype))
+    further = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+    if found.latent is not None:
+        # With a factor for scaled positions.
+        found = replace(found, scale=model.get_decoder().layers[0].self_attn.scaling)
+    return replace(found, embedding_multiplier=rounded, deepstack=len(further))
+
+
+def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Location]:
+    """Returns where the parts of a layer are in pages, by their names in the layout."""
+    found = {}
+    for table, group in enumerate(layout.groups):
+        of_head = page_tokens * group.head_dim
+        for index, spec in enumerate(group.specs):
+            if spec.layer == layer:
+                offset = index * group.heads * of_head * group.dtype.itemsize
+                found[spec.part] = Location(table, offset, of_head, group.head_dim)
+    return found
+
+
+def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
+    module: Any = model.get_decoder().rotary_emb
+    # One kind of RoPE for the whole model, or one for each kind of layer.
+    kinds = {"": ""} if isinstance(module.rope_type, str) else {kind: f"{kind}_" for kind in module.rope_type}
+    found = {}
+    for kind, prefix in kinds.items():
+        frequencies = getattr(module, f"{prefix}inv_freq").float().numpy()
+        axes = _axes(getattr(module, "mrope_section", None), len(frequencies), model)
+        factor = float(getattr(module, f"{prefix}attention_scaling"))
+        found[kind] = Rotary(frequencies, factor, pairing_of(model.config.get_text_config(decoder=True)), axes=axes)
+    return found
+
+
+def _axes(sections: Sequence[int] | None, count: int, model: PreTrainedModel) -> np.ndarray | None:
+    """Returns which dimension of a position each frequency has, int64 [count], None if positions have one. Sections of
+    frequencies follow each other, or take turns."""
+    if sections is None:
+        return None
+    if model.config.get_text_config(decoder=True).model_type in SECTIONS_IN_ORDER:
+        return np.repeat(np.arange(len(sections)) % 3, sections)
+    axes = np.zeros(count, np.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
+
+
+_plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = WeakKeyDictionary()
+"""The last plans of models, by their layers, kernels and memory; None for a model of no family."""
+
+
+def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
+    """Returns the plan of a model that is exact at every token, None for one of no family."""
+    # The self-check computes the first layers alone.
+    key = layout, page_tokens, operators(), len(getattr(model.get_decoder(), "layers", ()))
+    known, plan = _plans.get(model, (None, None))
+    if known != key:
+        has_plan = model.config.get_text_config(decoder=True).model_type in OPTIONS and not layout.has_draft_layer
+        plan = ModelPlan(model, layout, page_tokens) if has_plan else None
+        _plans[model] = key, plan
+    return plan

@@ -1,0 +1,608 @@
+"""A step of a model, written down: operator calls in order, over weights and buffers at fixed addresses.
+
+A family (`model.families`) makes the plan of a model once. `ComputePlan.run` computes a step in one call, without
+Python between the operators. What an operator computes for a row depends on that row and the memory of its sequence.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diskprefix.model.curves import curve
+from diskprefix.native import calls
+from diskprefix.native.library import Operators
+from diskprefix.native.matrix import Matrix
+
+_ALIGNMENT = 64
+_ITEM_BYTES = {calls.FLOAT32: 4, calls.BFLOAT16: 2}
+_MAX_ROTARY = 1024
+"""`MAX_ROTARY` of `native/source/rows.h`."""
+_MAX_AXES = 3
+"""The most dimensions of a position: pictures have three."""
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A tensor at a fixed address, in the type of the plan. `kept` keeps its memory."""
+
+    address: int
+    shape: tuple[int, ...]
+    kept: Any = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseMatrix:
+    """A matrix [rows, columns], row after row in the type of the plan. `bias` is float32 [rows]."""
+
+    weight: Weight
+    bias: Weight | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.weight.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """The matrices of each expert of a mixture. `up` is empty if there is none."""
+
+    gate: Sequence[Matrix]
+    up: Sequence[Matrix]
+    down: Sequence[Matrix]
+
+
+@dataclass(frozen=True, eq=False)
+class DenseExperts:
+    """Experts whose matrices lie side by side: `first` [experts, inner or 2 × inner, width], and `last` [experts,
+    width, inner]; turned ones have the last two exchanged. Rows of gate and up lie behind each other, or turn about.
+    Biases are float32 [experts, rows of the matrix]."""
+
+    first: Weight
+    last: Weight
+    biases: Sequence[Weight] | None = None
+    has_up: bool = True
+    is_turned: bool = False
+    turns_about: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMatrices:
+    """A matrix [rows, columns] for each head, row after row in the type of the plan, `stride` numbers apart."""
+
+    address: int
+    heads: int
+    rows: int
+    columns: int
+    stride: int
+    kept: Any = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer, [rows of a step, width], in the type of the plan or in float32. `stride` counts numbers from row to
+    row. `is_of_logits`: it has only the rows that get logits."""
+
+    address: int
+    width: int
+    stride: int
+    item_bytes: int
+    is_of_logits: bool = False
+
+    def part(self, first: int, width: int) -> Buffer:
+        """Returns `width` numbers of each row, from number `first` on."""
+        return replace(self, address=self.address + first * self.item_bytes, width=width)
+
+
+@dataclass(frozen=True)
+class Router:
+    """The way to the `num_chosen` experts of a row. `scores` are of all experts, or of the chosen ones. With `groups`,
+    experts are chosen in the best `groups_chosen` of them, and a group counts its `of_group` best ones. Weights are
+    divided by their sum, or `floor` if that is larger, if they are normed, and multiplied by `factor`."""
+
+    num_chosen: int
+    scores: str = "softmax"
+    is_normed: bool = False
+    floor: float = 1e-20
+    factor: float = 1.0
+    groups: int = 1
+    groups_chosen: int = 1
+    of_group: int = 2
+
+
+class ExpertRoutes(NamedTuple):
+    """The experts of each row, and their weights, [rows, num_chosen]."""
+
+    chosen: int
+    weights: int
+    num_chosen: int
+
+
+class RotaryAngles(NamedTuple):
+    """The cosines and sines of the step's positions, [rows, half]."""
+
+    cosines: int
+    sines: int
+    half: int
+    is_paired: int
+    first: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """The rotary positions of heads. `frequencies`, float32 [half], turn numbers i and half + i from number `first` of
+    a head on; if `is_paired` is 1 neighbours, if it is 2 neighbours that are parted into halves then. `axes`: which
+    dimension of a position each frequency has, int64 [half]; None if all have the first."""
+
+    frequencies: np.ndarray
+    factor: float = 1.0
+    is_paired: int = 0
+    first: int = 0
+    axes: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class WeightedNorm:
+    """A norm of rows or heads. `kind` is of `calls`."""
+
+    weight: Weight
+    kind: int
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Location:
+    """The rows of one layer in the pages of a table: bytes before them, and numbers from head to head and from token to
+    token."""
+
+    table: int
+    offset: int
+    head_stride: int
+    token_stride: int
+
+    def behind(self, count: int, item_bytes: int) -> Location:
+        """Returns the rows from number `count` of each on."""
+        return replace(self, offset=self.offset + count * item_bytes)
+
+    @property
+    def call(self) -> calls.PagedRowsCall:
+        return calls.PagedRowsCall(0, self.offset, self.head_stride, self.token_stride)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Consecutive tokens of one sequence: their first position, their number, the addresses of the page addresses of
+    each table, and the spans of pictures."""
+
+    start: int
+    num_rows: int
+    tables: Sequence[int]
+    spans: array[int]
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedRows:
+    """Rows of pictures in a step: their numbers, int64 [count], and what the encoder gives for them, [levels, count,
+    width] in the type of the plan, whose address is `first`. `kept` keeps its memory."""
+
+    numbers: np.ndarray
+    first: int
+    level_bytes: int
+    kept: Any = field(repr=False)
+
+    def level(self, number: int) -> int:
+        """Returns the address of a level."""
+        return self.first + number * self.level_bytes
+
+
+class ComputePlan:
+    """The operator calls of a step. One thread at a time makes or runs it."""
+
+    hidden: Buffer
+    """The hidden states behind the last norm."""
+    logits: Buffer
+
+    def __init__(self, operators: Operators, dtype: int, max_rows: int, vocab_size: int, page_tokens: int) -> None:
+        self.dtype, self.max_rows, self.vocab_size = dtype, max_rows, vocab_size
+        self._operators, self._page_tokens = operators, page_tokens
+        self._calls: list[tuple[int, bool, ctypes.Structure]] = []
+        self._buffers: dict[int, np.ndarray] = {}
+        self._free: dict[int, list[int]] = {}
+        self._kept: list[Any] = []
+        self._scratch: list[tuple[int, int]] | None = None
+        self._ids = self._numbers(max_rows)
+        self._logit_rows = self._numbers(max_rows)
+        self._positions = self._numbers(_MAX_AXES * max_rows).reshape(_MAX_AXES, max_rows)
+        self._of_pictures: list[calls.ScatterCall] = []
+        self._made: Any = None
+
+    @property
+    def item_bytes(self) -> int:
+        return _ITEM_BYTES[self.dtype]
+
+    # -- making -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def scratch(self) -> Iterator[None]:
+        """Gives a context whose buffers are used again behind it."""
+        self._scratch = []
+        try:
+            yield
+        finally:
+            for num_bytes, address in self._scratch:
+                self._free.setdefault(num_bytes, []).append(address)
+            self._scratch = None
+
+    def rows(self, width: int, *, is_of_logits: bool = False, item_bytes: int = 0) -> Buffer:
+        """Returns a buffer."""
+        item_bytes = item_bytes or self.item_bytes
+        return Buffer(self._memory(self.max_rows * width * item_bytes), width, width, item_bytes, is_of_logits)
+
+    def widened(self, rows: Buffer) -> Buffer:
+        """Returns the rows in float32."""
+        if rows.item_bytes == 4:
+            return rows
+        self._require(rows.width == rows.stride, "numbers that do not lie side by side")
+        out = self.rows(rows.width, item_bytes=4)
+        self._add(calls.WIDEN, out, calls.WideningCall(width=rows.width, rows=rows.address, out=out.address))
+        return out
+
+    def embeddings(self, table: Matrix | DenseMatrix) -> Buffer:
+        """Returns the rows of a table that the step's tokens have."""
+        out = self.rows(table.columns)
+        if isinstance(table, Matrix):
+            self._kept.append(table)
+            self._add(calls.LOOK_UP, out, calls.LookupCall(ids=_at(self._ids), matrix=table.address, out=out.address))
+        else:
+            self._pick(table.weight.address, self._ids, out, table.weight)
+        return out
+
+    def that_get_logits(self, rows: Buffer) -> Buffer:
+        """Returns those of the rows that get logits."""
+        out = self.rows(rows.width, is_of_logits=True)
+        self._pick(rows.address, self._logit_rows, out)
+        return out
+
+    def _pick(self, source: int, numbers: np.ndarray, out: Buffer, *kept: Any) -> None:
+        self._kept += kept
+        call = calls.PickCall(row_bytes=out.width * self.item_bytes, rows=source, numbers=_at(numbers), out=out.address)
+        self._add(calls.PICK, out, call)
+
+    def norm(self, rows: Buffer, norm: WeightedNorm) -> Buffer:
+        """Returns the norm of each row."""
+        out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
+        self._require(rows.width == rows.stride and norm.weight.shape == (rows.width,), "a norm of other rows")
+        call = calls.NormCall(
+            dtype=self.dtype, kind=norm.kind, width=rows.width, rows=rows.address, weight=norm.weight.address,
+            out=out.address, epsilon=norm.epsilon,
+        )  # fmt: skip
+        self._add(calls.NORM, out, call, norm)
+        return out
+
+    def product(self, rows: Buffer, matrix: Matrix | DenseMatrix) -> Buffer:
+        """Returns the product of each row with a matrix."""
+        return self.products(rows, matrix)[0]
+
+    def products(self, rows: Buffer, *matrices: Matrix | DenseMatrix) -> list[Buffer]:
+        """Returns the products of each row with several matrices: those of packed ones are computed together."""
+        self._require(
+            all(matrix.columns == rows.width == rows.stride for matrix in matrices), "a product of other rows"
+        )
+        outs = [
+            self.rows(matrix.rows, is_of_logits=rows.is_of_logits, item_bytes=rows.item_bytes) for matrix in matrices
+        ]
+        together = [(matrix, out) for matrix, out in zip(matrices, outs, strict=True) if isinstance(matrix, Matrix)]
+        for first in range(0, len(together), calls.MAX_MATRICES):
+            part = together[first : first + calls.MAX_MATRICES]
+            call = calls.ProductCall(num_matrices=len(part), rows=rows.address)
+            for number, (packed, out) in enumerate(part):
+                call.matrices[number], call.outs[number] = packed.address, out.address
+            self._add(calls.PRODUCT, rows, call, part)
+        for matrix, out in zip(matrices, outs, strict=True):
+            if isinstance(matrix, DenseMatrix):
+                self._dense(rows, matrix, out)
+        return outs
+
+    def _dense(self, rows: Buffer, matrix: DenseMatrix, out: Buffer) -> None:
+        call = calls.DenseProductCall(
+            dtype=self._dtype_of(rows), is_turned=1, num_heads=1, inner=matrix.columns, outer=matrix.rows,
+            rows=rows.address, row_stride=rows.stride, matrices=matrix.weight.address, line_stride=matrix.columns,
+            bias=0 if matrix.bias is None else matrix.bias.address, out=out.address, out_row_stride=out.stride,
+        )  # fmt: skip
+        self._add(calls.DENSE, rows, call, matrix)
+
+    def into_columns(self, rows: Buffer, matrices: HeadMatrices, behind: int) -> Buffer:
+        """Returns the first numbers of each head times the columns of its matrix, and its last `behind` numbers as they
+        are: [heads × (rows of a matrix + behind)] becomes [heads × (columns + behind)]."""
+        of_head, to_head = matrices.rows + behind, matrices.columns + behind
+        out = self.rows(matrices.heads * to_head)
+        self._heads_times(rows, of_head, matrices, out, to_head, is_turned=False)
+        call = calls.CopyCall(
+            num_heads=matrices.heads, num_bytes=behind * self.item_bytes,
+            source=rows.address + matrices.rows * self.item_bytes, row_bytes=rows.stride * self.item_bytes,
+            head_bytes=of_head * self.item_bytes, out=out.address + matrices.columns * self.item_bytes,
+            out_row_bytes=out.stride * self.item_bytes, out_head_bytes=to_head * self.item_bytes,
+        )  # fmt: skip
+        self._add(calls.COPY, rows, call)
+        return out
+
+    def into_rows(self, rows: Buffer, matrices: HeadMatrices) -> Buffer:
+        """Returns the numbers of each head times the rows of its matrix: [heads × columns] becomes [heads × rows]."""
+        out = self.rows(matrices.heads * matrices.rows)
+        self._heads_times(rows, matrices.columns, matrices, out, matrices.rows, is_turned=True)
+        return out
+
+    def _heads_times(
+        self, rows: Buffer, of_head: int, matrices: HeadMatrices, out: Buffer, to_head: int, *, is_turned: bool
+    ) -> None:
+        self._require(rows.width == matrices.heads * of_head, "heads of other rows")
+        inner, outer = (matrices.columns, matrices.rows) if is_turned else (matrices.rows, matrices.columns)
+        call = calls.DenseProductCall(
+            dtype=self.dtype, is_turned=is_turned, num_heads=matrices.heads, inner=inner, outer=outer,
+            rows=rows.address, head_stride=of_head, row_stride=rows.stride, matrices=matrices.address,
+            matrix_stride=matrices.stride, line_stride=matrices.columns, out=out.address, out_head_stride=to_head,
+            out_row_stride=out.stride,
+        )  # fmt: skip
+        self._add(calls.DENSE, rows, call, matrices)
+
+    def angles(self, rotary: Rotary) -> RotaryAngles:
+        """Returns the angles of the step's positions."""
+        half = len(rotary.frequencies)
+        cosines, sines = self.rows(half), self.rows(half)
+        frequencies = np.ascontiguousarray(rotary.frequencies, np.float32)
+        axes = None if rotary.axes is None else np.ascontiguousarray(rotary.axes, np.int64)
+        call = calls.AnglesCall(
+            dtype=self.dtype, half=half, axis_stride=self.max_rows, positions=_at(self._positions),
+            frequencies=_at(frequencies), axes=0 if axes is None else _at(axes), factor=rotary.factor,
+            cosines=cosines.address, sines=sines.address,
+        )  # fmt: skip
+        self._add(calls.ANGLES, cosines, call, frequencies, axes)
+        return RotaryAngles(cosines.address, sines.address, half, rotary.is_paired, rotary.first)
+
+    def heads(
+        self,
+        rows: Buffer,
+        dim: int,
+        *,
+        norm: WeightedNorm | None = None,
+        angles: RotaryAngles | None = None,
+        to: Location | None = None,
+    ) -> None:
+        """Changes rows of heads in place: each head gets its norm and is turned. Then it goes to memory `to`."""
+        self._require(rows.width % dim == 0 and (norm is None or norm.weight.shape == (dim,)), "heads of other rows")
+        call = calls.HeadsCall(
+            dtype=self.dtype, num_heads=rows.width // dim, dim=dim, row_stride=rows.stride, rows=rows.address, table=-1
+        )
+        if norm is not None:
+            call.norm, call.norm_kind, call.epsilon = norm.weight.address, norm.kind, norm.epsilon
+        if angles is not None:
+            self._require(angles.first + 2 * angles.half <= dim and 2 * angles.half <= _MAX_ROTARY, "angles of others")
+            call.cosines, call.sines, call.half = angles.cosines, angles.sines, angles.half
+            call.is_paired, call.rotary_first = angles.is_paired, angles.first
+        if to is not None:
+            call.table, call.to = to.table, to.call
+        self._add(calls.HEADS, rows, call, norm)
+
+    def attention(
+        self,
+        query: Buffer,
+        keys: Location,
+        values: Location,
+        *,
+        key_dim: int,
+        value_dim: int,
+        num_kv_heads: int,
+        scale: float,
+        window: int = 0,
+        chunk: int = 0,
+        softcap: float = 0.0,
+        sinks: Weight | None = None,
+        sees_pictures: bool = False,
+    ) -> Buffer:
+        """Returns what each row of queries attends to: its own token and those before it, the last `window` of them, or
+        those of its chunk. With `sees_pictures` a token of a picture sees all of the picture. `sinks` is float32."""
+        num_heads = query.width // key_dim
+        self._require(keys.table == values.table and num_heads % num_kv_heads == 0, "attention of other heads")
+        out = self.rows(num_heads * value_dim)
+        attention = calls.AttentionCall(
+            dtype=self.dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim,
+            window=window, chunk=chunk, query=query.address, query_head_stride=key_dim, query_row_stride=query.stride,
+            out=out.address, sinks=0 if sinks is None else sinks.address, scale=scale, softcap=softcap,
+        )  # fmt: skip
+        call = calls.AttendCall(attention, keys.table, sees_pictures, keys.call, values.call)
+        self._add(calls.ATTEND, query, call, sinks)
+        return out
+
+    def gated(self, gate: Buffer, up: Buffer | None, function: str, factor: float = 1.0) -> Buffer:
+        """Returns factor × function(gate / factor) × up, without `up` of the function alone."""
+        self._require(up is None or (up.width, up.stride) == (gate.width, gate.stride), "a gate of other rows")
+        out = self.rows(gate.width, is_of_logits=gate.is_of_logits)
+        table = curve(function, factor) if self.dtype == calls.BFLOAT16 else None
+        call = calls.GateCall(
+            dtype=self.dtype, width=gate.width, row_stride=gate.stride, function=calls.FUNCTIONS[function],
+            factor=factor, gate=gate.address, up=0 if up is None else up.address,
+            curve=0 if table is None else _at(table), out=out.address,
+        )  # fmt: skip
+        self._add(calls.GATE, gate, call, table)
+        return out
+
+    def routes(self, logits: Buffer, router: Router, bias: Weight | None) -> ExpertRoutes:
+        """Returns the experts that a router chooses by its logits. `bias` is float32 [experts]."""
+        count, groups = router.num_chosen, router.groups
+        allowed = logits.width // groups * (router.groups_chosen if groups > 1 else 1)
+        self._require(
+            0 < count <= allowed and logits.width % groups == 0 and router.groups_chosen <= groups <= calls.MAX_GROUPS
+            and (groups == 1 or router.of_group <= logits.width // groups) and logits.width == logits.stride
+            and (bias is None or bias.shape == (logits.width,)),
+            "a router of other experts",
+        )  # fmt: skip
+        found = ExpertRoutes(self._memory(self.max_rows * count * 8), self._memory(self.max_rows * count * 4), count)
+        call = calls.RouterCall(
+            dtype=self._dtype_of(logits), num_experts=logits.width, num_chosen=count,
+            scores=calls.SCORES[router.scores], groups=groups, groups_chosen=router.groups_chosen,
+            of_group=router.of_group, is_normed=router.is_normed, logits=logits.address,
+            bias=0 if bias is None else bias.address, floor=router.floor, factor=router.factor, chosen=found.chosen,
+            weights=found.weights,
+        )  # fmt: skip
+        self._add(calls.ROUTE, logits, call, bias)
+        return found
+
+    def experts(
+        self,
+        rows: Buffer,
+        routes: ExpertRoutes,
+        experts: PackedExperts | DenseExperts,
+        function: str,
+        up_function: str = "identity",
+    ) -> Buffer:
+        """Returns the sum of the experts of each row, down × (function(gate) × up_function(up)) times its weight."""
+        out = self.rows(rows.width)
+        self._require(rows.width == rows.stride, "experts of other rows")
+        curves = [
+            curve(name) if self.dtype == calls.BFLOAT16 and name != "identity" else None
+            for name in (function, up_function)
+        ]
+        of_gate, of_up = (0 if one is None else _at(one) for one in curves)
+        if isinstance(experts, PackedExperts):
+            self._require(self.dtype == calls.BFLOAT16 and experts.down[0].rows == rows.width, "experts of other rows")
+            lists = [array("Q", [one.address for one in of]) for of in (experts.gate, experts.up, experts.down)]
+            gate, up, down = (one.buffer_info()[0] if one else 0 for one in lists)
+            packed = calls.ExpertsCall(
+                num_chosen=routes.num_chosen, num_experts=len(experts.gate), rows=rows.address, chosen=routes.chosen,
+                weights=routes.weights, gate=gate, up=up, down=down, curve=of_gate, up_curve=of_up, out=out.address,
+            )  # fmt: skip
+            self._add(calls.EXPERTS, rows, packed, experts, lists, curves)
+            return out
+        outer, inner = (one.shape[1:][:: -1 if experts.is_turned else 1] for one in (experts.first, experts.last))
+        both = 2 if experts.has_up else 1
+        self._require(outer == (both * inner[1], rows.width) == (outer[0], inner[0]), "experts of other rows")
+        first_bias, last_bias = (one.address for one in experts.biases) if experts.biases else (0, 0)
+        dense = calls.DenseExpertsCall(
+            dtype=self.dtype, num_chosen=routes.num_chosen, num_experts=experts.first.shape[0], width=rows.width,
+            inner=inner[1], outer=outer[0], is_turned=experts.is_turned, step=both if experts.turns_about else 1,
+            up_shift=0 if both == 1 else 1 if experts.turns_about else inner[1], function=calls.FUNCTIONS[function],
+            up_function=calls.FUNCTIONS[up_function], rows=rows.address, chosen=routes.chosen, weights=routes.weights,
+            first=experts.first.address, last=experts.last.address, first_bias=first_bias, last_bias=last_bias,
+            curve=of_gate, up_curve=of_up, out=out.address,
+        )  # fmt: skip
+        self._add(calls.DENSE_EXPERTS, rows, dense, experts, curves)
+        return out
+
+    def add(self, rows: Buffer, other: Buffer, factor: float = 1.0) -> None:
+        """Adds other × factor to rows. A factor that is not 1 rounds the product."""
+        self._sum(rows, rows.address, other, factor)
+
+    def scale(self, rows: Buffer, factor: float) -> None:
+        """Multiplies rows in place."""
+        self._sum(rows, 0, rows, factor)
+
+    def _sum(self, out: Buffer, one: int, other: Buffer, factor: float) -> None:
+        self._require(out.width == out.stride == other.width == other.stride, "a sum of other rows")
+        call = calls.SumCall(
+            dtype=self.dtype, width=out.width, factor=factor, one=one, other=other.address, out=out.address
+        )
+        self._add(calls.SUM, out, call)
+
+    def pictures(self, rows: Buffer, level: int = 0) -> None:
+        """Puts the encoder's rows in the place of those of pictures, or adds those of a further level to them."""
+        call = calls.ScatterCall(dtype=self.dtype, width=rows.width, adds=level > 0, rows=rows.address)
+        self._require(rows.width == rows.stride and level == len(self._of_pictures), "levels of pictures in order")
+        self._of_pictures.append(call)
+        self._add(calls.SCATTER, rows, call)
+
+    @staticmethod
+    def _dtype_of(rows: Buffer) -> int:
+        return calls.FLOAT32 if rows.item_bytes == 4 else calls.BFLOAT16
+
+    def _add(self, kind: int, rows: Buffer, call: ctypes.Structure, *kept: Any) -> None:
+        self._calls.append((kind, rows.is_of_logits, call))
+        self._kept += kept
+
+    def _memory(self, num_bytes: int) -> int:
+        """Returns the address of memory, which the context of `scratch` gives back."""
+        free = self._free.get(num_bytes)
+        if self._scratch is not None and free:
+            address = free.pop()
+        else:
+            memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+            address = -(-_at(memory) // _ALIGNMENT) * _ALIGNMENT
+            self._buffers[address] = memory
+        if self._scratch is not None:
+            self._scratch.append((num_bytes, address))
+        return address
+
+    def _numbers(self, count: int) -> np.ndarray:
+        numbers = np.zeros(count, np.int64)
+        self._kept.append(numbers)
+        return numbers
+
+    @staticmethod
+    def _require(is_right: bool, what: str) -> None:
+        if not is_right:
+            raise ValueError(what)
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        runs: Sequence[PlannedRun],
+        ids: np.ndarray,
+        logit_rows: np.ndarray,
+        positions: np.ndarray,
+        threads: int,
+        pictures: EncodedRows | None = None,
+    ) -> None:
+        """Computes a step: `logits` and `hidden` have its results until the next one.
+
+        `ids` are int64 [rows], `positions` [1, rows] or [3, rows], `logit_rows` the numbers of the rows that get
+        logits. Memory must have room for the rows. Raises `IndexError` for a token that is none, `MemoryError`.
+        """
+        num_rows, num_logits = len(ids), len(logit_rows)
+        self._require(0 < num_rows <= self.max_rows and num_logits <= num_rows, "a step of more rows than the plan has")
+        if not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise IndexError(f"a token is none of the {self.vocab_size}: {ids.min()} or {ids.max()}")
+        self._ids[:num_rows], self._logit_rows[:num_logits] = ids, logit_rows
+        self._positions[:, :num_rows] = positions
+        for level, call in enumerate(self._of_pictures):
+            call.count = 0 if pictures is None else len(pictures.numbers)
+            if pictures is not None:
+                call.numbers, call.from_ = _at(pictures.numbers), pictures.level(level)
+        tables = [array("Q", run.tables) for run in runs]
+        described = (calls.PlanRun * len(runs))()
+        for place, run, table in zip(described, runs, tables, strict=True):
+            spans = run.spans.buffer_info()[0]
+            place.__init__(run.start, run.num_rows, spans, len(run.spans) // 2, table.buffer_info()[0])
+        step = calls.PlanStep(
+            *(num_rows, num_logits, len(runs), self._page_tokens, ctypes.addressof(described), threads),
+            self._operators.parallel_for,
+        )
+        if self._operators.run(bytes(self._operations()), bytes(step)):
+            raise MemoryError("there is no memory left for a step")
+
+    def _operations(self) -> calls.Operations:
+        if self._made is None:
+            found = (calls.Operation * len(self._calls))()
+            for place, (kind, is_of_logits, call) in zip(found, self._calls, strict=True):
+                place.kind, place.is_of_logits, place.call = kind, is_of_logits, ctypes.addressof(call)
+            self._made = found, calls.Operations(len(found), ctypes.addressof(found))
+        operations: calls.Operations = self._made[1]
+        return operations
+
+    def copied(self, rows: Buffer, num_rows: int) -> np.ndarray:
+        """Returns a copy of the first rows of a buffer, uint8 [rows, bytes of a row]."""
+        size = num_rows * rows.width * rows.item_bytes
+        return np.frombuffer(bytearray(ctypes.string_at(rows.address, size)), np.uint8).reshape(num_rows, -1)
+
+
+def _at(numbers: np.ndarray) -> int:
+    return int(numbers.ctypes.data)

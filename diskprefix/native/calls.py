@@ -1,0 +1,156 @@
+"""The structures of `source/interface.h` that a plan is made of, by the same names."""
+
+from __future__ import annotations
+
+import ctypes
+
+FLOAT32, BFLOAT16 = 0, 1
+"""Numbers of `DType`."""
+
+ROUNDED, UNROUNDED, ONE_MORE = 0, 1, 2
+"""Numbers of `NormKind`."""
+
+FUNCTIONS = {"identity": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "squared_relu": 5, "sigmoid": 6, "tanh": 7}
+"""Numbers of `Function`."""
+
+LOOK_UP, PICK, NORM, PRODUCT, DENSE, ANGLES, HEADS, ATTEND, GATE, SUM, SCATTER = range(11)
+ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN, COPY = range(11, 16)
+"""Numbers of `OperationKind`."""
+
+SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3}
+"""Numbers of `Scores`."""
+
+MAX_MATRICES, MAX_GROUPS = 3, 64
+
+_TYPES = {"*": ctypes.c_void_p, "%": ctypes.c_double}
+_THREADS = " num_threads *parallel_for"
+
+
+def _fields(names: str) -> tuple[tuple[str, type], ...]:
+    """Returns the fields of a structure: `*` marks an address, `%` a float64, all others are int64."""
+    return tuple((name.lstrip("*%"), _TYPES.get(name[0], ctypes.c_int64)) for name in names.split())
+
+
+class LookupCall(ctypes.Structure):
+    _fields_ = _fields("num_rows *ids *matrix *out" + _THREADS)
+
+
+class PickCall(ctypes.Structure):
+    _fields_ = _fields("num_rows row_bytes *rows *numbers *out" + _THREADS)
+
+
+class NormCall(ctypes.Structure):
+    _fields_ = _fields("dtype kind num_rows width *rows *weight *out %epsilon" + _THREADS)
+
+
+class ProductCall(ctypes.Structure):
+    _fields_ = (
+        *_fields("num_rows num_matrices *rows"),
+        ("matrices", ctypes.c_void_p * MAX_MATRICES),
+        ("outs", ctypes.c_void_p * MAX_MATRICES),
+        *_fields(_THREADS),
+    )
+
+
+class DenseProductCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype is_turned num_heads num_rows inner outer *rows head_stride row_stride *matrices matrix_stride"
+        " line_stride *bias *out out_head_stride out_row_stride" + _THREADS
+    )
+
+
+class AnglesCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype num_rows half axis_stride *positions *frequencies *axes %factor *cosines *sines" + _THREADS
+    )
+
+
+class PagedRowsCall(ctypes.Structure):
+    """`Rows` of the interface."""
+
+    _fields_ = _fields("*pages offset head_stride token_stride")
+
+
+class HeadsCall(ctypes.Structure):
+    _fields_ = (
+        *_fields("dtype num_rows num_heads dim row_stride *rows *norm norm_kind %epsilon rotary_first half is_paired"),
+        *_fields("*cosines *sines table"),
+        ("to", PagedRowsCall),
+        *_fields(_THREADS),
+    )
+
+
+class AttentionCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype num_heads num_kv_heads key_dim value_dim num_runs window chunk *query query_head_stride query_row_stride"
+        " *out *sinks %scale %softcap" + _THREADS
+    )
+
+
+class AttendCall(ctypes.Structure):
+    _fields_ = (
+        ("attention", AttentionCall),
+        *_fields("table sees_pictures"),
+        ("keys", PagedRowsCall),
+        ("values", PagedRowsCall),
+    )
+
+
+class GateCall(ctypes.Structure):
+    _fields_ = _fields("dtype num_rows width row_stride function %factor *gate *up *curve *out" + _THREADS)
+
+
+class SumCall(ctypes.Structure):
+    _fields_ = _fields("dtype num_rows width %factor *one *other *out" + _THREADS)
+
+
+class ScatterCall(ctypes.Structure):
+    _fields_ = _fields("dtype num_rows width adds count *numbers *from_ *rows" + _THREADS)
+
+
+class RouterCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype num_rows num_experts num_chosen scores groups groups_chosen of_group is_normed *logits *bias %floor"
+        " %factor *chosen *weights" + _THREADS
+    )
+
+
+class ExpertsCall(ctypes.Structure):
+    _fields_ = _fields(
+        "num_rows num_chosen num_experts *rows *chosen *weights *gate *up *down *curve *up_curve *out" + _THREADS
+    )
+
+
+class DenseExpertsCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype num_rows num_chosen num_experts width inner outer is_turned step up_shift function up_function *rows"
+        " *chosen *weights *first *last *first_bias *last_bias *curve *up_curve *out" + _THREADS
+    )
+
+
+class WideningCall(ctypes.Structure):
+    _fields_ = _fields("num_rows width *rows *out" + _THREADS)
+
+
+class CopyCall(ctypes.Structure):
+    _fields_ = _fields(
+        "num_rows num_heads num_bytes *source row_bytes head_bytes *out out_row_bytes out_head_bytes" + _THREADS
+    )
+
+
+class Operation(ctypes.Structure):
+    _fields_ = _fields("kind is_of_logits *call")
+
+
+class Operations(ctypes.Structure):
+    """`Plan` of the interface."""
+
+    _fields_ = _fields("num_operations *operations")
+
+
+class PlanRun(ctypes.Structure):
+    _fields_ = _fields("start num_rows *spans num_spans *tables")
+
+
+class PlanStep(ctypes.Structure):
+    _fields_ = _fields("num_rows num_logits num_runs page_tokens *runs" + _THREADS)

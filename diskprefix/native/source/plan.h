@@ -1,0 +1,171 @@
+// A step of a model, as it is written down: operator calls that were made once, over buffers at fixed addresses. Each
+// step sets the number of its rows in every call, and runs them in order.
+
+#pragma once
+
+#include "dense.h"
+#include "experts.h"
+#include "matrix.h"
+#include "recurrence.h"
+#include "routing.h"
+#include "rows.h"
+
+namespace diskprefix {
+namespace {
+
+class PlannedStep {
+ public:
+  explicit PlannedStep(const PlanStep& step) : step_(step) {}
+
+  int32_t run(const Operation* operations, int64_t count) {
+    for (int64_t i = 0; i < count; ++i)
+      if (const int32_t failed = compute(operations[i])) return failed;
+    return 0;
+  }
+
+ private:
+  const PlanStep& step_;
+
+  // The call with what this step sets in each.
+  template <class Call>
+  Call* set(const Operation& operation) const {
+    Call* call = (Call*)operation.call;
+    call->num_rows = operation.is_of_logits ? step_.num_logits : step_.num_rows;
+    call->num_threads = step_.num_threads, call->parallel_for = step_.parallel_for;
+    return call;
+  }
+
+  template <class Body>
+  int32_t each_row(int64_t count, int64_t grain, const Body& body) const {
+    return !spread(step_.num_threads, step_.parallel_for, count, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) body(row);
+    });
+  }
+
+  int32_t compute(const Operation& operation) {
+    switch (operation.kind) {
+      case LOOK_UP:
+        return look_up(set<Lookup>(operation));
+      case PICK:
+        return pick(*set<Pick>(operation));
+      case NORM:
+        return norm(set<Norm>(operation));
+      case PRODUCT:
+        return product(set<Product>(operation));
+      case DENSE:
+        return dense(set<DenseProduct>(operation));
+      case ANGLES:
+        return angles(*set<Angles>(operation));
+      case HEADS:
+        return heads(*set<Heads>(operation));
+      case ATTEND:
+        return attend(*(Attend*)operation.call);
+      case GATE:
+        return gate(*set<Gate>(operation));
+      case SUM:
+        return add(*set<Sum>(operation));
+      case COPY:
+        return copy(*set<Copy>(operation));
+      case SCATTER:
+        return scatter(*set<Scatter>(operation));
+      case ROUTE:
+        return route(*set<Router>(operation));
+      case EXPERTS:
+        return experts(set<Experts>(operation));
+      case DENSE_EXPERTS:
+        return dense_experts(*set<DenseExperts>(operation));
+      case WIDEN:
+        return widen(*set<Widening>(operation));
+    }
+    return 1;
+  }
+
+  int32_t pick(const Pick& call) const {
+    return each_row(call.num_rows, 1 + 65536 / call.row_bytes, [&](int64_t row) {
+      memcpy((char*)call.out + row * call.row_bytes, (const char*)call.rows + call.numbers[row] * call.row_bytes, call.row_bytes);
+    });
+  }
+
+  int32_t angles(const Angles& call) const {
+    return each_row(call.num_rows, 16, [&](int64_t row) {
+      call.dtype == FLOAT32 ? put_angles<Float32>(call, row) : put_angles<BFloat16>(call, row);
+    });
+  }
+
+  int32_t gate(const Gate& call) const {
+    return each_row(call.num_rows, 8, [&](int64_t row) {
+      call.dtype == FLOAT32 ? gate_floats(call, row) : gate_bfloats(call, row);
+    });
+  }
+
+  int32_t add(const Sum& call) const {
+    return !spread(step_.num_threads, step_.parallel_for, call.num_rows * call.width, 32768, [&](int64_t begin, int64_t end) {
+      call.dtype == FLOAT32 ? add_part<Float32>(call, begin, end) : add_part<BFloat16>(call, begin, end);
+    });
+  }
+
+  int32_t copy(const Copy& call) const {
+    return each_row(call.num_rows, 16, [&](int64_t row) {
+      for (int64_t head = 0; head < call.num_heads; ++head)
+        memcpy(call.out + row * call.out_row_bytes + head * call.out_head_bytes,
+               call.source + row * call.row_bytes + head * call.head_bytes, call.num_bytes);
+    });
+  }
+
+  int32_t scatter(const Scatter& call) const {
+    const int64_t row_bytes = call.width * (call.dtype == FLOAT32 ? 4 : 2);
+    return each_row(call.count, 1 + 32768 / call.width, [&](int64_t i) {
+      char *to = (char*)call.rows + call.numbers[i] * row_bytes, *from = (char*)call.from + i * row_bytes;
+      if (!call.adds) return (void)memcpy(to, from, row_bytes);
+      const Sum sum = {call.dtype, 1, call.width, 1.0, to, from, to};
+      call.dtype == FLOAT32 ? add_part<Float32>(sum, 0, call.width) : add_part<BFloat16>(sum, 0, call.width);
+    });
+  }
+
+  int32_t dense_experts(const DenseExperts& call) const {
+    return call.dtype == FLOAT32 ? DenseMixture<Float32>(call).run() : DenseMixture<BFloat16>(call).run();
+  }
+
+  int32_t widen(const Widening& call) const {
+    const int64_t count = call.num_rows * call.width;
+    return !spread(step_.num_threads, step_.parallel_for, count, 32768, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i += LANES)
+        put_some<Float32>((float*)call.out + i, some_of<BFloat16>((const uint16_t*)call.rows + i, end - i), end - i);
+    });
+  }
+
+  int32_t heads(const Heads& call) const {
+    static thread_local Memory memory;
+    const Run* runs = nullptr;
+    if (call.table >= 0 && !(runs = runs_in(memory, call.table, call.to, call.to, false))) return 1;
+    return !spread(step_.num_threads, step_.parallel_for, call.num_rows, 16, [&](int64_t begin, int64_t end) {
+      call.dtype == FLOAT32 ? put_heads<Float32>(call, runs, begin, end) : put_heads<BFloat16>(call, runs, begin, end);
+    });
+  }
+
+  int32_t attend(Attend& call) const {
+    static thread_local Memory memory;
+    const Run* runs = runs_in(memory, call.table, call.keys, call.values, call.sees_pictures);
+    call.attention.num_runs = step_.num_runs;
+    call.attention.num_threads = step_.num_threads, call.attention.parallel_for = step_.parallel_for;
+    return !runs || attention(&call.attention, runs);
+  }
+
+  // The sequences of the step with the memory of one layer, null if there is none for them.
+  const Run* runs_in(Memory& memory, int64_t table, const Rows& keys, const Rows& values, bool sees_pictures) const {
+    if (!memory.reserve(Memory::size_of<Run>(step_.num_runs))) return nullptr;
+    Run* runs = memory.take<Run>(step_.num_runs);
+    for (int64_t i = 0; i < step_.num_runs; ++i) {
+      const PlanRun& run = step_.runs[i];
+      runs[i] = {run.start, run.num_rows, step_.page_tokens, keys, values, run.spans, sees_pictures ? run.num_spans : 0};
+      runs[i].keys.pages = runs[i].values.pages = run.tables[table];
+    }
+    return runs;
+  }
+};
+
+// Sets numbers in the calls, so one thread at a time runs a plan.
+int32_t run(const Plan* plan, const PlanStep* step) { return PlannedStep(*step).run(plan->operations, plan->num_operations); }
+
+}  // namespace
+}  // namespace diskprefix

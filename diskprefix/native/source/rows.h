@@ -1,0 +1,140 @@
+// The steps of a layer that go row by row: rotary positions, keys and values to memory, gates, sums. A row's result depends
+// on no other row.
+
+#pragma once
+
+#include <cmath>
+
+#include "attention.h"
+#include "parts.h"
+
+namespace diskprefix {
+namespace {
+
+// The rotary positions of the step's rows: number i of a row is position × frequency i.
+template <class Type>
+inline void put_angles(const Angles& call, int64_t row) {
+  typename Type::Stored* cosines = (typename Type::Stored*)call.cosines + row * call.half;
+  typename Type::Stored* sines = (typename Type::Stored*)call.sines + row * call.half;
+  for (int64_t i = 0; i < call.half; i += LANES) {
+    float cosine[LANES] = {}, sine[LANES] = {};
+    const int64_t left = least(LANES, call.half - i);
+    for (int64_t lane = 0; lane < left; ++lane) {
+      const int64_t axis = call.axes ? call.axes[i + lane] : 0;
+      // In double precision, so that a float32 is right whatever the C library.
+      const double angle = (double)((float)call.positions[axis * call.axis_stride + row] * call.frequencies[i + lane]);
+      cosine[lane] = (float)cos(angle), sine[lane] = (float)sin(angle);
+    }
+    const Floats factor = all((float)call.factor);
+    put_some<Type>(cosines + i, loaded<Floats>(cosine) * factor, left);
+    put_some<Type>(sines + i, loaded<Floats>(sine) * factor, left);
+  }
+}
+
+constexpr int64_t MAX_ROTARY = 1024;
+
+// Turns the first 2 × `half` numbers of a head, as `Heads` says. Each product is rounded before the sum.
+template <class Type>
+inline void rotate(typename Type::Stored* head, const typename Type::Stored* cosines, const typename Type::Stored* sines,
+                   int64_t half, int64_t pairing) {
+  const bool is_paired = pairing != 0;
+  typename Type::Stored parted[MAX_ROTARY];
+  if (pairing == 2) memcpy(parted, head, 2 * half * sizeof *head);
+  const typename Type::Stored* from = pairing == 2 ? parted : head;
+  const auto times = [](Floats a, Floats b) { return rounded_to<Type>(a * b); };
+  for (int64_t i = 0; i < half; i += LANES) {
+    const int64_t left = least(LANES, half - i);
+    const auto load = [left](const typename Type::Stored* from) { return some_of<Type>(from, left); };
+    const Floats cosine = load(cosines + i), sine = load(sines + i);
+    typename Type::Stored first[LANES] = {}, second[LANES] = {};
+    if (is_paired)
+      for (int64_t lane = 0; lane < left; ++lane) first[lane] = from[2 * (i + lane)], second[lane] = from[2 * (i + lane) + 1];
+    const Floats a = is_paired ? Type::load(first) : load(head + i), b = is_paired ? Type::load(second) : load(head + half + i);
+    const Floats to_a = times(a, cosine) + times(-b, sine), to_b = times(b, cosine) + times(a, sine);
+    if (pairing != 1) {
+      put_some<Type>(head + i, to_a, left);
+      put_some<Type>(head + half + i, to_b, left);
+      continue;
+    }
+    Type::put(first, to_a), Type::put(second, to_b);
+    for (int64_t lane = 0; lane < left; ++lane) head[2 * (i + lane)] = first[lane], head[2 * (i + lane) + 1] = second[lane];
+  }
+}
+
+template <class Type>
+inline void put_heads(const Heads& call, const Run* runs, int64_t begin, int64_t end) {
+  typedef typename Type::Stored Stored;
+  int64_t run = 0, before = 0;
+  for (int64_t row = begin; row < end; ++row) {
+    while (runs && row >= before + runs[run].num_rows) before += runs[run++].num_rows;
+    for (int64_t number = 0; number < call.num_heads; ++number) {
+      Stored* head = (Stored*)call.rows + row * call.row_stride + number * call.dim;
+      if (call.norm)
+        norm_row<Type>(head, (const Stored*)call.norm, call.norm_kind, call.dim, (float)call.epsilon, head);
+      if (call.half)
+        rotate<Type>(head + call.rotary_first, (const Stored*)call.cosines + row * call.half,
+                     (const Stored*)call.sines + row * call.half, call.half, call.is_paired);
+      if (runs)
+        memcpy(row_of<Stored>(runs[run], runs[run].keys, number, runs[run].start + row - before), head, call.dim * sizeof(Stored));
+    }
+  }
+}
+
+// Functions of one number, for float32: numbers of bfloat16 have tables.
+inline float activated(float x, int64_t function) {
+  switch (function) {
+    case SILU:
+      return x / (1.0f + expf(-x));
+    case GELU:
+      return 0.5f * x * (1.0f + erff(x * 0.70710678f));
+    case GELU_TANH:
+      return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
+    case RELU:
+      return x > 0.0f || x != x ? x : 0.0f;
+    case SQUARED_RELU:
+      return x > 0.0f || x != x ? x * x : 0.0f;
+    case SIGMOID:
+      return 1.0f / (1.0f + expf(-x));
+    case TANH:
+      return tanhf(x);
+    default:
+      return x;
+  }
+}
+
+inline void gate_floats(const Gate& call, int64_t row) {
+  const float* gate = (const float*)call.gate + row * call.row_stride;
+  const float* up = call.up ? (const float*)call.up + row * call.row_stride : nullptr;
+  float* out = (float*)call.out + row * call.width;
+  for (int64_t i = 0; i < call.width; ++i) {
+    const float found = call.factor * activated(gate[i] / (float)call.factor, call.function);
+    out[i] = up ? found * up[i] : found;
+  }
+}
+
+inline void gate_bfloats(const Gate& call, int64_t row) {
+  const uint16_t* gate = (const uint16_t*)call.gate + row * call.row_stride;
+  const uint16_t* up = call.up ? (const uint16_t*)call.up + row * call.row_stride : nullptr;
+  uint16_t* out = (uint16_t*)call.out + row * call.width;
+  for (int64_t i = 0; i < call.width; i += LANES) {
+    const int64_t left = least(LANES, call.width - i);
+    Floats found = curve_at(gate + i, call.curve, left);
+    if (up) found *= some_of<BFloat16>(up + i, left);
+    put_some<BFloat16>(out + i, found, left);
+  }
+}
+
+template <class Type>
+inline void add_part(const Sum& call, int64_t begin, int64_t end) {
+  typedef typename Type::Stored Stored;
+  const Stored *one = (const Stored*)call.one, *other = (const Stored*)call.other;
+  for (int64_t i = begin; i < end; i += LANES) {
+    Floats found = some_of<Type>(other + i, end - i);
+    if (call.factor != 1.0) found = rounded_to<Type>(found * all((float)call.factor));
+    if (one) found = some_of<Type>(one + i, end - i) + found;
+    put_some<Type>((Stored*)call.out + i, found, end - i);
+  }
+}
+
+}  // namespace
+}  // namespace diskprefix
