@@ -25,7 +25,8 @@ DENSE = """
 """
 
 MIXTURES = """
-    qwen3_moe
+    qwen3_moe qwen2_moe mixtral gpt_oss minimax_m2 granitemoe granitemoeshared granitemoe_swa hunyuan_v1_moe dots1
+    glm4_moe ernie4_5_moe olmoe flex_olmo mimo_v2_flash llama4 exaone_moe afmoe hy_v3 solar_open laguna mellum
 """
 
 LATENT = "youtu minicpm3"
@@ -89,7 +90,9 @@ def test_a_plan_in_bfloat16_errs_no_more_than_transformers_does(name: str) -> No
     model = tiny_model(name, torch.bfloat16)
     of_modules = oracle(model, tokens())
     ((logits, _),) = computed(model, exact(model), one=[NUM_TOKENS])
-    assert (logits.float() - expected).square().mean() < 1.2**2 * (of_modules.float() - expected).square().mean()
+    # That of the median token: the router of a mixture may choose another expert for some.
+    of_plan, of_modules = ((found.float() - expected).square().mean(-1).median() for found in (logits, of_modules))
+    assert of_plan < 1.2**2 * of_modules
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "Q8_0"])
