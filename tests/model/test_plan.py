@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -107,3 +108,10 @@ def test_a_token_has_the_same_bits_in_any_step(name: str, form: str) -> None:
     for (logits, state), (expected, of_alone) in zip(together, (alone, other), strict=True):
         assert torch.equal(logits, expected)
         assert state == of_alone
+
+
+@pytest.mark.parametrize(("name", "option"), [("olmoe", {"clip_qkv": 8.0}), ("hunyuan_v1_moe", {"moe_topk": [1, 2]})])
+def test_a_model_with_an_option_that_plans_lack_has_none(name: str, option: dict[str, Any]) -> None:
+    model = tiny_model(name, torch.float32, **option)
+    layout, _ = make_exact(model)
+    assert plan_of(model, layout, PAGE_TOKENS) is None

@@ -17,7 +17,7 @@ from diskprefix.model.config import DecoderConfig
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.exact.vision_encoder import PictureRows
 from diskprefix.model.families.decoder import decoder
-from diskprefix.model.families.model_types import NAMES, OPTIONS, SECTIONS_IN_ORDER, of_model, pairing_of
+from diskprefix.model.families.model_types import NAMES, SECTIONS_IN_ORDER, has_plan, of_model, pairing_of
 from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary
 from diskprefix.model.slots import Slots, decoder_of
 from diskprefix.native import calls
@@ -181,7 +181,7 @@ def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPl
     key = layout, page_tokens, operators(), len(getattr(decoder_of(model), "layers", ()))
     known, plan = _plans.get(model, (None, None))
     if known != key:
-        has_plan = model.config.get_text_config(decoder=True).model_type in OPTIONS and not layout.has_draft_layer
-        plan = ModelPlan(model, layout, page_tokens) if has_plan else None
+        is_known = has_plan(model.config.get_text_config(decoder=True)) and not layout.has_draft_layer
+        plan = ModelPlan(model, layout, page_tokens) if is_known else None
         _plans[model] = key, plan
     return plan

@@ -95,6 +95,13 @@ _ACTIVATIONS = {
 }
 
 
+def has_plan(config: Any) -> bool:
+    """Returns whether a model of this configuration has a plan: its type has one, and no option that a plan lacks."""
+    counts = getattr(config, "num_experts_per_tok", None)
+    is_even = not isinstance(counts, list) or len(set(counts)) == 1
+    return config.model_type in OPTIONS and is_even and getattr(config, "clip_qkv", None) is None
+
+
 def pairing_of(config: Any) -> int:
     """Returns which numbers of a head turn together; see `Rotary`."""
     if config.model_type in _NEIGHBOURS_TURN:
