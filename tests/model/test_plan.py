@@ -30,7 +30,7 @@ MIXTURES = """
     glm4_moe ernie4_5_moe olmoe flex_olmo mimo_v2_flash llama4 exaone_moe afmoe hy_v3 solar_open laguna mellum
 """
 
-LATENT = "youtu minicpm3"
+LATENT = "youtu minicpm3 deepseek_v2 deepseek_v3 glm4_moe_lite"
 
 FAMILIES = [*DENSE.split(), *MIXTURES.split(), *LATENT.split()]
 

@@ -12,7 +12,7 @@ _NOTHING: Mapping[str, Any] = {}
 _SOFTMAX = "flex_olmo mellum olmoe qwen2_moe qwen3_moe"
 _SOFTMAX_OF_CHOSEN = "gpt_oss granitemoe granitemoe_swa granitemoeshared"
 _NORMED = "ernie4_5_moe hunyuan_v1_moe mixtral"
-_SIGMOID = "dots1 exaone_moe glm4_moe mimo_v2_flash solar_open"
+_SIGMOID = "deepseek_v3 dots1 exaone_moe glm4_moe glm4_moe_lite mimo_v2_flash solar_open"
 _NORMED_SIGMOID = "afmoe hy_v3 laguna minimax_m2"
 
 _ROUTERS: Mapping[str, Mapping[str, Any]] = {
@@ -22,10 +22,11 @@ _ROUTERS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"scores": "sigmoid"} for name in _SIGMOID.split()},
     **{name: {"scores": "sigmoid", "is_normed": True} for name in _NORMED_SIGMOID.split()},
     "llama4_text": {"scores": "sigmoid_of_chosen"},
+    "deepseek_v2": {"of_group": 1},
 }
 """The fields of `Router`."""
 
-_FLOAT_ROUTERS = (*_SIGMOID.split(), "ernie4_5_moe", "hunyuan_v1_moe", "hy_v3")
+_FLOAT_ROUTERS = (*_SIGMOID.split(), "deepseek_v2", "ernie4_5_moe", "hunyuan_v1_moe", "hy_v3")
 _SHARED: Mapping[str, Any] = {"hunyuan_v1_moe": "plain", "llama4_text": "plain", "qwen2_moe": "weighed"}
 
 
@@ -44,7 +45,7 @@ def mixture_of(config: Any, function: str) -> MixtureConfig | None:
         "is_normed": first("norm_topk_prob", False),
         "floor": first("moe_norm_min", 1e-20),
         "factor": first("routed_scaling_factor router_scaling_factor moe_routed_scaling_factor route_scale", 1.0),
-        "groups": first("n_group", 1),
+        "groups": 1 if first("topk_method", "") == "greedy" else first("n_group", 1),
         "groups_chosen": first("topk_group", 1),
         "softcap": first("moe_router_logit_softcapping", 0.0),
     }

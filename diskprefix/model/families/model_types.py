@@ -35,6 +35,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "llama4_text": {"has_norms_behind_rotary": True},
     "youtu": _LATENT,
     "minicpm3": _LATENT,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "norms": "around"},
     "gemma3_text": {**_GEMMA, "norms": "around", "has_head_norms": True},
@@ -106,7 +109,7 @@ def pairing_of(config: Any) -> int:
     """Returns which numbers of a head turn together; see `Rotary`."""
     if config.model_type in _NEIGHBOURS_TURN:
         return 1
-    return 2 if getattr(config, "rope_interleave", False) else 0
+    return 1 if config.model_type == "deepseek_v2" else 2 if getattr(config, "rope_interleave", False) else 0
 
 
 def _latent(config: Any) -> LatentConfig | None:
