@@ -39,14 +39,16 @@ def mixture_of(config: Any, function: str) -> MixtureConfig | None:
     def first(names: str, default: Any) -> Any:
         return next((found for one in names.split() if (found := getattr(config, one, None)) is not None), default)
 
-    counts = config.num_experts_per_tok
+    counts, groups = config.num_experts_per_tok, first("n_group", 1)
+    if first("topk_method", "") == "greedy":
+        groups = 1
     found = {
         "num_chosen": counts if isinstance(counts, int) else counts[0],
         "is_normed": first("norm_topk_prob", False),
         "floor": first("moe_norm_min", 1e-20),
         "factor": first("routed_scaling_factor router_scaling_factor moe_routed_scaling_factor route_scale", 1.0),
-        "groups": 1 if first("topk_method", "") == "greedy" else first("n_group", 1),
-        "groups_chosen": first("topk_group", 1),
+        "groups": groups,
+        "groups_chosen": first("topk_group", 1) if groups > 1 else 1,
         "softcap": first("moe_router_logit_softcapping", 0.0),
     }
     of_shared = "n_shared_experts num_shared_experts moe_num_shared_experts shared_intermediate_size"
