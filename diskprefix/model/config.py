@@ -4,35 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from diskprefix.model.plan import Location, Rotary, Router
+from diskprefix.model.plan import Gating, Location, Rotary, Router
 
 NormKind = Literal["rms", "rms_unrounded", "rms_plus_one"]
 
 
+class Tempering(NamedTuple):
+    """Queries grow with their position: × 1 + factor × log(1 + floor((position + offset) / period))."""
+
+    offset: int
+    period: int
+    factor: float
+
+
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer. `mixer` is what computes from other tokens, `feed_forward` what follows. `window` is in tokens, 0
-    without; `rotary` names its positions, None without. `places` are its parts in memory, by their names in the
-    layout."""
+    """One layer. `mixer` is what computes from other tokens, `feed_forward` what follows. `window` and `chunk` are in
+    tokens, 0 without; `rotary` names its positions, None without. `places` are its parts in memory, by their names in
+    the layout."""
 
     places: Mapping[str, Location]
     mixer: Literal["attention", "latent"] = "attention"
     feed_forward: Literal["gated", "mixture"] = "gated"
     window: int = 0
+    chunk: int = 0
     rotary: str | None = ""
+    tempering: Tempering | None = None
 
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """The mixture of experts of layers. With `has_float_router` the logits of routers are float32. `shared` names the
-    gated products that all rows have besides, and `shared_gate` what their sum is weighted by, as a sigmoid."""
+    """The mixture of experts of layers. With `has_float_router` the logits of routers are float32. `shared`: gated
+    products that all rows have besides, which a gate of their own may weigh. The sum is multiplied by `factor`."""
 
     router: Router
+    gating: Gating
     has_float_router: bool = False
-    shared: str = ""
-    shared_gate: str = ""
+    shared: Literal["", "plain", "weighed"] = ""
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,9 +60,11 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder. The fields have transformers' names where it has one. `norms` are before a part of a layer or around
-    it. With `has_head_norms`, queries and keys have a norm a head. `sees_pictures`: in which layers the tokens of a
-    picture see each other. Behind the first `deepstack` layers, further levels of an encoder are added."""
+    """A decoder. The fields have transformers' names where it has one. `norms` are before a part of a layer, around it
+    or behind it. With `has_head_norms`, queries and keys have a norm a head, with `has_row_norms` one of all heads. The
+    unweighted ones are of heads that are turned. `attention_gate` is the function of a gate behind attention.
+    `sees_pictures`: in which layers the tokens of a picture see each other. Behind the first `deepstack` layers,
+    further levels of an encoder are added."""
 
     hidden_size: int
     vocab_size: int
@@ -62,8 +75,14 @@ class DecoderConfig:
     rotary: Mapping[str, Rotary]
     norm: NormKind = "rms"
     epsilon: float = 1e-6
-    norms: Literal["before", "around"] = "before"
+    norms: Literal["before", "around", "behind"] = "before"
     has_head_norms: bool = False
+    has_row_norms: bool = False
+    has_unweighted_norms: bool = False
+    has_norms_behind_rotary: bool = False
+    value_multiplier: float = 1.0
+    attention_gate: str = ""
+    has_joined_gate_up: bool = False
     activation: str = "silu"
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None

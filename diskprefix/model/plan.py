@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diskprefix.model.curves import curve
+from diskprefix.model.curves import curve, limited_curve
 from diskprefix.native import calls
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
@@ -108,7 +108,8 @@ class Buffer:
 class Router:
     """The way to the `num_chosen` experts of a row. `scores` are of all experts, or of the chosen ones. With `groups`,
     experts are chosen in the best `groups_chosen` of them, and a group counts its `of_group` best ones. Weights are
-    divided by their sum, or `floor` if that is larger, if they are normed, and multiplied by `factor`."""
+    divided by their sum, or `floor` if that is larger, if they are normed, and multiplied by `factor`. A softcap is one
+    of logits. A sparse mixer weighs each expert among those left that are nearer to it than `threshold`."""
 
     num_chosen: int
     scores: str = "softmax"
@@ -118,6 +119,26 @@ class Router:
     groups: int = 1
     groups_chosen: int = 1
     of_group: int = 2
+    softcap: float = 0.0
+    threshold: float = 0.0
+
+
+@dataclass(frozen=True)
+class Gating:
+    """The numbers between the products of experts, function(gate) × up_function(up). Limited functions have a slope and
+    a limit. With `weighs_rows` the rows of experts are multiplied by their weights, instead of what they compute."""
+
+    function: str = "silu"
+    up_function: str = "identity"
+    slope: float = 1.0
+    limit: float = 0.0
+    weighs_rows: bool = False
+
+    def table(self, function: str) -> np.ndarray | None:
+        """Returns the table of a function for bfloat16 numbers, None for the identity."""
+        if function == "identity":
+            return None
+        return limited_curve(function, self.slope, self.limit) if function.startswith("limited") else curve(function)
 
 
 class ExpertRoutes(NamedTuple):
@@ -424,13 +445,16 @@ class ComputePlan:
         return out
 
     def gated(self, gate: Buffer, up: Buffer | None, function: str, factor: float = 1.0) -> Buffer:
-        """Returns factor × function(gate / factor) × up, without `up` of the function alone."""
-        self._require(up is None or (up.width, up.stride) == (gate.width, gate.stride), "a gate of other rows")
-        out = self.rows(gate.width, is_of_logits=gate.is_of_logits)
+        """Returns factor × function(gate / factor) × up, without `up` of the function alone. A number of a gate of
+        fewer numbers counts for several of `up`."""
+        width = gate.width if up is None else up.width
+        self._require(width % gate.width == 0, "a gate of other rows")
+        out = self.rows(width, is_of_logits=gate.is_of_logits)
         table = curve(function, factor) if self.dtype == calls.BFLOAT16 else None
         call = calls.GateCall(
-            dtype=self.dtype, width=gate.width, row_stride=gate.stride, function=calls.FUNCTIONS[function],
-            factor=factor, gate=gate.address, up=0 if up is None else up.address,
+            dtype=self.dtype, width=width, each=width // gate.width, gate_stride=gate.stride,
+            up_stride=0 if up is None else up.stride, function=calls.FUNCTIONS[function], factor=factor,
+            gate=gate.address, up=0 if up is None else up.address,
             curve=0 if table is None else _at(table), out=out.address,
         )  # fmt: skip
         self._add(calls.GATE, gate, call, table)
@@ -451,35 +475,36 @@ class ComputePlan:
             dtype=self._dtype_of(logits), num_experts=logits.width, num_chosen=count,
             scores=calls.SCORES[router.scores], groups=groups, groups_chosen=router.groups_chosen,
             of_group=router.of_group, is_normed=router.is_normed, logits=logits.address,
-            bias=0 if bias is None else bias.address, floor=router.floor, factor=router.factor, chosen=found.chosen,
-            weights=found.weights,
+            bias=0 if bias is None else bias.address, floor=router.floor, factor=router.factor,
+            softcap=router.softcap, threshold=router.threshold, chosen=found.chosen, weights=found.weights,
         )  # fmt: skip
         self._add(calls.ROUTE, logits, call, bias)
         return found
 
     def experts(
-        self,
-        rows: Buffer,
-        routes: ExpertRoutes,
-        experts: PackedExperts | DenseExperts,
-        function: str,
-        up_function: str = "identity",
+        self, rows: Buffer, routes: ExpertRoutes, experts: PackedExperts | DenseExperts, gating: Gating
     ) -> Buffer:
         """Returns the sum of the experts of each row, down × (function(gate) × up_function(up)) times its weight."""
         out = self.rows(rows.width)
         self._require(rows.width == rows.stride, "experts of other rows")
-        curves = [
-            curve(name) if self.dtype == calls.BFLOAT16 and name != "identity" else None
-            for name in (function, up_function)
-        ]
+        is_short = self.dtype == calls.BFLOAT16
+        curves = [gating.table(name) if is_short else None for name in (gating.function, gating.up_function)]
         of_gate, of_up = (0 if one is None else _at(one) for one in curves)
         if isinstance(experts, PackedExperts):
-            self._require(self.dtype == calls.BFLOAT16 and experts.down[0].rows == rows.width, "experts of other rows")
+            sizes = {(one.rows, one.columns) for one in (*experts.gate, *experts.up)}
+            sizes |= {(one.columns, one.rows) for one in experts.down}
+            self._require(
+                is_short and len(sizes) == 1 and {rows.width} == {width for _, width in sizes}, "other experts"
+            )
+            self._require(
+                len(experts.gate) == len(experts.down) and len(experts.up) in (0, len(experts.gate)), "experts"
+            )
             lists = [array("Q", [one.address for one in of]) for of in (experts.gate, experts.up, experts.down)]
             gate, up, down = (one.buffer_info()[0] if one else 0 for one in lists)
             packed = calls.ExpertsCall(
-                num_chosen=routes.num_chosen, num_experts=len(experts.gate), rows=rows.address, chosen=routes.chosen,
-                weights=routes.weights, gate=gate, up=up, down=down, curve=of_gate, up_curve=of_up, out=out.address,
+                num_chosen=routes.num_chosen, num_experts=len(experts.gate), weighs_rows=gating.weighs_rows,
+                rows=rows.address, chosen=routes.chosen, weights=routes.weights, gate=gate, up=up, down=down,
+                curve=of_gate, up_curve=of_up, out=out.address,
             )  # fmt: skip
             self._add(calls.EXPERTS, rows, packed, experts, lists, curves)
             return out
@@ -490,13 +515,24 @@ class ComputePlan:
         dense = calls.DenseExpertsCall(
             dtype=self.dtype, num_chosen=routes.num_chosen, num_experts=experts.first.shape[0], width=rows.width,
             inner=inner[1], outer=outer[0], is_turned=experts.is_turned, step=both if experts.turns_about else 1,
-            up_shift=0 if both == 1 else 1 if experts.turns_about else inner[1], function=calls.FUNCTIONS[function],
-            up_function=calls.FUNCTIONS[up_function], rows=rows.address, chosen=routes.chosen, weights=routes.weights,
+            up_shift=0 if both == 1 else 1 if experts.turns_about else inner[1],
+            weighs_rows=gating.weighs_rows, function=calls.FUNCTIONS[gating.function],
+            up_function=calls.FUNCTIONS[gating.up_function], slope=gating.slope, limit=gating.limit,
+            rows=rows.address, chosen=routes.chosen, weights=routes.weights,
             first=experts.first.address, last=experts.last.address, first_bias=first_bias, last_bias=last_bias,
             curve=of_gate, up_curve=of_up, out=out.address,
         )  # fmt: skip
         self._add(calls.DENSE_EXPERTS, rows, dense, experts, curves)
         return out
+
+    def temper(self, rows: Buffer, offset: int, period: int, factor: float) -> None:
+        """Multiplies rows in place by 1 + factor × log(1 + floor((position + offset) / period))."""
+        self._require(rows.width == rows.stride and period > 0, "numbers that do not lie side by side")
+        call = calls.TemperingCall(
+            dtype=self.dtype, width=rows.width, offset=offset, period=period, factor=factor,
+            positions=_at(self._positions), rows=rows.address,
+        )  # fmt: skip
+        self._add(calls.TEMPER, rows, call)
 
     def add(self, rows: Buffer, other: Buffer, factor: float = 1.0) -> None:
         """Adds other × factor to rows. A factor that is not 1 rounds the product."""

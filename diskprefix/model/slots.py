@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from diskprefix.model.exact.fused import matrix_of
-from diskprefix.model.exact.mixtures import matrices, matrices_of
+from diskprefix.model.exact.mixtures import is_mixture, matrices, matrices_of
 from diskprefix.model.plan import DenseExperts, DenseMatrix, HeadMatrices, PackedExperts, Weight, WeightedNorm
 from diskprefix.model.quants.quantised_experts import QuantisedExperts
 from diskprefix.native.matrix import Matrix, fills_blocks
@@ -16,44 +18,70 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Slots:
-    """The weights below one module of a model. `norm_kind` and `epsilon` are those of its norms."""
+def decoder_of(model: PreTrainedModel) -> Any:
+    """Returns the module whose layers decode text."""
+    found: Any = model.get_decoder()
+    return getattr(found, "model", found)
 
-    def __init__(self, model: PreTrainedModel, norm_kind: int, epsilon: float, within: str = "") -> None:
-        self._model, self._norm, self._within = model, (norm_kind, epsilon), within
-        self._module = model.get_decoder().get_submodule(within)
+
+class Slots:
+    """The weights below one module of a model. `norm_kind` and `epsilon` are those of its norms. `names`: the model's
+    own names within a layer, by the usual ones."""
+
+    def __init__(
+        self, model: PreTrainedModel, norm_kind: int, epsilon: float, names: Mapping[str, str], within: str = ""
+    ) -> None:
+        self._model, self._norm, self._names, self._within = model, (norm_kind, epsilon), names, within
 
     def within(self, name: str) -> Slots:
         """Returns the slots of a module in this one."""
-        return Slots(self._model, *self._norm, f"{self._within}.{name}".lstrip("."))
+        return Slots(self._model, *self._norm, self._names, f"{self._within}.{name}".lstrip("."))
+
+    def _found(self, name: str) -> Any:
+        """Returns a module or tensor by its usual name, None if there is none."""
+        path = f"{self._within}.{name}".lstrip(".")
+        layer, rest = re.fullmatch(r"(layers\.\d+\.)?(.*)", path).groups(default="")  # type: ignore[union-attr]
+        parts = rest.split(".")
+        for count in range(len(parts), 0, -1):
+            own = self._names.get(".".join(parts[:count]))
+            if own is not None:
+                parts[:count] = own.split(".")
+                break
+        found: Any = decoder_of(self._model)
+        for part in (layer + ".".join(parts)).split("."):
+            found = getattr(found, part, None)
+        return found
 
     def matrix(self, name: str, *, is_float: bool = False) -> Matrix | DenseMatrix:
         """Returns the matrix of a product, if it is so in float32."""
-        return _matrix(self._module.get_submodule(name), is_float=is_float)
+        return _matrix(self._found(name), is_float=is_float)
 
     def numbers(self, name: str) -> Weight | None:
         """Returns a vector in float32, None if there is none."""
-        found: torch.Tensor | None = getattr(self._module, name, None)
+        found: torch.Tensor | None = self._found(name)
         return None if found is None else _weight(found.float().flatten())
 
     def experts(self, name: str) -> PackedExperts | DenseExperts:
         """Returns the experts of a mixture."""
-        module: Any = self._module.get_submodule(name)
+        module = self._found(name)
         if isinstance(module, QuantisedExperts):
             return PackedExperts(*(module.matrices.get(part, []) for part in ("gate", "up", "down")))
-        found = matrices_of(module)
-        if all(
-            one.dtype is torch.bfloat16 and one[0].is_contiguous() and fills_blocks(one[0]) for one, _ in found.values()
-        ):
-            return PackedExperts(*(matrices(*found[part]) if part in found else [] for part in ("gate", "up", "down")))
-        names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+        if is_mixture(module):
+            found = matrices_of(module)
+            if all(_fills(weight) for weight, _ in found.values()):
+                parts = (found.get(part) for part in ("gate", "up", "down"))
+                return PackedExperts(*([] if part is None else matrices(*part) for part in parts))
+        # Those of some models are in no interface, and turned.
+        has_up, has_bias = getattr(module, "has_gate", True), getattr(module, "has_bias", False)
+        names = "gate_up_proj" if has_up else "up_proj", "down_proj"
         first, last = (_weight(getattr(module, one)) for one in names)
-        biases = [_weight(getattr(module, f"{one}_bias").float()) for one in names] if module.has_bias else None
         return DenseExperts(
-            *(first, last, biases),
-            has_up=module.has_gate,
-            is_turned=module.is_transposed,
-            turns_about=not module.is_concatenated,
+            first,
+            last,
+            [_weight(getattr(module, f"{one}_bias").float()) for one in names] if has_bias else None,
+            has_up=has_up,
+            is_turned=getattr(module, "is_transposed", True),
+            turns_about=not getattr(module, "is_concatenated", True),
         )
 
     def head(self) -> Matrix | DenseMatrix:
@@ -62,13 +90,13 @@ class Slots:
 
     def table(self, name: str) -> Matrix | DenseMatrix:
         """Returns a matrix whose rows are looked up."""
-        module: Any = self._module.get_submodule(name)
+        module = self._found(name)
         packed: Matrix | None = getattr(module, "matrix", None)
         return DenseMatrix(_weight(module.weight)) if packed is None else packed
 
     def expansion(self, name: str, heads: int, *dims: int) -> list[HeadMatrices]:
         """Returns the matrices [dim, columns] of each head for each of `dims`, whose rows a matrix has by heads."""
-        weight: Any = self._module.get_submodule(name).weight
+        weight: Any = self._found(name).weight
         kept = weight.detach().contiguous()
         rows, columns = sum(dims), kept.shape[1]
         found, first = [], 0
@@ -80,9 +108,15 @@ class Slots:
 
     def norm(self, name: str) -> WeightedNorm:
         """Returns a norm."""
-        module: Any = self._module.get_submodule(name)
+        module = self._found(name)
         kind, epsilon = self._norm
-        return WeightedNorm(_weight(module.weight), kind, getattr(module, "variance_epsilon", epsilon))
+        # Some models keep those in float32.
+        weight = _weight(module.weight.to(self._model.dtype))
+        return WeightedNorm(weight, kind, getattr(module, "variance_epsilon", epsilon))
+
+    def unweighted_norm(self, width: int) -> WeightedNorm:
+        """Returns a norm without weights."""
+        return WeightedNorm(_weight(torch.ones(width, dtype=self._model.dtype)), *self._norm)
 
 
 def _matrix(module: Any, *, is_float: bool = False) -> Matrix | DenseMatrix:
@@ -92,6 +126,11 @@ def _matrix(module: Any, *, is_float: bool = False) -> Matrix | DenseMatrix:
     bias: torch.Tensor | None = getattr(module, "bias", None)
     weight = module.weight.float() if is_float else module.weight
     return DenseMatrix(_weight(weight), None if bias is None else _weight(bias.float()))
+
+
+def _fills(weight: torch.Tensor) -> bool:
+    """Returns whether the matrices of experts are of whole blocks, one behind the other."""
+    return weight.dtype is torch.bfloat16 and weight[0].is_contiguous() and fills_blocks(weight[0])
 
 
 def _weight(tensor: torch.Tensor) -> Weight:

@@ -11,13 +11,14 @@ ROUNDED, UNROUNDED, ONE_MORE = 0, 1, 2
 """Numbers of `NormKind`."""
 
 FUNCTIONS = {"identity": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "squared_relu": 5, "sigmoid": 6, "tanh": 7}
+FUNCTIONS |= {"softplus": 8, "limited_silu": 9, "limited_and_one": 10}
 """Numbers of `Function`."""
 
 LOOK_UP, PICK, NORM, PRODUCT, DENSE, ANGLES, HEADS, ATTEND, GATE, SUM, SCATTER = range(11)
-ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN, COPY = range(11, 16)
+ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN, COPY, TEMPER = range(11, 17)
 """Numbers of `OperationKind`."""
 
-SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3}
+SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3, "sparse_mixer": 4}
 """Numbers of `Scores`."""
 
 MAX_MATRICES, MAX_GROUPS = 3, 64
@@ -97,7 +98,9 @@ class AttendCall(ctypes.Structure):
 
 
 class GateCall(ctypes.Structure):
-    _fields_ = _fields("dtype num_rows width row_stride function %factor *gate *up *curve *out" + _THREADS)
+    _fields_ = _fields(
+        "dtype num_rows width each gate_stride up_stride function %factor *gate *up *curve *out" + _THREADS
+    )
 
 
 class SumCall(ctypes.Structure):
@@ -111,25 +114,31 @@ class ScatterCall(ctypes.Structure):
 class RouterCall(ctypes.Structure):
     _fields_ = _fields(
         "dtype num_rows num_experts num_chosen scores groups groups_chosen of_group is_normed *logits *bias %floor"
-        " %factor *chosen *weights" + _THREADS
+        " %factor %softcap %threshold *chosen *weights" + _THREADS
     )
 
 
 class ExpertsCall(ctypes.Structure):
     _fields_ = _fields(
-        "num_rows num_chosen num_experts *rows *chosen *weights *gate *up *down *curve *up_curve *out" + _THREADS
+        "num_rows num_chosen num_experts weighs_rows *rows *chosen *weights *gate *up *down *curve *up_curve *out"
+        + _THREADS
     )
 
 
 class DenseExpertsCall(ctypes.Structure):
     _fields_ = _fields(
-        "dtype num_rows num_chosen num_experts width inner outer is_turned step up_shift function up_function *rows"
-        " *chosen *weights *first *last *first_bias *last_bias *curve *up_curve *out" + _THREADS
+        "dtype num_rows num_chosen num_experts width inner outer is_turned step up_shift weighs_rows function"
+        " up_function %slope %limit *rows *chosen *weights *first *last *first_bias *last_bias *curve *up_curve *out"
+        + _THREADS
     )
 
 
 class WideningCall(ctypes.Structure):
     _fields_ = _fields("num_rows width *rows *out" + _THREADS)
+
+
+class TemperingCall(ctypes.Structure):
+    _fields_ = _fields("dtype num_rows width offset period %factor *positions *rows" + _THREADS)
 
 
 class CopyCall(ctypes.Structure):

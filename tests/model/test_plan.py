@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,11 @@ DENSE = """
 """
 
 MIXTURES = """
-    qwen3_moe
+    qwen3_moe qwen2_moe mixtral gpt_oss minimax_m2 granitemoe granitemoeshared granitemoe_swa hunyuan_v1_moe dots1
+    glm4_moe ernie4_5_moe olmoe flex_olmo mimo_v2_flash llama4 exaone_moe afmoe hy_v3 solar_open laguna mellum
 """
 
-LATENT = "youtu minicpm3"
+LATENT = "youtu minicpm3 deepseek_v2 deepseek_v3 glm4_moe_lite"
 
 FAMILIES = [*DENSE.split(), *MIXTURES.split(), *LATENT.split()]
 
@@ -89,7 +91,9 @@ def test_a_plan_in_bfloat16_errs_no_more_than_transformers_does(name: str) -> No
     model = tiny_model(name, torch.bfloat16)
     of_modules = oracle(model, tokens())
     ((logits, _),) = computed(model, exact(model), one=[NUM_TOKENS])
-    assert (logits.float() - expected).square().mean() < 1.2**2 * (of_modules.float() - expected).square().mean()
+    # That of the median token: the router of a mixture may choose another expert for some.
+    of_plan, of_modules = ((found.float() - expected).square().mean(-1).median() for found in (logits, of_modules))
+    assert of_plan < 1.2**2 * of_modules
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "Q8_0"])
@@ -104,3 +108,10 @@ def test_a_token_has_the_same_bits_in_any_step(name: str, form: str) -> None:
     for (logits, state), (expected, of_alone) in zip(together, (alone, other), strict=True):
         assert torch.equal(logits, expected)
         assert state == of_alone
+
+
+@pytest.mark.parametrize(("name", "option"), [("olmoe", {"clip_qkv": 8.0}), ("hunyuan_v1_moe", {"moe_topk": [1, 2]})])
+def test_a_model_with_an_option_that_plans_lack_has_none(name: str, option: dict[str, Any]) -> None:
+    model = tiny_model(name, torch.float32, **option)
+    layout, _ = make_exact(model)
+    assert plan_of(model, layout, PAGE_TOKENS) is None

@@ -17,9 +17,9 @@ from diskprefix.model.config import DecoderConfig
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.exact.vision_encoder import PictureRows
 from diskprefix.model.families.decoder import decoder
-from diskprefix.model.families.model_types import OPTIONS, SECTIONS_IN_ORDER, of_model, pairing_of
+from diskprefix.model.families.model_types import NAMES, SECTIONS_IN_ORDER, has_plan, of_model, pairing_of
 from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary
-from diskprefix.model.slots import Slots
+from diskprefix.model.slots import Slots, decoder_of
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 
@@ -46,7 +46,8 @@ class ModelPlan:
         assert compiled is not None, "a model of a plan is exact at every token"
         assert model is not None, "it runs"
         plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self._config.vocab_size, self._page_tokens)
-        decoder(plan, self._config, Slots(model, _NORMS[self._config.norm], self._config.epsilon))
+        names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
+        decoder(plan, self._config, Slots(model, _NORMS[self._config.norm], self._config.epsilon, names))
         return plan
 
     def run(
@@ -115,7 +116,7 @@ def _encoded(ids: np.ndarray, pictures: Sequence[PictureRows | None], runs: Sequ
 
 def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> DecoderConfig:
     """Returns the configuration of a model."""
-    layers = layout.layers[: len(model.get_decoder().layers)]
+    layers = layout.layers[: len(decoder_of(model).layers)]
     places = [places_of(layout, page_tokens, number) for number in range(len(layers))]
     windows = [spec.window or 0 for spec in layers]
     config = model.config.get_text_config(decoder=True)
@@ -142,7 +143,7 @@ def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Locatio
 
 
 def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
-    module: Any = model.get_decoder().rotary_emb
+    module: Any = decoder_of(model).rotary_emb
     # One kind of RoPE for the whole model, or one for each kind of layer.
     kinds = {"": ""} if isinstance(module.rope_type, str) else {kind: f"{kind}_" for kind in module.rope_type}
     found = {}
@@ -151,6 +152,9 @@ def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
         axes = _axes(getattr(module, "mrope_section", None), len(frequencies), model)
         factor = float(getattr(module, f"{prefix}attention_scaling"))
         found[kind] = Rotary(frequencies, factor, pairing_of(model.config.get_text_config(decoder=True)), axes=axes)
+    for one in getattr(decoder_of(model), "rotary_embs", ()):
+        theta = str(one.config.rope_parameters["rope_theta"])
+        found[theta] = Rotary(one.inv_freq.float().numpy(), float(one.attention_scaling))
     return found
 
 
@@ -174,10 +178,10 @@ _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = 
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
     """Returns the plan of a model that is exact at every token, None for one of no family."""
     # The self-check computes the first layers alone.
-    key = layout, page_tokens, operators(), len(getattr(model.get_decoder(), "layers", ()))
+    key = layout, page_tokens, operators(), len(getattr(decoder_of(model), "layers", ()))
     known, plan = _plans.get(model, (None, None))
     if known != key:
-        has_plan = model.config.get_text_config(decoder=True).model_type in OPTIONS and not layout.has_draft_layer
-        plan = ModelPlan(model, layout, page_tokens) if has_plan else None
+        is_known = has_plan(model.config.get_text_config(decoder=True)) and not layout.has_draft_layer
+        plan = ModelPlan(model, layout, page_tokens) if is_known else None
         _plans[model] = key, plan
     return plan

@@ -140,9 +140,9 @@ struct Gated {
 // times the weight of the expert, rounded again, and added up in float32 in the order in which they are named. Without
 // `up` it is down × curve(gate × row). Curves are tables as in `Gated`; `up_curve` may be null. `rows` and `out` are
 // bfloat16 [num_rows, width], `chosen` and `weights` [num_rows, num_chosen]; `gate`, `up` and `down` hold the address of
-// each expert's matrix.
+// each expert's matrix. With `weighs_rows` the row is multiplied by the weight, instead of the result.
 struct Experts {
-  int64_t num_rows, num_chosen, num_experts;
+  int64_t num_rows, num_chosen, num_experts, weighs_rows;
   const void* rows;
   const int64_t* chosen;
   const float* weights;
@@ -267,12 +267,13 @@ struct Attend {
   Rows keys, values;
 };
 
-enum Function : int64_t { IDENTITY = 0, SILU = 1, GELU = 2, GELU_TANH = 3, RELU = 4, SQUARED_RELU = 5, SIGMOID = 6, TANH = 7 };
+enum Function : int64_t { IDENTITY = 0, SILU = 1, GELU = 2, GELU_TANH = 3, RELU = 4, SQUARED_RELU = 5, SIGMOID = 6, TANH = 7,
+  SOFTPLUS = 8, LIMITED_SILU = 9, LIMITED_AND_ONE = 10 };
 
 // Rows [num_rows, width] of `factor` × function(gate / factor) × up, without `up` of the function alone. bfloat16 has
-// `curve`, a table as in `Gated`. `gate` and `up` have `row_stride` numbers from row to row.
+// `curve`, a table as in `Gated`. `gate` and `up` have strides from row to row; a number of gate counts for `each` of up.
 struct Gate {
-  int64_t dtype, num_rows, width, row_stride, function;
+  int64_t dtype, num_rows, width, each, gate_stride, up_stride, function;
   double factor;
   const void *gate, *up;
   const uint16_t* curve;
@@ -312,16 +313,17 @@ struct Scatter {
 };
 
 // Scores of experts: of all of them, or numbers that get theirs among those that are chosen.
-enum Scores : int64_t { SOFTMAX = 0, OF_SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2, SIGMOID_OF_CHOSEN = 3 };
+enum Scores : int64_t { SOFTMAX = 0, OF_SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2, SIGMOID_OF_CHOSEN = 3, SPARSE_MIXER = 4 };
 
 // The `num_chosen` experts with the largest score + bias for rows of `logits`, [num_rows, num_experts], and their weights,
 // [num_rows, num_chosen]. With `groups`, only experts of the `groups_chosen` best ones: a group counts its `of_group`
-// largest. Weights are scores, divided by their sum or `floor` if they are normed, times `factor`.
+// largest. Weights are scores, divided by their sum or `floor` if they are normed, times `factor`. A softcap is one of
+// logits. A sparse mixer weighs each expert among those left that are nearer to it than `threshold`, relative to them.
 struct Router {
   int64_t dtype, num_rows, num_experts, num_chosen, scores, groups, groups_chosen, of_group, is_normed;
   const void* logits;
   const float* bias;  // [num_experts], or null
-  double floor, factor;
+  double floor, factor, softcap, threshold;
   int64_t* chosen;
   float* weights;
   int64_t num_threads;
@@ -333,7 +335,9 @@ struct Router {
 // without up it is 0. Biases are [num_experts, outer] and [num_experts, width], or null. float32 has functions, bfloat16
 // curves.
 struct DenseExperts {
-  int64_t dtype, num_rows, num_chosen, num_experts, width, inner, outer, is_turned, step, up_shift, function, up_function;
+  int64_t dtype, num_rows, num_chosen, num_experts, width, inner, outer, is_turned, step, up_shift, weighs_rows;
+  int64_t function, up_function;
+  double slope, limit;
   const void* rows;
   const int64_t* chosen;
   const float* weights;
@@ -354,6 +358,16 @@ struct Widening {
   ParallelFor parallel_for;
 };
 
+// Rows [num_rows, width], in place, times 1 + factor × log(1 + floor((position + offset) / period)).
+struct Tempering {
+  int64_t dtype, num_rows, width, offset, period;
+  double factor;
+  const int64_t* positions;
+  void* rows;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
 // For each row and head, `num_bytes` bytes from one place to another, each with bytes from row to row and head to head.
 struct Copy {
   int64_t num_rows, num_heads, num_bytes;
@@ -366,7 +380,7 @@ struct Copy {
 
 enum OperationKind : int64_t {
   LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10,
-  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15
+  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15, TEMPER = 16
 };
 
 // A call of an operator, by its structure, over all rows of a step or over those that get logits.

@@ -76,6 +76,8 @@ class PlannedStep {
         return dense_experts(*set<DenseExperts>(operation));
       case WIDEN:
         return widen(*set<Widening>(operation));
+      case TEMPER:
+        return temper(*set<Tempering>(operation));
     }
     return 1;
   }
@@ -131,6 +133,12 @@ class PlannedStep {
     return !spread(step_.num_threads, step_.parallel_for, count, 32768, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i += LANES)
         put_some<Float32>((float*)call.out + i, some_of<BFloat16>((const uint16_t*)call.rows + i, end - i), end - i);
+    });
+  }
+
+  int32_t temper(const Tempering& call) const {
+    return each_row(call.num_rows, 8, [&](int64_t row) {
+      call.dtype == FLOAT32 ? temper_row<Float32>(call, row) : temper_row<BFloat16>(call, row);
     });
   }
 

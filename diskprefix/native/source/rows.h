@@ -81,7 +81,8 @@ inline void put_heads(const Heads& call, const Run* runs, int64_t begin, int64_t
 }
 
 // Functions of one number, for float32: numbers of bfloat16 have tables.
-inline float activated(float x, int64_t function) {
+inline float activated(float x, int64_t function, float slope = 1.0f, float limit = 0.0f) {
+  const float limited = x > limit ? limit : x;
   switch (function) {
     case SILU:
       return x / (1.0f + expf(-x));
@@ -97,25 +98,37 @@ inline float activated(float x, int64_t function) {
       return 1.0f / (1.0f + expf(-x));
     case TANH:
       return tanhf(x);
+    case SOFTPLUS:
+      return x > 20.0f ? x : log1pf(expf(x));
+    case LIMITED_SILU:
+      return limited / (1.0f + expf(-slope * limited));
+    case LIMITED_AND_ONE:
+      return (limited < -limit ? -limit : limited) + 1.0f;
     default:
       return x;
   }
 }
 
 inline void gate_floats(const Gate& call, int64_t row) {
-  const float* gate = (const float*)call.gate + row * call.row_stride;
-  const float* up = call.up ? (const float*)call.up + row * call.row_stride : nullptr;
+  const float* gate = (const float*)call.gate + row * call.gate_stride;
+  const float* up = call.up ? (const float*)call.up + row * call.up_stride : nullptr;
   float* out = (float*)call.out + row * call.width;
   for (int64_t i = 0; i < call.width; ++i) {
-    const float found = call.factor * activated(gate[i] / (float)call.factor, call.function);
+    const float found = call.factor * activated(gate[i / call.each] / (float)call.factor, call.function);
     out[i] = up ? found * up[i] : found;
   }
 }
 
 inline void gate_bfloats(const Gate& call, int64_t row) {
-  const uint16_t* gate = (const uint16_t*)call.gate + row * call.row_stride;
-  const uint16_t* up = call.up ? (const uint16_t*)call.up + row * call.row_stride : nullptr;
+  const uint16_t* gate = (const uint16_t*)call.gate + row * call.gate_stride;
+  const uint16_t* up = call.up ? (const uint16_t*)call.up + row * call.up_stride : nullptr;
   uint16_t* out = (uint16_t*)call.out + row * call.width;
+  if (call.each > 1) {
+    memcpy(out, up, call.width * 2);
+    for (int64_t i = 0; i < call.width; i += call.each)
+      weigh<BFloat16>(out + i, BFloat16::one(call.curve[gate[i / call.each]]), call.each);
+    return;
+  }
   for (int64_t i = 0; i < call.width; i += LANES) {
     const int64_t left = least(LANES, call.width - i);
     Floats found = curve_at(gate + i, call.curve, left);
@@ -134,6 +147,12 @@ inline void add_part(const Sum& call, int64_t begin, int64_t end) {
     if (one) found = some_of<Type>(one + i, end - i) + found;
     put_some<Type>((Stored*)call.out + i, found, end - i);
   }
+}
+
+template <class Type>
+inline void temper_row(const Tempering& call, int64_t row) {
+  const float part = floorf(((float)call.positions[row] + (float)call.offset) / (float)call.period);
+  weigh<Type>((typename Type::Stored*)call.rows + row * call.width, 1.0f + log1pf(part) * (float)call.factor, call.width);
 }
 
 }  // namespace

@@ -163,6 +163,7 @@ def test_no_other_thread_gets_the_pages_from_which_states_are_taken_back(monkeyp
     assert sequence.drop_spares()
 
 
+@pytest.mark.usefixtures("by_modules")
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_a_model_that_computes_with_its_cache_itself_takes_turns(
     is_ours: bool, monkeypatch: pytest.MonkeyPatch
