@@ -171,13 +171,17 @@ _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = 
 """The last plans of models, by their layers, kernels and memory; None for a model of no family."""
 
 
+def is_planned(model: PreTrainedModel, layout: Layout) -> bool:
+    """Returns whether a model that is exact at every token has a plan."""
+    return model.config.get_text_config(decoder=True).model_type in OPTIONS and not layout.has_draft_layer
+
+
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
     """Returns the plan of a model that is exact at every token, None for one of no family."""
     # The self-check computes the first layers alone.
     key = layout, page_tokens, operators(), len(getattr(model.get_decoder(), "layers", ()))
     known, plan = _plans.get(model, (None, None))
     if known != key:
-        has_plan = model.config.get_text_config(decoder=True).model_type in OPTIONS and not layout.has_draft_layer
-        plan = ModelPlan(model, layout, page_tokens) if has_plan else None
+        plan = ModelPlan(model, layout, page_tokens) if is_planned(model, layout) else None
         _plans[model] = key, plan
     return plan
