@@ -175,13 +175,17 @@ _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = 
 """The last plans of models, by their layers, kernels and memory; None for a model of no family."""
 
 
+def is_planned(model: PreTrainedModel, layout: Layout) -> bool:
+    """Returns whether a model that is exact at every token has a plan."""
+    return has_plan(model.config.get_text_config(decoder=True)) and not layout.has_draft_layer
+
+
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
     """Returns the plan of a model that is exact at every token, None for one of no family."""
     # The self-check computes the first layers alone.
     key = layout, page_tokens, operators(), len(getattr(decoder_of(model), "layers", ()))
     known, plan = _plans.get(model, (None, None))
     if known != key:
-        is_known = has_plan(model.config.get_text_config(decoder=True)) and not layout.has_draft_layer
-        plan = ModelPlan(model, layout, page_tokens) if is_known else None
+        plan = ModelPlan(model, layout, page_tokens) if is_planned(model, layout) else None
         _plans[model] = key, plan
     return plan

@@ -170,17 +170,6 @@ struct AttentionBlock {
   Attention attention;
 };
 
-// Attention and gated products in bfloat16, each added to its input. Each has a norm before it and may have one behind
-// it: [before attention, behind it, before the gated products, behind them], without weight if there is none. In the
-// parts, rows and outs are not set.
-struct Layer {
-  const void* rows;
-  void* out;
-  AttentionBlock attention;
-  Gated gated;
-  Norm norms[4];
-};
-
 // Consecutive tokens of one sequence, at least one, the state before them, and where the state behind them goes, which may
 // be the same memory.
 struct StateRun {
@@ -428,7 +417,6 @@ struct Operators {
   int32_t (*norm)(const Norm* call);
   int32_t (*gated)(const Gated* call);
   int32_t (*attention_block)(const AttentionBlock* call, const Run* runs);
-  int32_t (*layer)(const Layer* call, const Run* runs);
   int32_t (*dense)(const DenseProduct* call);
   int32_t (*experts)(const Experts* call);
   int32_t (*pack)(const Packing* call);
