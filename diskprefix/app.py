@@ -66,8 +66,7 @@ def _serve(settings: Settings, front: FrontLine | None = None) -> None:
 
 
 def prepare(settings: Settings, with_model: bool) -> None:
-    """Imports all modules for serving; `with_model` also reads small parts of the model. The process may fork then: no
-    thread is left, and no accelerator is used."""
+    """Imports all modules for serving; `with_model` reads small parts of the model. The process can fork then."""
     from diskprefix.model.load.imports import import_transformers
 
     import_transformers()

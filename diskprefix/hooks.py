@@ -100,8 +100,7 @@ class RunFront(Protocol):
     def __call__(
         self, settings: Settings, prepare: Callable[[Settings, bool], None], work: Callable[[Settings, FrontLine], None]
     ) -> None:
-        """Calls `work` in each process, with the settings of its model. `prepare` imports the modules for that, and
-        with True reads small parts of the model."""
+        """Calls `work` in each process, with the settings of its model. `prepare` is `app.prepare`."""
 
 
 @cache
@@ -156,8 +155,7 @@ def open_bucket(url: str, key_file: Path) -> Bucket:
 
 
 def open_recorder(settings: Settings, secret_of: Callable[[], int]) -> Recorder | None:
-    """Returns the recorder, None if no extra has one for these settings. `secret_of` returns the store's secret. Raises
-    `SettingsError`."""
+    """Returns the recorder, None without one. `secret_of` returns the store's secret. Raises `SettingsError`."""
     recorder: Recorder | None = _only("open_recorder", settings, secret_of)
     return recorder
 
@@ -186,8 +184,7 @@ def open_pictures(
 
 
 def open_front(settings: Settings) -> RunFront | None:
-    """Returns the function that serves each model in a process of its own, None if no extra has one for these settings.
-    Raises `SettingsError`."""
+    """Returns the function that serves each model in its own process, None without one. Raises `SettingsError`."""
     run_front: RunFront | None = _only("open_front", settings)
     return run_front
 

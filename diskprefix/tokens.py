@@ -26,8 +26,7 @@ TokenIds: TypeAlias = "npt.NDArray[np.int32]"
 HASH_BYTES = 16
 ID_BYTES = 4
 LEAST_TOKENS = 16
-"""Fewer common tokens are not worth a restore or a wait: every prompt of a template shares them, and they do not
-lengthen the step that computes them."""
+"""Fewer common tokens are not worth a restore or a wait: all prompts share them, and no step gets longer by them."""
 
 
 def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer[npt.NBitBase]]) -> TokenIds:
@@ -154,8 +153,7 @@ def checksum(payload: bytes | memoryview, seed: int = 0) -> int:
 
 
 def file_digest(path: Path, before_piece: Callable[[], None] = lambda: None) -> str:
-    """Returns the 128-bit xxh3 of a file's content as 32 hex digits. Calls `before_piece` before each read. Raises
-    `OSError`."""
+    """Returns the 128-bit xxh3 of a file as 32 hex digits. Calls `before_piece` before each read. Raises `OSError`."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(8 << 20):

@@ -30,8 +30,7 @@ def user_key(daemon: str | None = None) -> str:
 
 
 def user_token() -> str:
-    """Returns the secret of the owner's token, the same at each start, so that an open dashboard keeps working. Raises
-    as `user_key`."""
+    """Returns the secret of the owner's token, which stays, as open dashboards use it. Raises as `user_key`."""
     return _secret("token")
 
 

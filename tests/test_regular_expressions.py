@@ -294,7 +294,7 @@ def parser_takes() -> Callable[[str], object]:
 
 
 def items_take() -> Callable[[str], object]:
-    items = OutputItems("r", reasoning_is_summary=False)
+    items = OutputItems("r")
     return lambda text: items.add([ContentDelta(text)])
 
 

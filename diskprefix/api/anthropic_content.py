@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from diskprefix.api.fields import MAX_PARTS, Body, Markable, OneOf, empty_as, require_content
+from diskprefix.api.fields import MAX_PARTS, Body, Markable, OneOf, empty_as, optional, require_content
 from diskprefix.chat.messages import (
     CacheMark,
     ContentPart,
@@ -80,7 +80,7 @@ class ContentSource(Body):
 
 
 class Citations(Body):
-    enabled: Literal[False] | None = Field(default=None, description="Only `false`: replies cite nothing.")
+    enabled: Literal[False] | None = optional("Only `false`: replies cite nothing.")
 
 
 class DocumentBlock(Markable):
@@ -88,8 +88,8 @@ class DocumentBlock(Markable):
 
     type: Literal["document"] = Field(description="`document`.")
     source: Annotated[TextSource | ContentSource | Base64Source | UrlSource, OneOf("an object of type text or content")]
-    title: str | None = Field(default=None, description="Stands before the text.")
-    context: str | None = Field(default=None, description="Stands before the text.")
+    title: str | None = optional("Stands before the text.")
+    context: str | None = optional("Stands before the text.")
     citations: Citations | None = None
 
     def parts(self, path: str) -> Iterator[ContentPart]:
@@ -144,8 +144,8 @@ class ToolResultBlock(Markable):
 
     type: Literal["tool_result"] = Field(description="`tool_result`.")
     tool_use_id: str = Field(min_length=1, description="The call that it answers.")
-    content: TextOrBlocks | None = Field(default=None, description="Text, or blocks.")
-    is_error: bool | None = Field(default=None, description="`true`: the model reads `Error:` before the content.")
+    content: TextOrBlocks | None = optional("Text, or blocks.")
+    is_error: bool | None = optional("`true`: the model reads `Error:` before the content.")
 
     def parts(self, path: str) -> Iterator[ContentPart]:
         if self.is_error:
@@ -235,10 +235,8 @@ class AnthropicMessageBody(Body):
     """One message of the conversation. A `system` message may stand anywhere, and stays there."""
 
     role: Literal["user", "assistant", "system"] = Field(description="Who speaks.")
-    content: Annotated[TextOrBlocks | None, AfterValidator(require_content)] = Field(
-        default=None,
-        validate_default=True,
-        description="Text, or a list of content blocks. An assistant may have none.",
+    content: Annotated[TextOrBlocks | None, AfterValidator(require_content)] = optional(
+        "Text, or a list of content blocks. An assistant may have none.", validate_default=True
     )
 
     def neutral(self, path: str) -> Iterator[Message]:

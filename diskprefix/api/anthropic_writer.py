@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
 from diskprefix.api.error_forms import anthropic_error
 from diskprefix.api.figures import figures_reply, written_tokens
-from diskprefix.api.reply import CallBegin, EndEvent, ReplyDelta, ReplyEvent, WholeChoice, WholeReply
+from diskprefix.api.reply import EndEvent, ReplyDelta, ReplyEvent, WholeChoice, WholeReply
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent, ProgressEvent
 from diskprefix.errors import DiskPrefixError
@@ -90,7 +90,7 @@ class MessageWriter:
         ]
         return content
 
-    def _stop_reason(self, end: WholeChoice | EndEvent) -> StopReason:
+    def _stop_reason(self, end: EndEvent) -> StopReason:
         if end.stop is not None:
             return "stop_sequence"
         if end.reason == "length":
@@ -111,7 +111,7 @@ class MessageWriter:
             return self._text(delta.text)
         if isinstance(delta, ToolCallDelta):
             return self._added("input_json_delta", "partial_json", delta.arguments)
-        return self._call(delta)
+        return [*self._closed(), *self._opened("tool_use", {"id": delta.id, "name": delta.name, "input": {}})]
 
     def _text(self, text: str) -> list[ServerSentEvent]:
         if self._open != "text" and not text.strip():
@@ -120,9 +120,6 @@ class MessageWriter:
         text = "".join([*self._blanks, text])
         self._blanks.clear()
         return [*self._opened("text", {"text": ""}), *self._added("text_delta", "text", text)]
-
-    def _call(self, call: CallBegin) -> list[ServerSentEvent]:
-        return [*self._closed(), *self._opened("tool_use", {"id": call.id, "name": call.name, "input": {}})]
 
     def _opened(self, kind: str, block: Json) -> list[ServerSentEvent]:
         """Returns what begins a block, unless one of its kind is open."""

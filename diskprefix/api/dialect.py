@@ -134,8 +134,7 @@ class EarlyDialect(Protocol):
     """An API whose streams begin with events of their own while the model loads: its clients do not count comments."""
 
     def early(self, body: Any, reply_id: str, /) -> ReplyWriter | None:
-        """Returns the writer of these events, None if the request will be refused. The stream's own writer goes on
-        where it ends."""
+        """Returns the writer of these events, which the stream's own writer continues; None for a refused request."""
 
 
 @runtime_checkable
@@ -143,5 +142,4 @@ class LoadingDialect(Protocol):
     """An API in which a request without a prompt only has the model loaded."""
 
     def without_prompt(self, body: Any, model: str, /, *, may_unload: bool) -> Json | None:
-        """Returns the answer to a request without a prompt, None for other requests. `may_unload`: `keep_alive` has an
-        effect."""
+        """Returns the answer to a request without a prompt, else None. `may_unload`: `keep_alive` has an effect."""

@@ -21,6 +21,7 @@ from diskprefix.api.fields import (
     RequestBody,
     StopString,
     Unmarkable,
+    optional,
     sampling_params,
 )
 from diskprefix.api.figures import figures_reply
@@ -41,20 +42,16 @@ Stop: TypeAlias = Annotated[
 class StreamOptions(Body):
     """Options of a stream."""
 
-    include_usage: bool | None = Field(
-        default=None, description="Send one more chunk with `usage` (and no choices) before `[DONE]`."
-    )
+    include_usage: bool | None = optional("Send one more chunk with `usage` (and no choices) before `[DONE]`.")
 
 
 class OpenAIBody(RequestBody, Unmarkable):
     """The fields of both bodies."""
 
-    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream: true`.")
-    max_tokens: Limit | None = Field(
-        default=None, description="Most tokens of a choice. Absent, -1, or more than fit: as many as fit."
-    )
-    stop: Stop | None = Field(default=None, description="Text that ends the reply; it is not part of it.")
-    n: int | None = Field(default=None, ge=1, le=16, description="How many choices to generate.")
+    stream_options: StreamOptions | None = optional("Only with `stream: true`.")
+    max_tokens: Limit | None = optional("Most tokens of a choice. Absent, -1, or more than fit: as many as fit.")
+    stop: Stop | None = optional("Text that ends the reply; it is not part of it.")
+    n: int | None = optional("How many choices to generate.", ge=1, le=16)
 
     @property
     def include_usage(self) -> bool:
@@ -119,7 +116,7 @@ class OpenAIWriter(EventWriter, ABC):
 
     def whole(self, reply: WholeReply) -> Json:
         choices = [
-            {"index": choice.index, **self.whole_choice(choice), "finish_reason": choice.reason}
+            {"index": choice.choice, **self.whole_choice(choice), "finish_reason": choice.reason}
             for choice in reply.choices
         ]
         return {
@@ -221,15 +218,11 @@ class CompletionRequest(OpenAIBody):
             custom_error_message="Input should be a string or a list of token ids, or a list of such prompts",
         ),
     ] = Field(description=f"Text, or token ids; or a list of up to {MAX_PROMPTS} such prompts.")
-    max_tokens: LimitOrNothing | None = Field(
-        default=None, description=f"Most tokens of a choice; 0: only the prompt; -1: any. Absent: {_MOST_TOKENS}."
-    )
-    logprobs: int | None = Field(
-        default=None, ge=0, le=20, description="So many alternatives for every token, and the token itself."
-    )
-    echo: Literal[False] | None = Field(default=None, description="Not supported.")
-    suffix: str | None = Field(default=None, description="Text behind the gap that the reply fills; `prompt` is text.")
-    best_of: int | None = Field(default=None, ge=1, le=16, description="Not supported, unless equal to `n`.")
+    max_tokens: LimitOrNothing | None = optional(f"Most tokens of a choice; 0: none; -1: any. Absent: {_MOST_TOKENS}.")
+    logprobs: int | None = optional("So many alternatives for every token, and the token itself.", ge=0, le=20)
+    echo: Literal[False] | None = optional("Not supported.")
+    suffix: str | None = optional("Text behind the gap that the reply fills; `prompt` is text.")
+    best_of: int | None = optional("Not supported, unless equal to `n`.", ge=1, le=16)
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -22,6 +22,7 @@ from diskprefix.api.fields import (
     OneOf,
     detail_of,
     empty_as,
+    optional,
     require_content,
 )
 from diskprefix.api.openai_messages import Refusal
@@ -54,9 +55,7 @@ class ImageContent(Body):
 
     type: Literal["input_image"] = Field(description="`input_image`.")
     image_url: str = Field(description="`data:image/png;base64,…`. No other URL is fetched.")
-    detail: ImageDetail | None = Field(
-        default=None, description="`low`: at most 512 pixels wide and high; `auto`: 2048; `high`: as large as it is."
-    )
+    detail: ImageDetail = None
 
     def neutral(self, path: str) -> ContentPart:
         return ImagePart(self.image_url, path, f"{path}.image_url", detail_of(self.detail))
@@ -88,8 +87,8 @@ class MessageItem(Markable):
     role: Literal["user", "assistant", "system", "developer"] = Field(
         description="Who speaks. `developer` becomes `system` unless the chat template knows it."
     )
-    content: Annotated[Content | None, AfterValidator(require_content)] = Field(
-        default=None, validate_default=True, description="Text, or a list of content parts. An assistant may have none."
+    content: Annotated[Content | None, AfterValidator(require_content)] = optional(
+        "Text, or a list of content parts. An assistant may have none.", validate_default=True
     )
 
     def neutral(self, path: str) -> Message:
@@ -109,7 +108,7 @@ class CallItem(Body):
     id: str | None = None
     call_id: str = Field(min_length=1, description="The output of the function refers to it.")
     name: str = Field(min_length=1, description="Name of the function.")
-    namespace: str | None = Field(default=None, description="The namespace that it was offered in.")
+    namespace: str | None = optional("The namespace that it was offered in.")
     arguments: Annotated[str, empty_as("")] = Field(default="", description="Its arguments as JSON text.")
 
     def neutral(self, path: str) -> Message:
@@ -137,7 +136,7 @@ class CustomCallItem(Body):
     id: str | None = None
     call_id: str = Field(min_length=1, description="The output of the tool refers to it.")
     name: str = Field(min_length=1, description="Name of the tool.")
-    namespace: str | None = Field(default=None, description="The namespace that it was offered in.")
+    namespace: str | None = optional("The namespace that it was offered in.")
     input: Annotated[str, empty_as("")] = Field(default="", description="Its text.")
 
     def neutral(self, path: str) -> Message:
@@ -165,8 +164,7 @@ class OutputItem(Body):
 
 
 class ActionItem(Body):
-    """An action of the assistant on a computer, or a command. To the model it is a call of a function, `computer` or
-    `local_shell`."""
+    """An action on a computer, or a command. To the model it is a call of the function `computer` or `local_shell`."""
 
     type: Literal["computer_call", "local_shell_call"]
     id: str | None = None
@@ -209,10 +207,8 @@ class ReasoningItem(Body):
     summary: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS), empty_as([])] = Field(
         default=[], description="Used if there is no `content`."
     )
-    content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = Field(
-        default=None, description="The reasoning itself."
-    )
-    encrypted_content: str | None = Field(default=None, description="Ignored: this server does not encrypt.")
+    content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = optional("The reasoning itself.")
+    encrypted_content: str | None = optional("Ignored: this server does not encrypt.")
 
     def neutral(self, path: str) -> Message:
         text = "".join(part.text for part in self.content or self.summary)

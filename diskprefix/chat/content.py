@@ -31,9 +31,8 @@ _SHOWN_CHARS = 40
 
 
 def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Puts a note in the place of each picture or file that the model does not take, in results of calls and in turns
-    before the user's newest one: a client sends these again in each request, and an error would come back for ever.
-    `read_pictures` refuses the others."""
+    """Puts a note in the place of each unsupported picture or file in results of calls and before the user's newest
+    turn, which clients send again in each request: an error would never end. `read_pictures` refuses the others."""
     messages = draft.conversation.messages
     takes_pictures = processor is not None and processor.problem is None
     changes: list[Change] = []
@@ -130,8 +129,7 @@ class PicturePlaces:
         self._token_id = None if processor is None else processor.token_id
 
     def expanded(self, text: str, for_tokens: str) -> Expanded:
-        """Returns the next part of the rendered text with its pictures. `for_tokens` has stand-ins in the place of
-        marks that are texts."""
+        """Returns the next part of the text with its pictures. `for_tokens` has stand-ins for marks in texts."""
         if self._mark is None:
             return Expanded(text, for_tokens)
         written, places, end = list[tuple[str, str]](), list[npt.NDArray[np.int32]](), 0
@@ -155,9 +153,8 @@ class PicturePlaces:
         return self._placed[-1]
 
     def name(self, token_ids: TokenIds, written_ids: TokenIds) -> tuple[Picture, ...]:
-        """Puts the ids of the pictures in the place of their placeholders, when the whole text is expanded. Those in
-        `written_ids` become -1, except the last of each, so no boundary is inside a picture. Returns the pictures in
-        the order of their tokens."""
+        """Replaces the placeholders of the whole text by the ids of the pictures, and returns these in order. Those in
+        `written_ids` become -1, except the last of each, so no boundary is inside a picture."""
         if self._left:
             problem = "the chat template leaves images out; use another one with --chat-template"
             raise InvalidRequest.at(self._param, problem, UNSUPPORTED)

@@ -300,8 +300,7 @@ class Encoder:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def _least(self, text: str) -> int:
-        """Returns a lower bound of the number of tokens. Encoding megabytes of blanks, which are few tokens, takes a
-        minute and gigabytes."""
+        """Returns a lower bound of the number of tokens. Encoding megabytes of blanks takes a minute and gigabytes."""
         return len(text) // self._longest_token
 
     def _probe(self, text: str, param: str) -> None:

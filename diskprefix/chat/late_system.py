@@ -11,8 +11,7 @@ from diskprefix.chat.template import ChatTemplate
 
 
 def place(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Joins the system messages before others, and gives those behind others to the user, unless the template writes
-    them as they are."""
+    """Joins leading system messages, and gives later ones to the user, unless the template writes them as they are."""
     conversation, leading = draft.conversation, draft.conversation.num_leading
     if leading > 1 and not template.writes_second_system:
         first = joined(conversation.messages[:leading])

@@ -36,8 +36,7 @@ Render: TypeAlias = Callable[[TemplateInput], str]
 
 @dataclass(frozen=True)
 class MarkTarget:
-    """The marked object: tool or message `index`, or the first `end` characters of the message's text (the first `end`
-    parts if it has images)."""
+    """The marked object: tool or message `index`, or the first `end` characters (with images: parts) of a message."""
 
     kind: Literal["tools", "messages"]
     index: int
@@ -111,8 +110,8 @@ def _num_chars_before(target: MarkTarget, template_input: TemplateInput, rendere
 
 
 def _contains_target(text: str, target: MarkTarget, ending: TemplateInput) -> bool:
-    """Returns whether `text`, the rendering of `ending`, has the marked object: some templates write system messages
-    and tools only with the first user message."""
+    """Returns whether `text`, rendered from `ending`, has the marked object. Some templates write system messages and
+    tools only with the first user message."""
     if target.kind == "tools":
         return any(tool["function"]["name"] in text for tool in (ending.tools or [])[-1:])
     # A message that is cut inside its text ends in a character that the prompt does not have there.

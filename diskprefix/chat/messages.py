@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
 JsonObject: TypeAlias = dict[str, Any]
 Ending: TypeAlias = Literal["reply", "continue", "none"]
-"""The end of a prompt: the beginning of a reply, the text of the last message, which the reply continues, or the end of
-the last message."""
+"""The end of a prompt: the beginning of a reply, the last message's text, which the reply continues, or its end."""
 
 
 @dataclass(frozen=True)

@@ -100,9 +100,8 @@ class PromptRenderer:
     def replay(
         self, conversation: Conversation, replies: RecordStore | None, known: OwnedParts | None = None
     ) -> Replayed:
-        """Returns the prompt of a conversation, with the sampled tokens of the replies recorded in `replies`. `known`
-        texts are not encoded again. Raises `ContextTooLong`, and `InvalidRequest` if the template or the model refuses
-        the conversation."""
+        """Returns the prompt of a conversation, with the sampled tokens of `replies`. `known` texts are not encoded
+        again. Raises `ContextTooLong`, and `InvalidRequest` if the template or the model refuses the conversation."""
         require_few_arguments(conversation)
         draft = run_steps(self._steps(), PromptDraft(conversation=conversation, replies=replies, known=known))
         if draft.conversation_hash is None or draft.ending != "reply":

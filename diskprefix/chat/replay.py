@@ -50,7 +50,7 @@ class Turn:
                 reasoning.append(delta.text)
             elif isinstance(delta, ToolCallBegin):
                 calls[delta.index] = [delta.name]
-            elif isinstance(delta, ToolCallDelta):
+            elif isinstance(delta, ToolCallDelta) and delta.index in calls:
                 calls[delta.index].append(delta.arguments)
         named = tuple((name, "".join(arguments)) for name, *arguments in calls.values())
         return cls("".join(content), "".join(reasoning), named)
@@ -172,8 +172,7 @@ def _decoded(record: bytes | None) -> SampledTurn | None:
 
 
 def with_turn(message: Message, turn: Turn) -> Message:
-    """Returns `message` in the recorded words, reasoning included. The calls keep the client's ids, because the results
-    refer to them."""
+    """Returns `message` in the recorded words, with reasoning. Calls keep the client's ids, to which results refer."""
     sent = zip(message.tool_calls, turn.calls, strict=True)
     calls = tuple(ToolCall(call.id, name, arguments) for call, (name, arguments) in sent)
     marks = [part.mark for part in message.texts if part.mark is not None]
@@ -208,8 +207,7 @@ class ReplyMemory:
         self._end_ids = end_ids
 
     def remember(self, turn: Turn, call_ids: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Records a reply with its sampled tokens, perhaps with an end token. Ignores an empty reply, for which any
-        empty message would be taken."""
+        """Records a reply and its sampled tokens. Ignores an empty one: any empty message would be taken for it."""
         has_end = bool(token_ids) and token_ids[-1] in self._end_ids
         sampled = SampledTurn(turn, tuple(token_ids[:-1] if has_end else token_ids), self._origin.place)
         if not sampled.token_ids or not any(turn.canonical()):

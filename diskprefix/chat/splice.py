@@ -31,8 +31,7 @@ def recall(draft: PromptDraft) -> PromptDraft:
 
 
 def splice(template: ChatTemplate, output_format: OutputFormat, draft: PromptDraft) -> PromptDraft:
-    """Finds the spans of the recorded replies in the text. Replies that do not fit are rendered as the client sent
-    them."""
+    """Finds the spans of the recorded replies in the text. Others are rendered as the client sent them."""
     for tries_left in reversed(range(_MOST_TRIES)):
         if not draft.remembered:
             return draft

@@ -68,8 +68,7 @@ _GROWING = (
 
 
 class ChatTemplate:
-    """The chat template of one model. Thread-safe. The model ends a reply with one of `end_ids`; `placeholders` are the
-    texts that stand for images."""
+    """The chat template of one model. Thread-safe. `end_ids` end replies, `placeholders` stand for images."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, end_ids: Collection[int], placeholders: Collection[str] = ()
@@ -256,8 +255,7 @@ def render(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
 
 def turn_texts(control: Collection[str], special: Collection[str], write: Write) -> set[str]:
     """Returns the texts of tokens that begin or end turns: those that the template writes around plain messages and
-    results of calls, except tags of thoughts and calls. If the template refuses plain conversations, all special tokens
-    count."""
+    results of calls, except tags of thoughts and calls; all special tokens if it refuses plain conversations."""
     plain = write((_USER, _REPLY, _USER), False)
     if not plain:
         return set(control) & set(special)

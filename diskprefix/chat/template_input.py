@@ -99,8 +99,7 @@ def variables_for_template(conversation: Conversation) -> JsonObject:
 
 
 def require_few_arguments(conversation: Conversation) -> None:
-    """Raises `InvalidRequest` if the arguments of calls that are JSON text have too many values. Arguments that are
-    objects were counted with the body."""
+    """Raises `InvalidRequest` for too many values in arguments that are JSON text. Objects are counted before."""
     calls = (call for message in conversation.messages for call in message.tool_calls)
     texts = [call.arguments.encode("utf-8", "replace") for call in calls if isinstance(call.arguments, str)]
     if too_many := count_values(texts).too_many:

@@ -105,8 +105,7 @@ def short_id(id_: str) -> str:
 
 
 def find_entry(entries: list[EntryInfo], beginning: str) -> EntryInfo:
-    """Returns the entry whose id begins with `beginning`. Raises `SettingsError` for none and for several. A prompt
-    that was extended has a new id."""
+    """Returns the entry whose id begins with `beginning`. Raises `SettingsError` for none and for several."""
     if len(beginning) < _MIN_ID_DIGITS:
         problem = f"{beginning!r} is too short for an id; give at least {_MIN_ID_DIGITS} hexadecimal characters"
         raise SettingsError(f"{problem}; {_SEE_IDS}")

@@ -1,4 +1,4 @@
-"""The routes that generate, and the steps of a request: `arrive`, `prepare`, `submit`, `send`.
+"""The routes that generate, and the steps of a request: `arrive`, `prepare`, `submit`.
 
 Each step takes the result of the step before. The steps are the same for every API. A `Dialect` has the differences.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,6 +23,7 @@ from diskprefix.api.fields import RequestBody, cache_options, with_sampling
 from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
 from diskprefix.api.parsed_request import ParsedRequest, constraint_of, thought_budget_of
+from diskprefix.api.reply import ReplyReader
 from diskprefix.api.response_store import ResponseStore
 from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.chat.fill_in import FillIn
@@ -35,7 +36,7 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import LogContext, log_context
-from diskprefix.server.remembering import RememberingReader, known_parts, reply_memory, stored_turns
+from diskprefix.server.remembering import known_parts, reply_memory, stored_turns
 from diskprefix.server.routes import STREAMED, Routes
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import EventStream, Write, json_reply, respond_or_keep_alive
@@ -137,15 +138,8 @@ class Rendered:
         return [positions - len(one.prompt.token_ids) for one in self.prompts]
 
 
-@dataclass(frozen=True)
-class Submitted:
-    """A request that the engine has, and the reader and writer that turn its events into the reply."""
-
-    generation: Generation | Generations
-    reader: RememberingReader
-    writer: ReplyWriter
-    write: Write
-    is_stream: bool
+Reply: TypeAlias = tuple[Generation | Generations, ReplyReader, ReplyWriter, Write]
+"""A request that the engine has, and what turns its events into the reply."""
 
 
 async def answer(request: Request, dialect: Dialect[B]) -> Response:
@@ -184,9 +178,9 @@ async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncE
                 arrival.context.wants_reply = False
                 return JSONResponse(said)
         arrival.serving.engine.give_way()
-        submitted = await submit(*await prepare(arrival, _engine_request))
+        reply, is_stream = await submit(*await prepare(arrival, _engine_request)), bool(body.stream)
     del arrival, body
-    return await send(submitted)
+    return EventStream(*reply) if is_stream else await json_reply(*reply)
 
 
 async def arrive(request: Request, dialect: BodyReader[B], body: B, held: AsyncExitStack) -> Arrival:
@@ -219,7 +213,8 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = 
         await arrival.held.enter_async_context(arrival.daemon.stored_turns.of(arrival.context.caller.account))
 
     def begin() -> tuple[ParsedRequest, Rendered | None, M | None]:
-        parsed = parse(arrival)
+        notes = partial(arrival.serving.engine.cache.notes, arrival.cache.tenant)
+        parsed = arrival.dialect.read(arrival.body, arrival.serving.renderer.vocab_size, notes)
         if parsed.more_prompts or _has_pictures(parsed.prompt):
             return parsed, None, None
         rendered = Rendered(arrival, parsed, [render(arrival, parsed.prompt)])
@@ -237,12 +232,6 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = 
     return rendered, made
 
 
-def parse(arrival: Arrival) -> ParsedRequest:
-    """Returns the body in neutral words. May take long. Raises `InvalidRequest`."""
-    notes = partial(arrival.serving.engine.cache.notes, arrival.cache.tenant)
-    return arrival.dialect.read(arrival.body, arrival.serving.renderer.vocab_size, notes)
-
-
 def render(arrival: Arrival, wanted: Conversation | str | list[int] | FillIn) -> Replayed:
     """Renders a prompt. May take long. Raises `InvalidRequest`."""
     serving, cache = arrival.serving, arrival.cache
@@ -256,7 +245,7 @@ def _has_pictures(wanted: Conversation | str | list[int] | FillIn) -> bool:
     return isinstance(wanted, Conversation) and wanted.has_pictures
 
 
-async def submit(rendered: Rendered, made: tuple[RememberingReader, GenerateRequest]) -> Submitted:
+async def submit(rendered: Rendered, made: tuple[ReplyReader, GenerateRequest]) -> Reply:
     """Submits the first prompt to the engine. Each further prompt is submitted when the one before it has ended.
 
     Raises `QueueFull` if the waiting pictures are too large, and `NotReady`.
@@ -300,16 +289,10 @@ async def submit(rendered: Rendered, made: tuple[RememberingReader, GenerateRequ
     begins = [partial(begin, request) for request in requests]
     generation = begin(generate) if len(prompts) == 1 else Generations(begins, sampling.n)
     write = partial(daemon.threads.run_for, arrival.request, "writing")
-    return Submitted(generation, reader, writer, write, bool(arrival.body.stream))
+    return generation, reader, writer, write
 
 
-async def send(submitted: Submitted) -> Response:
-    """Returns the response that sends the reply: a stream at once, or the whole reply once it is complete."""
-    of_reply = submitted.generation, submitted.reader, submitted.writer, submitted.write
-    return EventStream(*of_reply) if submitted.is_stream else await json_reply(*of_reply)
-
-
-def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequest]:
+def _engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
     """Returns the engine's request for the first prompt, and the reader of the reply, which has the choices of all
     prompts. Without a conversation, all of the reply is content.
 
@@ -342,7 +325,7 @@ def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequ
     memory = reply_memory(serving, arrival.cache, replayed)
     # Made here, in a thread: many names of tools take long.
     parsers = [output_format.parser(tools, prompt_end) for _ in range(num_choices)]
-    return RememberingReader(parsers.pop, rendered.dialect.call_id_prefix, memory, many_calls=choice.many), generate
+    return ReplyReader(parsers.pop, rendered.dialect.call_id_prefix, memory, many_calls=choice.many), generate
 
 
 def _sampling(parsed: ParsedRequest, num_room: int, num_choices: int) -> SamplingParams:

@@ -29,8 +29,7 @@ _SHOWN_CHARS = 60
 _SMALL_BYTES = 64 * 1024
 """The values in a small body need not be counted."""
 _PAUSE, _PAUSE_BESIDE = 1, 7
-"""The pause between two large bodies, as a multiple of the time of parsing the first: alone, and while the engine
-computes."""
+"""The pause after a large body, as a multiple of its parsing time: alone, and while the engine computes."""
 
 
 class Bodies:
@@ -114,8 +113,7 @@ def parse_json(body: bytes, model: type[Model]) -> Model:
 
 
 def read_parameters(request: Request, model: type[Model]) -> Model:
-    """Returns the parameters of a request: from its headers those whose names begin with `x-`, from its query the
-    others. Raises `InvalidRequest`."""
+    """Returns the parameters in a request's query, and `x-…` in its headers. Raises `InvalidRequest`."""
     names = [field.alias or name for name, field in model.model_fields.items()]
     sources = {name: request.headers if name.startswith("x-") else request.query_params for name in names}
     try:

@@ -43,8 +43,7 @@ class Caller:
 
     @property
     def account(self) -> Tenant:
-        """The caller as limits and turns count it: one for each API key. Without API keys there is one for all, because
-        a client can choose any number of bearers."""
+        """The caller for limits and turns: one for each API key, or one for all clients, who may choose any bearer."""
         return SHARED if self.name is None else self.tenant
 
     def require_admin(self) -> None:
@@ -91,8 +90,7 @@ class OwnerToken:
             return cls(text, Tenant.of_key(text))
 
     def caller(self, authorization: str | None) -> Caller | None:
-        """Returns the caller with this header `Authorization`: the owner, or the tenant of a key that the client has
-        chosen. Returns None for another token."""
+        """Returns the owner, or the tenant of the key in a header `Authorization`. Returns None for another token."""
         if not authorization:
             return ANYBODY
         match = _BEARER.fullmatch(authorization)

@@ -160,8 +160,7 @@ class CountedRequest:
 
 
 class Turns:
-    """Lets a number of callers work at a time, each on one thing. Who had a turn longest ago comes first. For the event
-    loop."""
+    """Lets `most` callers work at a time, one turn each, the least recent first. For the event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -92,8 +92,7 @@ async def _serving(request: Request) -> Serving:
 
 @routes.add("GET /v1/models", "List models")
 async def list_models(request: Request) -> JSONResponse:
-    """A list of the one model that is served, in the form of OpenAI's API; with the header `anthropic-version` in that
-    of Anthropic's."""
+    """A list of the served model, as in OpenAI's API; with the header `anthropic-version` as in Anthropic's."""
     serving = await _serving(request)
     if _is_anthropic(request):
         ends = {"first_id": serving.model_name, "last_id": serving.model_name, "has_more": False}

@@ -123,8 +123,7 @@ class PrefixBreaks:
             self._lines.popitem(last=False)
 
     def as_list(self, *, with_texts: bool = False) -> list[dict[str, Any]]:
-        """Returns a JSON object for each line, most recently seen first. With texts, `text` is the line as it was seen
-        first."""
+        """Returns a JSON object for each line, most recently seen first; with texts, `text` is its first occurrence."""
         names = ("line", "normalisers", "requests", "tokens", *(("text",) if with_texts else ()))
         return [{name: seen[name] for name in names} for seen in reversed(self._lines.values())]
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from diskprefix.api.reply import CallBegin, DeltaEvent, ReplyDelta, ReplyEvent, ReplyReader
 from diskprefix.chat.known_parts import OwnedParts
-from diskprefix.chat.output.format import OutputDelta, OutputParser, ToolCallBegin
-from diskprefix.chat.replay import Replayed, ReplyMemory, Turn
-from diskprefix.engine.request import Event, FinishEvent, TextEvent
+from diskprefix.chat.replay import Replayed, ReplyMemory
 from diskprefix.store.note_record import NoteKind
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheOptions
@@ -65,44 +60,3 @@ def reply_memory(serving: Serving, cache: CacheOptions, replayed: Replayed) -> R
     if turns is None or replayed.origin is None:
         return None
     return ReplyMemory(replace(turns, prompt=replayed.prompt.token_ids), replayed.origin, serving.renderer.end_ids)
-
-
-class RememberingReader(ReplyReader):
-    """A `ReplyReader` that has each choice remembered when it ends, before the client knows that it did."""
-
-    def __init__(
-        self,
-        new_parser: Callable[[], OutputParser],
-        call_id_prefix: str,
-        memory: ReplyMemory | None,
-        *,
-        many_calls: bool = True,
-    ) -> None:
-        super().__init__(new_parser, call_id_prefix, many_calls=many_calls)
-        self._memory = memory
-        self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
-        self._deltas_of: defaultdict[int, list[ReplyDelta]] = defaultdict(list)
-
-    def read(self, event: Event) -> list[ReplyEvent]:
-        events = super().read(event)
-        if self._memory is not None:
-            if isinstance(event, TextEvent):
-                self._token_ids[event.choice] += event.token_ids
-            for read in events:
-                if isinstance(read, DeltaEvent):
-                    self._deltas_of[read.choice] += read.deltas
-            if isinstance(event, FinishEvent):
-                self._remember(self._memory, event)
-        return events
-
-    def _remember(self, memory: ReplyMemory, end: FinishEvent) -> None:
-        """Stores the tokens of a choice, unless they hold text that the client does not get."""
-        if end.stop is not None or end.choice in self.shortened:
-            return
-        deltas = self._deltas_of[end.choice]
-        call_ids = [delta.id for delta in deltas if isinstance(delta, CallBegin)]
-        memory.remember(Turn.of_deltas(map(_as_parsed, deltas)), call_ids, self._token_ids[end.choice])
-
-
-def _as_parsed(delta: ReplyDelta) -> OutputDelta:
-    return ToolCallBegin(delta.index, delta.name) if isinstance(delta, CallBegin) else delta

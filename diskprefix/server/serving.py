@@ -65,8 +65,7 @@ class Serving:
     takes_any_name: bool = False
 
     def require_model(self, name: str | None) -> None:
-        """Raises `ModelNotFound` for a name other than the served model's. Ollama's clients may end it with `:latest`.
-        None stands for the served model."""
+        """Raises `ModelNotFound` for another model's name. None is any; Ollama's clients may append `:latest`."""
         if name is None or name in (self.model_name, f"{self.model_name}:latest"):
             return
         require_model_name(name)

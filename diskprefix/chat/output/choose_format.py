@@ -83,8 +83,7 @@ class Chosen(NamedTuple):
 
 
 def choose_format(template: str, render: Render, *, special: Collection[str], added: Mapping[str, int]) -> Chosen:
-    """Returns the format of a chat template. `added` has the ids of the tokenizer's added tokens, of which those in
-    `special` are not shown as text."""
+    """Returns the format of a chat template. `added` has the ids of added tokens; those in `special` are not shown."""
     written, dropped = [], _answer_tags(render)
     for form in _FORMS:
         if not (replies := list(_replies(render, form))):
@@ -169,8 +168,7 @@ def _candidates(
 
 
 def _family_format(family: Family, shown: str, added: Mapping[str, int], dropped: tuple[str, ...]) -> FamilyFormat:
-    """Returns the format of a family with the tags of reasoning in `shown`, the template and its output. `dropped` are
-    the tags around answers."""
+    """Returns the format of a family with the tags of reasoning in `shown`. `dropped` are the tags around answers."""
     family = replace(family, dropped=(*family.dropped, *dropped))
     known = tuple(
         (begin, end) for begin, end in THOUGHTS if end in shown and (begin in shown or begin == THOUGHTS[0][0])

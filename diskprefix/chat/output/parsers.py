@@ -104,8 +104,7 @@ class FamilyParser(StreamParser):
 
     @staticmethod
     def _openers(family: Family, *, is_offered: bool) -> regex.Pattern[str]:
-        """Returns a pattern of the beginnings of calls and of tags around content, without the names of tools: a
-        thousand long names take a second to compile."""
+        """Returns a pattern of the beginnings of calls and of tags around content. Names of tools compile slowly."""
         kinds = [rf"(?P<drop>{alternatives(family.dropped)})"]
         if is_offered:
             own = {*family.begins, *family.dropped}

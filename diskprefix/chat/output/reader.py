@@ -147,10 +147,10 @@ class Reader:
         return found
 
     def before(self, pattern: regex.Pattern[str], skipping: regex.Pattern[str] | None = None) -> Parsing[str | None]:
-        """Reads the text before a match of `pattern`, or the rest if there is none. Returns None for an empty text.
+        """Reads the text before a match of `pattern`, else the rest. Returns None for an empty text.
 
-        `skipping` matches `pattern`, or a string as the group `string`. A match in a string counts only if there is no
-        other when the reply has ended."""
+        `skipping` matches `pattern`, or a string as the group `string`. Strings count if the reply ends without others.
+        """
         while True:
             if skipping is None:
                 found = pattern.search(self.text, self.at)

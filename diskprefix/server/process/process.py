@@ -54,8 +54,7 @@ _KEEP_ALIVE_S = 75
 """Time that an idle connection is kept open for another request."""
 _FORCED_EXIT_CODE = 130
 _OTHER_FILES, _LEAST_CONNECTIONS = 64, 16
-"""The number of open files that are not connections (model, store, libraries), and of connections that are always
-accepted."""
+"""The number of open files besides connections (model, store, libraries), and of connections always accepted."""
 
 _PERIOD_S = 5.0
 """Time between two notifications to systemd."""

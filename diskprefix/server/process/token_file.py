@@ -34,8 +34,7 @@ _MOST_BYTES = 256
 
 @contextmanager
 def published_token(token: str, listeners: Sequence[socket.socket]) -> Iterator[None]:
-    """Publishes the token of a daemon that listens ("" with API keys) to its user, in a file for each of its addresses.
-    If that is not possible, the log says so."""
+    """Writes the token of a daemon ("" with API keys) to a file for each of its addresses, or logs why it cannot."""
     with ExitStack() as stack:
         try:
             for name in dict.fromkeys(name for listener in listeners for name in _names(listener)):
@@ -131,14 +130,12 @@ def token_of_peer(connected: socket.socket) -> str | None:
 
 
 def page_link(url: str, token: str, page: str = "") -> str:
-    """Returns the link to a page, "" for the dashboard. The part behind # stays in the browser: no server and no log
-    gets it."""
+    """Returns the link to a page, "" for the dashboard. No server and no log gets the part behind #."""
     return f"{url}/{page}#token={quote(token, safe='')}" if token else f"{url}/{page}"
 
 
 def dashboard_line(url: str, token: str) -> str:
-    """Returns a line for standard error about the dashboard. The token is on a terminal only, for its user: a journal
-    and files of logs have other readers."""
+    """Returns a line for standard error about the dashboard. Logs have other readers: they get no token."""
     if not token or sys.stderr.isatty():
         return f"the dashboard, in a browser: {page_link(url, token)}"
     return f"the dashboard: {url}/ (`diskprefix dashboard --url {url}` opens it)"
