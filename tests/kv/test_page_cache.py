@@ -148,6 +148,7 @@ def test_as_much_is_found_as_the_model_can_go_on_from(
     logits = cache.running[again].logits
     assert (again.num_tokens, logits is not None) == (expected, has_logits and prompt == held)
     assert (found(cache, token_ids, B), cache.check()) == (0, [])
+    assert begun(cache, token_ids, owner=None).num_tokens == 0
 
 
 def test_the_last_token_is_left_to_compute_if_that_is_asked_for(cache: PageCache) -> None:
@@ -432,13 +433,6 @@ def test_replies_of_a_request_that_shares_nothing_begin_with_the_first_one_and_w
         cache.end(one, keep=True)
     cache.forget_private(b"own")
     assert (cache.pool.used_bytes, found(cache, prompt, own), cache.check()) == (used, 24, [])
-
-
-def test_a_tenant_finds_nothing_of_another(cache: PageCache) -> None:
-    ended(cache, IDS)
-    run(cache, more(IDS), owner=B)
-    assert (found(cache, more(IDS)), found(cache, more(IDS), B)) == (30, 49)
-    assert begun(cache, IDS, owner=None).num_tokens == 0
 
 
 def test_a_sequence_that_runs_over_a_purge_goes_on_and_nobody_finds_it(cache: PageCache) -> None:
