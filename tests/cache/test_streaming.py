@@ -91,6 +91,7 @@ def address(payload: memoryview) -> int:
 @contextmanager
 def beside(runner: Runner, prompt: TokenIds) -> Iterator[SimpleNamespace]:
     """Measures the peak of what is allocated beside the memory of the prompt's state, by numpy and Python."""
+    runner.run(random_prompt(2, 10), "off")  # The plan of a step is made once.
     runner.sequence.reserve(len(prompt) + 16)
     found = SimpleNamespace(peak_bytes=0)
     tracemalloc.start()

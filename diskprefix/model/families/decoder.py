@@ -7,7 +7,7 @@ around a part, what is added has a norm of its own.
 from __future__ import annotations
 
 from diskprefix.model.config import DecoderConfig, LayerConfig
-from diskprefix.model.families.latent import latent_attention
+from diskprefix.model.families.latent_decoder import latent_attention
 from diskprefix.model.plan import Buffer, ComputePlan, RotaryAngles
 from diskprefix.model.slots import Slots
 
