@@ -121,7 +121,7 @@ class Catalogue:
             for name in (model.name, *model.aliases):
                 other = by_name.setdefault(name, model)
                 if other is not model:
-                    both = " and ".join(f"{one.source} ({one.origin})" for one in (other, model))
+                    both = " and ".join(f"{each.source} ({each.origin})" for each in (other, model))
                     raise SettingsError(
                         f"two models are called {name!r}: {both}; give one of them another name in models.toml"
                     )

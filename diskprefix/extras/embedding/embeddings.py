@@ -112,8 +112,8 @@ async def read_vectors(request: Request) -> tuple[EmbeddingsRequest, Serving, li
         reading = Reading(pooling=purpose.pooling)
         make = partial(GenerateRequest, sampling=SamplingParams(max_tokens=0), cache=_options(cache, reading))
         requests = [make(id=f"read-{uuid.uuid4().hex}", prompt=prompt, reading=reading) for prompt in prompts]
-        found = await _Readings(request, context, daemon, serving).run(requests)
-        return body, serving, [values for values, _ in found], _count(context, [done for _, done in found])
+        results = await _Readings(request, context, daemon, serving).run(requests)
+        return body, serving, [values for values, _ in results], _count(context, [done for _, done in results])
 
 
 def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> list[Prompt]:
@@ -189,7 +189,7 @@ class _Readings:
 
     async def run(self, requests: Sequence[GenerateRequest]) -> list[tuple[Values, DoneEvent]]:
         """Returns the values of each prompt. The first error ends all of them."""
-        tasks = [asyncio.create_task(self._read(one)) for one in requests]
+        tasks = [asyncio.create_task(self._read(request)) for request in requests]
         try:
             return await asyncio.gather(*tasks)
         finally:

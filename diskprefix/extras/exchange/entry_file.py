@@ -131,8 +131,8 @@ class EntryReader:
 
     def read_payload(self, index: int) -> memoryview:
         """Returns the raw payload of node number `index`, checked. Raises `StoreCorrupt`."""
-        start, end = self._starts[index : index + 2]
-        payload: memoryview = self._payloads[start:end].data
+        start, stop = self._starts[index : index + 2]
+        payload: memoryview = self._payloads[start:stop].data
         with _naming(self.path):
             if checksum(payload) != self._checksums[index]:
                 node = self.manifest.nodes[index]
@@ -201,8 +201,8 @@ def _naming(path: Path) -> Iterator[None]:
     except OSError as error:
         raise StoreUnavailable(f"{path}: {error.strerror or error}") from error
     except (StoreCorrupt, SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
-        what = "it is cut short, or no .safetensors file: " if isinstance(error, SafetensorError) else ""
-        raise StoreCorrupt(f"{path} is damaged: {what}{escaped(first_line(error))}; export it again") from error
+        cause = "it is cut short, or no .safetensors file: " if isinstance(error, SafetensorError) else ""
+        raise StoreCorrupt(f"{path} is damaged: {cause}{escaped(first_line(error))}; export it again") from error
 
 
 def _index_checksum(manifest: str, token_ids: TokenIds, checksums: list[int]) -> int:

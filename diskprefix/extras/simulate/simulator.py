@@ -207,8 +207,8 @@ class Simulator:
                 self.store.touch(name, request.when, 0, ttl_s)
         if len(request.reply):
             whole = self.nodes(request, np.concatenate([request.prompt.token_ids, request.reply]))
-            end = planner.reply_end(len(whole.token_ids), selection)
-            plan = planner.plan_reply(whole, selection, {end} if end and self._geometry.state_bytes else ())
+            stop = planner.reply_end(len(whole.token_ids), selection)
+            plan = planner.plan_reply(whole, selection, {stop} if stop and self._geometry.state_bytes else ())
             if keeps_logits and plan.last_node is not None:
                 self._ends.add(nodes.end_id)
             written += self._store(request, planner, plan, selection)

@@ -374,16 +374,13 @@ class SchedulerSide:
 
     def _extend(self, tracked: Tracked, num_tokens: int) -> None:
         """Adds the names of the full blocks in the first `num_tokens` tokens."""
-        num_named, num_blocks, secret = (
-            len(tracked.names[0]) - 1,
-            num_tokens // self._block_size,
-            self._shared.store.secret,
-        )
+        num_named, num_blocks = len(tracked.names[0]) - 1, num_tokens // self._block_size
         ids = tracked.request.all_token_ids[num_named * self._block_size : num_blocks * self._block_size]
         tracked.token_ids += np.asarray(ids, dtype="<i4").tobytes()
         for index in range(num_named, num_blocks):
             for names in tracked.names:
-                names.append(node_name(secret, names[-1], self._block_tokens(tracked, index), Kind.BLOCK))
+                token_ids = self._block_tokens(tracked, index)
+                names.append(node_name(self._shared.store.secret, names[-1], token_ids, Kind.BLOCK))
 
     def _block_tokens(self, tracked: Tracked, index: int) -> bytes:
         """Returns the token ids of a block, int32, little-endian."""
