@@ -4,7 +4,7 @@ state is loaded, and stays right if that fails; the reply of the first choice is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,9 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+def engine(folder: Path, tmp_path: Path) -> Engine:
     """Nothing is restored from memory."""
-    engine = load(folder, tmp_path / "kv", block_size=BLOCK, kv_memory_keeps=False)
-    yield engine
-    engine.close()
+    return load(folder, tmp_path / "kv", block_size=BLOCK, kv_memory_keeps=False)
 
 
 def settle(engine: Engine) -> None:
