@@ -43,7 +43,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "files": Tool(
             "benchmarks.files", "Files of every architecture, against transformers and llama.cpp.", NO_THREADS
         ),
-        "exactness": Tool("faults.exactness", "RestoreResult against cold, bit for bit, for every architecture."),
+        "exactness": Tool("faults.exactness", "Restored against cold, bit for bit, for every architecture."),
         "powerloss": Tool("faults.powerloss", "Every state of the disk after a power failure.", NO_THREADS),
         "interleavings": Tool("faults.interleavings", "The whole daemon, its threads in every order.", NO_THREADS),
         "corruption": Tool("faults.corruption", "Damaged files, each opened and used twice.", NO_THREADS),

@@ -207,7 +207,7 @@ def no_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RestoreResult runs go on in other steps than the cold run, without the check that `prefill` makes."""
+    """Restored runs go on in other steps than the cold run, without the check that `prefill` makes."""
 
     def other_steps(
         model: Any,

@@ -164,7 +164,7 @@ def _verified(rows: list[Row]) -> dict[str, Any]:
 
 def show(rows: list[Row], seconds: float, console: Console) -> None:
     columns = ("architecture", "restored", "dtype", "bitwise", "exact at")
-    table = new_table("RestoreResult in another process, against a cold run", left=columns)
+    table = new_table("Restored in another process, against a cold run", left=columns)
     for name in ("layers", "reason"):
         table.add_column(name)
     for row in rows:
