@@ -85,8 +85,7 @@ def prepare(settings: Settings, with_model: bool) -> None:
 
 
 def load_engine(settings: Settings, progress: Report) -> Engine:
-    """Loads the model and opens its prefix cache. `progress` takes lines of text for people. Raises `ModelError`,
-    `SettingsError` or `CacheError`, and releases the store's folder."""
+    """Loads the model and opens its prefix cache. Raises `ModelError`, `SettingsError` or `CacheError`."""
     started = time.perf_counter()
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")

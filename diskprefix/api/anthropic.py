@@ -71,18 +71,14 @@ def served_tools(tools: Sequence[CustomTool | AnthropicDefinedTool]) -> list[tup
     `InvalidRequest` if there are no others, and for other tools that Anthropic defines, whose arguments are not known.
     """
     served = [(index, tool) for index, tool in enumerate(tools) if isinstance(tool, CustomTool)]
-    skipped = set()
-    for index, tool in enumerate(tools):
-        if not isinstance(tool, AnthropicDefinedTool):
-            continue
-        path, kind = f"tools.{index}.type", shown(tool.type)
-        if not tool.type.startswith(_RUN_BY_ANTHROPIC):
-            problem = f"{kind!r} is not known here; define the tool by name, description and input_schema"
-            raise InvalidRequest.at(path, problem)
-        if not served:
-            raise InvalidRequest.at(path, f"{kind!r} is run by Anthropic's servers, and no other tool is offered")
-        skipped.add(kind)
-    note_left_out(skipped, "Anthropic's servers")
+    others = [(index, tool.type) for index, tool in enumerate(tools) if isinstance(tool, AnthropicDefinedTool)]
+    for index, kind in others:
+        problem = "" if served else "is run by Anthropic's servers, and no other tool is offered"
+        if not kind.startswith(_RUN_BY_ANTHROPIC):
+            problem = "is not known here; define the tool by name, description and input_schema"
+        if problem:
+            raise InvalidRequest.at(f"tools.{index}.type", f"{shown(kind)!r} {problem}")
+    note_left_out({shown(kind) for _, kind in others}, "Anthropic's servers")
     return served
 
 
@@ -115,10 +111,6 @@ class ThinkingBody(Body):
     )
     budget_tokens: Count | None = optional("Most tokens of the thoughts; then they are ended.")
     display: Literal["summarized", "omitted"] | None = optional("`omitted`: no thought is shown. Otherwise all of it.")
-
-    @property
-    def switch(self) -> bool | None:
-        return {"enabled": True, "disabled": False}.get(self.type)
 
 
 class JsonFormat(Body):
@@ -172,7 +164,7 @@ class CountTokensRequest(RequestBody, Markable):
             tool_marks=tuple((index, tool.mark) for index, (_, tool) in enumerate(offered) if tool.mark is not None),
             tool_paths=[f"tools.{index}.input_schema" for index, _ in offered],
             reasoning_effort=None if self.output_config is None else self.output_config.effort,
-            thinking=None if self.thinking is None else self.thinking.switch,
+            thinking=None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type),
             special_tokens_in_text=self.special_tokens_in_text or False,
             ending="continue" if self.messages[-1].is_prefill else "reply",
         )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from pydantic import ConfigDict
-
 from diskprefix.api.dialect import Head, Json
 from diskprefix.api.fields import optional
 from diskprefix.api.reply import WholeReply
@@ -20,8 +18,6 @@ _MAX_CHARS = 20_000
 
 class CompactRequest(ResponseRequest):
     """`POST /v1/responses/compact`."""
-
-    model_config = ConfigDict(json_schema_extra={"example": {"input": [{"role": "user", "content": "Name a river."}]}})
 
     stream: Literal[False] | None = optional("Not supported.")
 

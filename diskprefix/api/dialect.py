@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -21,8 +20,6 @@ from diskprefix.errors import DiskPrefixError
 from diskprefix.store.notes import TenantNotes
 from diskprefix.tokens import TokenIds
 
-log = logging.getLogger("diskprefix")
-
 Json: TypeAlias = dict[str, Any]
 B = TypeVar("B", bound=RequestBody)
 
@@ -35,9 +32,9 @@ class Head:
     created: int
     """Seconds since 1970."""
     model: str
-    fingerprint: str
-    prompt_tokens: int
-    request_id: str
+    fingerprint: str = ""
+    prompt_tokens: int = 0
+    request_id: str = ""
     max_positions: int = 0
     """Most tokens of prompt and reply together that the model takes here."""
     waited_ms: float = 0.0

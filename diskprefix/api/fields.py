@@ -62,8 +62,8 @@ def _as_json(schema: Any) -> None:
 
 
 def _take_points(integer: Any) -> None:
-    """Changes the schema of an integer in place: it also takes a float without a fraction, which JSON Schema calls an
-    integer. Plain integers are tried first: a prompt may be a million of them."""
+    """Makes the schema of an integer also take a float without a fraction, as JSON Schema does. Plain integers are
+    tried first: a prompt may be a million of them."""
     plain = integer | {"strict": True}
     floats = core_schema.chain_schema([core_schema.float_schema(strict=True), integer | {"strict": False}])
     either = core_schema.union_schema([(plain, "~int"), (floats, "~float")], mode="left_to_right")
@@ -172,7 +172,7 @@ class OneOf:
             return (dict,)
         if isinstance(plain, type) and issubclass(plain, BaseModel):
             kind = plain.model_fields["type"].annotation
-            return [name for one in (kind, *get_args(kind)) if get_origin(one) is Literal for name in get_args(one)]
+            return [name for part in (kind, *get_args(kind)) if get_origin(part) is Literal for name in get_args(part)]
         return (str,) if get_origin(plain) is Literal else (get_origin(plain) or plain,)
 
 
@@ -257,8 +257,7 @@ MAX_BIASES = 1024
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 """Text that may be the beginning of a stop string is not sent yet, which bounds the length."""
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 8192, 1024, 1024
-"""Most messages or items of a conversation, content parts of a message, and tools. Chat templates write each of them,
-and what each adds is looked for in the prompt."""
+"""Most messages or items of a conversation, content parts of a message, and tools. Each takes time to render."""
 MAX_NAME_CHARS = 128
 """Most characters of a tool's name. OpenAI and Anthropic take no longer ones, and MCP advises against them."""
 MAX_SALT_CHARS = 256
@@ -311,9 +310,7 @@ def _checked_salt(value: object) -> object:
 
 
 Salt: TypeAlias = Annotated[
-    Any,
-    AfterValidator(_checked_salt),
-    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS}),
+    Any, AfterValidator(_checked_salt), WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS})
 ]
 
 

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from diskprefix.api.dialect import Head, Json
 from diskprefix.api.fields import MAX_MESSAGES, MAX_TOOLS, Effort, Limit, NotServed, ReasoningLimits, optional
 from diskprefix.api.openai import OpenAIBody, OpenAIWriter
-from diskprefix.api.openai_messages import (
-    MessageBody,
-    ResponseFormat,
-    ToolAsSent,
-    ToolChoiceField,
-    conversation_of,
-)
+from diskprefix.api.openai_messages import MessageBody, ResponseFormat, ToolAsSent, ToolChoiceField, conversation_of
 from diskprefix.api.parsed_request import ParsedRequest, TextFormat, ToolChoice, openai_choice
 from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyDelta, WholeChoice, logprob_reply
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
@@ -26,10 +20,8 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.store.notes import TenantNotes
 
 
-class ChatRequest(OpenAIBody):
+class ChatRequest(OpenAIBody, json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello!"}]}}):
     """`POST /v1/chat/completions`."""
-
-    model_config = ConfigDict(json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello!"}]}})
 
     messages: list[MessageBody] = Field(
         min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest message first."
@@ -82,7 +74,11 @@ class ChatRequest(OpenAIBody):
     def _ending(self) -> Ending:
         last = self.messages[-1]
         if self.continue_final_message:
-            self._require_continuable(last)
+            param = "continue_final_message"
+            if self.add_generation_prompt:
+                raise InvalidRequest.at(param, "is not allowed beside add_generation_prompt")
+            if last.role != "assistant" or not last.content or last.tool_calls:
+                raise InvalidRequest.at(param, "needs a last message of role assistant with text alone")
             return "continue"
         if self.add_generation_prompt is False:
             return "none"
@@ -90,14 +86,6 @@ class ChatRequest(OpenAIBody):
         if is_begun and self.add_generation_prompt is None and self.continue_final_message is None:
             return "continue"
         return "reply"
-
-    def _require_continuable(self, last: MessageBody) -> None:
-        """Raises `InvalidRequest` if the reply cannot go on with the last message."""
-        param = "continue_final_message"
-        if self.add_generation_prompt:
-            raise InvalidRequest.at(param, "is not allowed beside add_generation_prompt")
-        if last.role != "assistant" or not last.content or last.tool_calls:
-            raise InvalidRequest.at(param, "needs a last message of role assistant with text alone")
 
 
 class Chat:

@@ -232,8 +232,7 @@ class ToolChoiceBody(Typed):
 
 
 ToolChoiceField: TypeAlias = Annotated[
-    Literal["auto", "none", "required"] | ToolChoiceBody,
-    OneOf("auto, none, required or an object", ToolChoiceBody),
+    Literal["auto", "none", "required"] | ToolChoiceBody, OneOf("auto, none, required or an object", ToolChoiceBody)
 ]
 
 

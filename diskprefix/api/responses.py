@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Annotated, ClassVar, Literal, TypeAlias, cast
 
 import msgspec
-from pydantic import ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from diskprefix.api.dialect import Head, Json, json_text
 from diskprefix.api.fields import (
@@ -98,8 +98,7 @@ class Namespace(Body):
 
 
 ToolAsSent: TypeAlias = Annotated[
-    Annotated[FunctionTool | TextTool | Namespace | HostedTool, OneOf("an object", HostedTool)],
-    AS_SENT,
+    Annotated[FunctionTool | TextTool | Namespace | HostedTool, OneOf("an object", HostedTool)], AS_SENT
 ]
 
 
@@ -237,10 +236,8 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = optional("Accepted and ignored.")
 
 
-class ResponseRequest(RequestBody, Unmarkable):
+class ResponseRequest(RequestBody, Unmarkable, json_schema_extra={"example": {"input": "Name three rivers."}}):
     """`POST /v1/responses`."""
-
-    model_config = ConfigDict(json_schema_extra={"example": {"input": "Name three rivers."}})
 
     input: Input | None = optional("A user's text, or the items of a conversation.")
     instructions: str | None = optional("A system message before everything else.")
@@ -378,23 +375,13 @@ class Responses:
         self._echo = _echo_of(body)
         prompt = self.conversation(body, ResponseStore(notes()))
         sampling = sampling_params(body, vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs)
+        parsed = ParsedRequest(prompt=prompt, sampling=sampling, limit_path="max_output_tokens")
         if self.compacts:
             # The tools stay in the prompt, whose beginning is that of the conversation so far.
-            most = min(sampling.max_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
-            return ParsedRequest(
-                prompt=prompt,
-                sampling=replace(sampling, max_tokens=most),
-                tool_choice=ToolChoice("none"),
-                limit_path="max_output_tokens",
-            )
-        return ParsedRequest(
-            prompt=prompt,
-            sampling=sampling,
-            tool_choice=body.choice,
-            text_format=body.text_format,
-            thinking_budget=None if body.reasoning is None else body.reasoning.max_tokens,
-            limit_path="max_output_tokens",
-        )
+            limit = min(sampling.max_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
+            return replace(parsed, sampling=replace(sampling, max_tokens=limit), tool_choice=ToolChoice("none"))
+        budget = None if body.reasoning is None else body.reasoning.max_tokens
+        return replace(parsed, tool_choice=body.choice, text_format=body.text_format, thinking_budget=budget)
 
     def conversation(self, body: ResponseRequest, store: ResponseStore) -> Conversation:
         """Returns what the prompt is rendered from. Waits for the disk.
@@ -402,7 +389,10 @@ class Responses:
         Raises `InvalidRequest` for what is not stored.
         """
         self._store = store
-        messages = [*_instructions(body), *messages_of(self._items(body, store))]
+        messages = messages_of(self._items(body, store))
+        if body.instructions is not None:
+            said = TextPart(body.instructions, "instructions")
+            messages.insert(0, Message(role="system", content=(said,), path="instructions"))
         return Conversation(
             messages=[*messages, _ASK_FOR_SUMMARY] if self.compacts else messages,
             tools=body.offered.functions or None,
@@ -416,16 +406,9 @@ class Responses:
     def early(self, body: ResponseRequest, reply_id: str) -> ResponseWriter | None:
         """Returns the writer of `response.created` and `response.in_progress` before the model is loaded."""
         with suppress(InvalidRequest):
-            head = Head(
-                id=reply_id,
-                created=int(time.time()),
-                model=body.model or "",
-                fingerprint="",
-                prompt_tokens=0,
-                request_id="",
-            )
+            head = Head(id=reply_id, created=int(time.time()), model=body.model or "")
             # It writes whether the response will be stored, and never a whole response.
-            keep = _is_not_called if body.is_stored else None
+            keep = (lambda _: None) if body.is_stored else None
             self._early = ResponseWriter(head, _echo_of(body), OutputItems(reply_id), keep=keep)
         return self._early
 
@@ -464,12 +447,12 @@ class Responses:
         if not earlier and not own:
             raise InvalidRequest.at("input", "must not be empty")
         if body.is_stored and not self.compacts:
-            self._input = _storable([item for item, _ in own])
+            text = json_text([stored_form(item) for item, _ in own])
+            if len(text) <= MAX_STORED_BYTES:
+                self._input = text
+            else:
+                log.info("[server] a response is not stored: its input has %s", format_size(len(text)))
         return [*earlier, *own]
-
-
-def _is_not_called(_response: Json) -> None:
-    raise AssertionError("the response is written by another writer")
 
 
 def _echo_of(body: ResponseRequest) -> Mapping[str, msgspec.Raw]:
@@ -480,18 +463,3 @@ def _echo_of(body: ResponseRequest) -> Mapping[str, msgspec.Raw]:
         said = f"the response repeats them, and would have {format_size(num_bytes)}; send {limit} at most"
         raise InvalidRequest.at(max(echo, key=lambda name: len(bytes(echo[name]))), said)
     return echo
-
-
-def _storable(items: list[SpokenItem]) -> bytes | None:
-    """Returns the JSON text of items, or None if it is too large to be stored."""
-    text = json_text([stored_form(item) for item in items])
-    if len(text) <= MAX_STORED_BYTES:
-        return text
-    log.info("[server] a response is not stored: its input has %s", format_size(len(text)))
-    return None
-
-
-def _instructions(body: ResponseRequest) -> list[Message]:
-    if body.instructions is None:
-        return []
-    return [Message(role="system", content=(TextPart(body.instructions, "instructions"),), path="instructions")]

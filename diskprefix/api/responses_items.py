@@ -25,29 +25,16 @@ from diskprefix.api.fields import (
     optional,
     require_content,
 )
-from diskprefix.api.openai_messages import Refusal
-from diskprefix.chat.messages import (
-    ContentPart,
-    ImagePart,
-    JsonObject,
-    Message,
-    OtherPart,
-    TextPart,
-    ToolCall,
-    joined,
-)
+from diskprefix.api.openai_messages import OtherPartBody, Refusal, TextPartBody
+from diskprefix.chat.messages import ContentPart, ImagePart, JsonObject, Message, TextPart, ToolCall, joined
 from diskprefix.errors import InvalidRequest
 from diskprefix.json_values import whole_characters
 
 
-class TextContent(Markable):
-    """Text."""
+class TextContent(TextPartBody):
+    """Text: `input_text`, or `output_text` of an assistant."""
 
-    type: Literal["input_text", "output_text"] = Field(description="`input_text`, or `output_text` of an assistant.")
-    text: str = Field(description="The text itself.")
-
-    def neutral(self, path: str) -> ContentPart:
-        return TextPart(self.text, f"{path}.text", self.mark)
+    type: Literal["input_text", "output_text"]  # type: ignore[assignment]
 
 
 class ImageContent(Body):
@@ -61,13 +48,10 @@ class ImageContent(Body):
         return ImagePart(self.image_url, path, f"{path}.image_url", detail_of(self.detail))
 
 
-class OtherContent(Body):
-    """A content part that no model here takes. It is read so that the error can name its type."""
-
-    type: Literal["input_text", "output_text", "refusal", "input_image", "input_audio", "input_file"]
-
-    def neutral(self, path: str) -> ContentPart:
-        return OtherPart(self.type.removeprefix("input_"), path)
+class OtherContent(OtherPartBody):
+    type: Literal[  # type: ignore[assignment]
+        "input_text", "output_text", "refusal", "input_image", "input_audio", "input_file"
+    ]
 
 
 PartBody: TypeAlias = Annotated[
@@ -281,17 +265,17 @@ class OtherItem(Body):
     ]
 
 
-def _type_of_item(value: JsonObject) -> str:
-    """Returns the type of an item without one: a message, or a reference if it has an id alone."""
-    return "item_reference" if "role" not in value and "id" in value else "message"
-
-
 SpokenItem: TypeAlias = (
     MessageItem | CallItem | CustomCallItem | OutputItem | ActionItem | ScreenshotItem | ReasoningItem | CompactionItem
 )
 Item: TypeAlias = Annotated[
     SpokenItem | HostedItem | ReferenceItem | TriggerItem | OtherItem,
-    OneOf("an item, which is an object", OtherItem, _type_of_item),
+    # An item without a type is a message, or a reference if it has an id alone.
+    OneOf(
+        "an item, which is an object",
+        OtherItem,
+        lambda value: "item_reference" if "role" not in value and "id" in value else "message",
+    ),
 ]
 Input: TypeAlias = Annotated[
     str | Annotated[list[Item], Field(max_length=MAX_MESSAGES)], OneOf("a string or a list of items")

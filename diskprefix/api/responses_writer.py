@@ -70,8 +70,8 @@ class _OpenItem:
 
 
 class OutputItems:
-    """Makes items and events from deltas. The events lack `sequence_number`. `done` are the items that are closed.
-    With `compacts`, the text of the reply becomes one item of type `compaction`."""
+    """Makes items and events, without `sequence_number`, from deltas. `done` are the closed items. With `compacts`, the
+    text of the reply becomes one item of type `compaction`."""
 
     def __init__(
         self,

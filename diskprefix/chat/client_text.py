@@ -157,7 +157,7 @@ class StandIns:
         return StandIns(self._rules, set(map(chr, self._originals)))
 
     def moved(self, text: str, others: StandIns) -> str:
-        """Returns a text with these stand-ins replaced by `others`."""
+        """Returns a text with `others` in the place of these stand-ins."""
         return text.translate(dict(zip(self._originals, others._originals, strict=True)))
 
     def unescaped(self, written: str, others: StandIns, written_with_others: str) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from diskprefix.model.load.picture_processor import PictureProcessor
 
 UNSUPPORTED = "unsupported_content"
-_MOST_IMAGES = 256
+_MAX_IMAGES = 256
 """The most images in one request."""
 _WORDS = {"video_url": "videos", "file": "files"}
 _SHOWN_CHARS = 40
@@ -82,16 +82,15 @@ def place_pictures(template: ChatTemplate, processor: PictureProcessor | None, d
 
 
 def read_pictures(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Reads the images of the conversation. `processor` is None for a model that takes text only. Raises
-    `InvalidRequest` for a part that the model does not take or that cannot be read."""
+    """Reads the images of the conversation. Raises `InvalidRequest` for a part that the model or the reader refuses."""
     if not draft.conversation.has_pictures:
         return draft
     pictures: list[Picture] = []
     for part in (part for message in draft.conversation.messages for part in message.content):
         if isinstance(part, TextPart):
             continue
-        if len(pictures) == _MOST_IMAGES:
-            raise InvalidRequest.at(part.path, f"a request may hold at most {_MOST_IMAGES} images")
+        if len(pictures) == _MAX_IMAGES:
+            raise InvalidRequest.at(part.path, f"a request may hold at most {_MAX_IMAGES} images")
         if isinstance(part, OtherPart) or processor is None or processor.problem is not None:
             raise _refusal(part, processor)
         content = _data_uri(part.uri, part.uri_path)
@@ -119,8 +118,7 @@ class Expanded(NamedTuple):
 
 
 class PicturePlaces:
-    """The places of a prompt's pictures: marks in the rendered text, placeholders among its tokens. Raises
-    `InvalidRequest` if they are not as many as the pictures."""
+    """The places of pictures: marks in the text, placeholders among tokens. Raises `InvalidRequest` if they differ."""
 
     def __init__(self, processor: PictureProcessor | None, draft: PromptDraft) -> None:
         self._param = draft.conversation.path
@@ -164,7 +162,9 @@ class PicturePlaces:
             if len(places) != ends[-1]:
                 problem = f"the prompt has {len(places)} tokens for its images, which take {ends[-1]}"
                 raise InvalidRequest.at(self._param, problem, UNSUPPORTED)
-            token_ids[places] = np.concatenate([picture_ids(one.name, one.num_tokens) for one in self._placed])
+            token_ids[places] = np.concatenate(
+                [picture_ids(picture.name, picture.num_tokens) for picture in self._placed]
+            )
             written_ids[np.delete(places, ends - 1)] = -1
         return tuple(self._placed)
 

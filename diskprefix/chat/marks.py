@@ -83,7 +83,7 @@ def find_marks(
 ) -> tuple[Mark, ...]:
     """Returns the positions after `targets`, ascending and distinct, with the longest time to live of each. Skips a
     target without a position. `rendered` is the rendering of `template_input`, and `offsets` belong to its tokens."""
-    found: dict[int, float | None] = {}
+    ttl_of: dict[int, float | None] = {}
     of_messages = [target for target in targets if target.kind == "messages"]
     # An empty list, not None: some tokenizers have one template for requests with tools and another for those without.
     if len(of_messages) < len(targets) and render(template_input) == render(template_input._replace(tools=[])):
@@ -95,9 +95,9 @@ def find_marks(
         if not position:
             log.debug("the mark on %s.%d is ignored: its position cannot be found", target.kind, target.index)
             continue
-        times = [ttl_s for ttl_s in (found.get(position), target.ttl_s) if ttl_s is not None]
-        found[position] = max(times, default=None)
-    return tuple(Mark(position, found[position]) for position in sorted(found))
+        times = [ttl_s for ttl_s in (ttl_of.get(position), target.ttl_s) if ttl_s is not None]
+        ttl_of[position] = max(times, default=None)
+    return tuple(Mark(position, ttl_of[position]) for position in sorted(ttl_of))
 
 
 def _num_chars_before(target: MarkTarget, template_input: TemplateInput, rendered: str, render: Render) -> int:

@@ -47,10 +47,6 @@ class Normalisers:
             modes[name] = cast(Mode, mode)
         return cls(dict.fromkeys(_BY_NAME, modes.pop("", "report")) | modes)
 
-    @property
-    def is_off(self) -> bool:
-        return all(mode == "off" for mode in self.modes.values())
-
     def apply(self, conversation: Conversation) -> tuple[Conversation, Rewriting]:
         """Returns the conversation to render, and the changes that were made or would have been made."""
         changes: list[Change] = []

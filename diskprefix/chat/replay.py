@@ -97,8 +97,8 @@ class ConversationHash:
         self._add("assistant", content, calls)
 
     def ids(self, call_ids: Sequence[str | None]) -> list[str]:
-        """Returns the ids of the conversation so far: one with the ids of the last message's calls, which tell equal
-        conversations apart, and one without them, for clients that change them."""
+        """Returns the ids of the conversation: with the ids of the last message's calls, which tell equal conversations
+        apart, and without, for clients that change them."""
         with_calls = self._hash.copy()
         with_calls.update(json.dumps(call_ids).encode())
         without = self._hash.hexdigest()
@@ -153,7 +153,7 @@ def find_turns(
     messages: Sequence[Message], turns: RecordStore, pictures: Sequence[Picture] = ()
 ) -> tuple[dict[int, SampledTurn], ConversationHash]:
     """Returns the recorded replies by the index of their message, ascending, and the hash of the conversation."""
-    found, left, conversation = {}, iter(pictures), ConversationHash()
+    turns_by_index, left, conversation = {}, iter(pictures), ConversationHash()
     for index, message in enumerate(messages):
         conversation.add_message(message, islice(left, len(message.pictures)))
         if message.role == "assistant":
@@ -161,8 +161,8 @@ def find_turns(
             sampled = next(filter(None, map(_decoded, map(turns.get, ids))), None)
             # The id covers all but the reasoning, which the client may leave out.
             if sampled and (message.reasoning or "").strip() in ("", sampled.turn.reasoning.strip()):
-                found[index] = sampled
-    return found, conversation
+                turns_by_index[index] = sampled
+    return turns_by_index, conversation
 
 
 def _decoded(record: bytes | None) -> SampledTurn | None:

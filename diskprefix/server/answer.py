@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -28,9 +28,8 @@ from diskprefix.api.response_store import ResponseStore
 from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation
-from diskprefix.chat.output.format import OutputFormat, PlainText
+from diskprefix.chat.output.choose_format import OutputFormat, PlainText
 from diskprefix.chat.replay import Replayed
-from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
@@ -106,8 +105,8 @@ class Arrival:
     daemon: Daemon
     context: LogContext
     serving: Serving
-    dialect: BodyReader[Any]
-    """A `Dialect`, if a reply is asked for."""
+    dialect: Any
+    """A `Dialect` if a reply is asked for, else a `BodyReader`."""
     body: RequestBody
     cache: CacheOptions
 
@@ -124,10 +123,6 @@ class Rendered:
     prompts: Sequence[Replayed]
 
     @property
-    def dialect(self) -> Dialect[Any]:
-        return cast("Dialect[Any]", self.arrival.dialect)
-
-    @property
     def max_positions(self) -> int:
         return self.arrival.serving.engine.max_positions
 
@@ -135,7 +130,7 @@ class Rendered:
     def rooms(self) -> list[int]:
         """The numbers of tokens that the model's positions leave for the replies."""
         positions = min(self.max_positions, self.parsed.num_ctx or self.max_positions)
-        return [positions - len(one.prompt.token_ids) for one in self.prompts]
+        return [positions - len(replayed.prompt.token_ids) for replayed in self.prompts]
 
 
 Reply: TypeAlias = tuple[Generation | Generations, ReplyReader, ReplyWriter, Write]
@@ -253,17 +248,17 @@ async def submit(rendered: Rendered, made: tuple[ReplyReader, GenerateRequest]) 
     arrival, prompts, sampling = rendered.arrival, rendered.prompts, rendered.parsed.sampling
     daemon, context, serving = arrival.daemon, arrival.context, arrival.serving
     reader, generate = made
-    least = min(rendered.rooms)
+    room = min(rendered.rooms)
     head = Head(
         id=generate.id,
         created=int(time.time()),
         model=serving.model_name,
         fingerprint=serving.fingerprint,
-        prompt_tokens=sum(len(one.prompt.token_ids) for one in prompts),
+        prompt_tokens=sum(len(replayed.prompt.token_ids) for replayed in prompts),
         request_id=context.request_id,
         max_positions=rendered.max_positions,
         waited_ms=1e3 * (time.perf_counter() - context.began_at),
-        clamped_to=None if sampling.max_tokens is None or sampling.max_tokens <= least else least,
+        clamped_to=None if sampling.max_tokens is None or sampling.max_tokens <= room else room,
         prompt=generate.prompt.token_ids,
     )
     context.generation_id = generate.id
@@ -275,19 +270,15 @@ async def submit(rendered: Rendered, made: tuple[ReplyReader, GenerateRequest]) 
         daemon.metrics.count_generation(done)
         daemon.breaks.note(done.cache)
 
-    def on_cancelled(activity: Activity) -> None:
-        context.cancelled_at = activity
+    def begin(index: int) -> Generation:
+        id_ = f"{generate.id}-{index}" if index else generate.id
+        request = replace(generate, id=id_, prompt=prompts[index].prompt)
+        note_cancelled = partial(setattr, context, "cancelled_at")
+        return Generation(serving.inbox, request, arrival.request.receive, on_done, note_cancelled)
 
-    def begin(request: GenerateRequest) -> Generation:
-        return Generation(serving.inbox, request, arrival.request.receive, on_done, on_cancelled)
-
-    writer = rendered.dialect.writer(arrival.body, head)
-    requests = [
-        replace(generate, id=f"{generate.id}-{index}" if index else generate.id, prompt=one.prompt)
-        for index, one in enumerate(prompts)
-    ]
-    begins = [partial(begin, request) for request in requests]
-    generation = begin(generate) if len(prompts) == 1 else Generations(begins, sampling.n)
+    writer = arrival.dialect.writer(arrival.body, head)
+    begins = [partial(begin, index) for index in range(len(prompts))]
+    generation = begin(0) if len(prompts) == 1 else Generations(begins, sampling.n)
     write = partial(daemon.threads.run_for, arrival.request, "writing")
     return generation, reader, writer, write
 
@@ -312,7 +303,7 @@ def _engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
         raise InvalidRequest.at("options.num_ctx", f"{problem}; this model takes {rendered.max_positions} here")
     sampling = _sampling(parsed, max(rendered.rooms), num_choices)
     generate = GenerateRequest(
-        id=_reply_id(rendered.dialect, arrival.context),
+        id=_reply_id(arrival.dialect, arrival.context),
         prompt=replayed.prompt,
         # Special tokens are no text, so those that end the reply are stop strings.
         sampling=replace(sampling, stop=(*sampling.stop, *ends)),
@@ -325,7 +316,7 @@ def _engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
     memory = reply_memory(serving, arrival.cache, replayed)
     # Made here, in a thread: many names of tools take long.
     parsers = [output_format.parser(tools, prompt_end) for _ in range(num_choices)]
-    return ReplyReader(parsers.pop, rendered.dialect.call_id_prefix, memory, many_calls=choice.many), generate
+    return ReplyReader(parsers.pop, arrival.dialect.call_id_prefix, memory, many_calls=choice.many), generate
 
 
 def _sampling(parsed: ParsedRequest, num_room: int, num_choices: int) -> SamplingParams:
@@ -338,43 +329,42 @@ def _sampling(parsed: ParsedRequest, num_room: int, num_choices: int) -> Samplin
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens or num_room, num_room))
     if sampling.logprobs is None:
         return sampling
-    most = MAX_LOGPROBS // (num_choices * (1 + sampling.logprobs))
+    limit = MAX_LOGPROBS // (num_choices * (1 + sampling.logprobs))
     if sampling.max_tokens is None:
-        return replace(sampling, max_tokens=most) if most < num_room else sampling
-    if min(sampling.max_tokens, num_room) > most:
+        return replace(sampling, max_tokens=limit) if limit < num_room else sampling
+    if min(sampling.max_tokens, num_room) > limit:
         of_choices = f" of {num_choices} choices" if num_choices > 1 else ""
         raise InvalidRequest.at(
             parsed.limit_path,
             f"a reply may have {MAX_LOGPROBS} log probabilities; with {sampling.logprobs} alternatives for every token"
-            f"{of_choices}, that is {most} tokens",
+            f"{of_choices}, that is {limit} tokens",
         )
     return sampling
 
 
-class _CountedMessages:
-    body = CountTokensRequest
+@dataclass(frozen=True)
+class _Counted(Generic[B]):
+    """Reads the conversation of a body, whose length is asked for."""
 
-    def read(self, body: CountTokensRequest, _vocab_size: int, _notes: Callable[[], TenantNotes]) -> ParsedRequest:
-        return ParsedRequest(prompt=body.conversation, sampling=SamplingParams())
+    body: type[B]
+    conversation: Callable[[B, Callable[[], TenantNotes]], Conversation]
 
-
-class _CountedInput:
-    body = ResponseRequest
-
-    def read(self, body: ResponseRequest, _vocab_size: int, notes: Callable[[], TenantNotes]) -> ParsedRequest:
-        return ParsedRequest(prompt=Responses().conversation(body, ResponseStore(notes())), sampling=SamplingParams())
+    def read(self, body: B, _vocab_size: int, notes: Callable[[], TenantNotes]) -> ParsedRequest:
+        return ParsedRequest(prompt=self.conversation(body, notes), sampling=SamplingParams())
 
 
 @routes.add("POST /v1/messages/count_tokens", "Anthropic: count tokens", CountTokensRequest)
 async def count_tokens(request: Request) -> Response:
     """`input_tokens` is the length of the prompt that `POST /v1/messages` makes of the same body."""
-    return JSONResponse({"input_tokens": await _length(request, _CountedMessages())})
+    counted = _Counted(CountTokensRequest, lambda body, _: body.conversation)
+    return JSONResponse({"input_tokens": await _length(request, counted)})
 
 
 @routes.add("POST /v1/responses/input_tokens", "Count the tokens of a response's input", ResponseRequest)
 async def count_input_tokens(request: Request) -> Response:
     """`input_tokens` is the length of the prompt that `POST /v1/responses` makes of the same body."""
-    return JSONResponse({"object": "response.input_tokens", "input_tokens": await _length(request, _CountedInput())})
+    counted = _Counted(ResponseRequest, lambda body, notes: Responses().conversation(body, ResponseStore(notes())))
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": await _length(request, counted)})
 
 
 async def _length(request: Request, dialect: BodyReader[B]) -> int:

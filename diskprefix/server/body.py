@@ -36,7 +36,6 @@ class Bodies:
     """Reads the bodies of requests: large ones one at a time, by turns of their callers."""
 
     def __init__(self, threads: Threads, is_computing: Callable[[], bool] = lambda: False) -> None:
-        """`is_computing` tells whether the engine has requests."""
         self._threads = threads
         self._is_computing = is_computing
         self._turns, self._pace = Turns(1), BodyPace(is_computing)
@@ -105,11 +104,11 @@ def parse_json(body: bytes, model: type[Model]) -> Model:
             f"the body is not valid UTF-8 (byte {error.start}: 0x{body[error.start]:02x})", code="invalid_utf8"
         ) from error
     try:
-        found = model.model_validate_json(text)
+        parsed = model.model_validate_json(text)
     except ValidationError as error:
         raise _refusal_of(error) from error
     _require_finite(text)
-    return found
+    return parsed
 
 
 def read_parameters(request: Request, model: type[Model]) -> Model:
@@ -176,7 +175,7 @@ def _explain(error: Any) -> str:
     if error["type"] == REFUSED:
         return str(error["msg"])
     message = (
-        _PYTHONS_WORD.sub(lambda found: found[0].lower(), str(error["msg"]))
+        _PYTHONS_WORD.sub(lambda match: match[0].lower(), str(error["msg"]))
         .replace("Input should be", "must be")
         .replace("String should", "must")
         .replace("valid array", "list")

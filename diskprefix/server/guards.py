@@ -150,10 +150,10 @@ class BrowserGuard:
 def is_loopback(host: str) -> bool:
     """Returns whether every address of `host` is a loopback address. True for a name that does not resolve."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
         return True
-    return all(_is_loopback_address(str(address[0])) for *_, address in found)
+    return all(_is_loopback_address(str(address[0])) for *_, address in addresses)
 
 
 def _is_loopback_address(text: str) -> bool:

@@ -33,8 +33,8 @@ _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request. `name` is that of its API key, for the log. A caller who `sees_all` is shown the figures
-    of all callers. An owner is also shown their texts, and may delete and control."""
+    """The sender of a request. `name` is that of its API key. A caller who `sees_all` may see the figures of all
+    callers, an owner also their texts, and may delete and control."""
 
     name: str | None = None
     tenant: Tenant = SHARED
@@ -125,8 +125,8 @@ class ApiKeys:
             return None
         # Starlette decodes headers as latin-1. The comparison takes the same time for every key, right or wrong.
         digest = hashlib.sha256(match[1].encode("latin-1")).digest()
-        found = [caller for known, caller in self._callers.items() if hmac.compare_digest(known, digest)]
-        return found[0] if found else None
+        callers = [caller for known, caller in self._callers.items() if hmac.compare_digest(known, digest)]
+        return callers[0] if callers else None
 
     def _log(self, done: str) -> None:
         admin = any(caller.sees_all for caller in self._callers.values())

@@ -41,8 +41,7 @@ class LogContext:
 
     @property
     def turn(self) -> Tenant | str:
-        """The key for fair turns: all requests with one API key count as one caller. Without API keys each request is
-        on its own, because a client can choose any number of bearers."""
+        """The key for fair turns: the API key, or else the request, because a client may choose any bearers."""
         return self.request_id if self.caller.name is None else self.caller.tenant
 
     @property

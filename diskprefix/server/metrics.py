@@ -97,26 +97,18 @@ class EngineCollector(Collector):
             dtype = str(model.dtype).removeprefix("torch.")
             served = {"model": serving.model_name, "device": str(model.device), "dtype": dtype}
             yield _info("model", "The served model.", **served, fingerprint=serving.fingerprint)
-            yield from _queue_metrics(serving)
             yield from _engine_metrics(serving)
             yield from _cache_metrics(self._stats)
             yield from _gate_metrics(self._stats["gate"])
             yield from _remote_metrics(self._stats["remote"])
 
 
-def _queue_metrics(serving: Serving) -> Iterator[Metric]:
-    inbox = serving.inbox
+def _engine_metrics(serving: Serving) -> Iterator[Metric]:
+    inbox, memory, figures = serving.inbox, serving.engine.memory_stats(), serving.engine.figures
     yield _gauge("requests_running", "Requests in the engine.", inbox.num_running)
     yield _gauge("requests_waiting", "Requests in the queue.", inbox.queue_depth)
-    yield _gauge(
-        "engine_working_seconds",
-        "For how long the engine has been in its current step; 0 while it has nothing to do.",
-        inbox.heartbeat.working_s,
-    )
-
-
-def _engine_metrics(serving: Serving) -> Iterator[Metric]:
-    memory, figures = serving.engine.memory_stats(), serving.engine.figures
+    text = "For how long the engine has been in its current step; 0 while it has nothing to do."
+    yield _gauge("engine_working_seconds", text, inbox.heartbeat.working_s)
     yield _gauge("kv_sequences", "Sequences that have memory.", memory["running"])
     yield _gauge("kv_kept_tokens", "Tokens whose state is in memory and that no sequence uses.", memory["kept_tokens"])
     yield _gauge("kv_kept_bytes", "Memory of these tokens, which is there for others.", memory["kept_bytes"])

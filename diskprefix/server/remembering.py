@@ -17,31 +17,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """The notes of one kind in the store, for one tenant."""
+class StoredTurns:
+    """The turns of one tenant in the store. They are deleted with the `prompt` that they continue."""
 
-    kind: NoteKind
     notes: TenantNotes
-    keeps: bool = True
-    """False: `put` does nothing."""
     prompt: TokenIds | None = None
-    """The prompt that the notes belong to: they are deleted with it."""
 
     def get(self, id_: str) -> bytes | None:
-        return self.notes.get(self.kind, id_)
+        return self.notes.get(NoteKind.TURN, id_)
 
     def put(self, id_: str, record: bytes) -> None:
-        if self.keeps:
-            self.notes.put(self.kind, id_, record, self.prompt)
+        self.notes.put(NoteKind.TURN, id_, record, self.prompt)
 
 
-def stored_turns(serving: Serving, cache: CacheOptions) -> Stored | None:
+def stored_turns(serving: Serving, cache: CacheOptions) -> StoredTurns | None:
     """Returns the turns from which a prompt may be made, None if the request uses none."""
     if not cache.replay or cache.scope.kind == "off":
         return None
     notes = serving.engine.cache.notes(cache.tenant)
-    notes = notes if cache.ttl_s is None else replace(notes, ttl_s=cache.ttl_s)
-    return Stored(NoteKind.TURN, notes, keeps=cache.save)
+    return StoredTurns(notes if cache.ttl_s is None else replace(notes, ttl_s=cache.ttl_s))
 
 
 def known_parts(serving: Serving, cache: CacheOptions) -> OwnedParts | None:

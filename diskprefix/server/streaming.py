@@ -112,8 +112,7 @@ async def respond_or_keep_alive(
     is_stream: bool,
     early: Callable[[], Awaitable[ReplyWriter | None]] | None = None,
 ) -> Response:
-    """Returns the prepared response. If that takes long, returns one that sends signs of life until it is ready: the
-    events of the writer that `early` returns, or comments."""
+    """Returns the prepared response, or after a while one that first sends signs of life: those of `early`'s writer."""
     done, _ = await asyncio.wait({preparing}, timeout=KEEPALIVE_S)
     if done:
         return preparing.result()

@@ -37,8 +37,7 @@ _NUM_THREADS: dict[Kind, int] = {
 """The first image of each size takes up to a second. A thread that compiles only waits for a process. Three callers
 inspect the daemon, each once at a time, and all three may wait for a disk."""
 _LOW_PRIORITY: tuple[Kind, ...] = ("large", "images", "counting")
-"""Threads with a lower priority than the engine's. The engine's threads wait for each other many times in a step, so
-one that loses its processor delays all of them."""
+"""Threads with a lower priority than the engine's, which wait for each other: one without a processor delays all."""
 _NICE = 10
 _REST_BESIDE, _MAX_REST_S = 7, 15.0
 """How long a caller's next work of these kinds waits while the engine computes, as a multiple of the last one's time,
@@ -61,7 +60,6 @@ class Threads:
     def __init__(
         self, is_computing: Callable[[], bool] = lambda: False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`is_computing` tells whether the engine has requests."""
         self._of = {
             kind: ThreadPoolExecutor(number, kind, initializer=_lower_priority if kind in _LOW_PRIORITY else None)
             for kind, number in _NUM_THREADS.items()

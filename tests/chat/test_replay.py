@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.chat.messages import Conversation, Message, TextPart, ToolCall
-from diskprefix.chat.output.format import PlainText
+from diskprefix.chat.output.choose_format import PlainText
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
 from diskprefix.chat.splice import readings

@@ -19,7 +19,7 @@ from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.extras.compression.compression import fit
-from diskprefix.json_values import MOST_PARTS
+from diskprefix.json_values import MAX_PARTS
 from diskprefix.server.body import parse_json
 from diskprefix.tokens import common_prefix_length
 from diskprefix.values import Prompt
@@ -62,7 +62,7 @@ def test_developer_becomes_system_unless_the_template_knows_it(
 def test_arguments_with_too_many_values_are_refused_before_they_are_parsed(
     renderer: PromptRenderer, monkeypatch: pytest.MonkeyPatch, num_calls: int
 ) -> None:
-    body = calling("[" + ",".join(["[]"] * (MOST_PARTS // num_calls)) + "]", num_calls)
+    body = calling("[" + ",".join(["[]"] * (MAX_PARTS // num_calls)) + "]", num_calls)
     monkeypatch.setattr("diskprefix.chat.template_input.json.loads", pytest.fail)
     with pytest.raises(InvalidRequest, match=r"^messages: the arguments of calls.* objects, lists and texts") as caught:
         rendered(renderer, body)
@@ -70,7 +70,7 @@ def test_arguments_with_too_many_values_are_refused_before_they_are_parsed(
 
 
 def test_arguments_with_much_punctuation_in_their_texts_are_parsed(renderer: PromptRenderer) -> None:
-    city = "[" * (MOST_PARTS + 1)
+    city = "[" * (MAX_PARTS + 1)
     assert f"get_weather city={city}" in renderer.text_of(calling(json.dumps({"city": city})))
 
 

@@ -24,7 +24,7 @@ from diskprefix.api.figures import figures_reply
 from diskprefix.api.openai_chat import Chat, ChatWriter
 from diskprefix.api.responses import Responses
 from diskprefix.api.responses_writer import ResponseWriter
-from diskprefix.chat.output.format import PlainText
+from diskprefix.chat.output.choose_format import PlainText
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import Constraint, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.errors import ModelError
@@ -292,7 +292,7 @@ def test_a_large_body_has_the_longer_to_arrive_the_more_of_it_has(
     server: AppServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(reading, "_LEAST_BYTES_PER_S", 1)
+    monkeypatch.setattr(reading, "_MIN_BYTES_PER_S", 1)
     payload = json.dumps(HELLO).encode()
     with open_raw(server.port, HELLO, announced_bytes=len(payload) + 1) as connection:
         threading.Event().wait(0.4)
@@ -586,7 +586,7 @@ def test_a_body_that_waits_until_the_end_of_a_stop_is_refused_and_leaves_no_trac
     large = {"messages": [{"role": "user", "content": "x" * 2_000_000}]}
     with scripted_app(chat_model, engine) as server:
         turns = server.daemon.bodies._turns
-        monkeypatch.setattr(turns, "_most", 0)
+        monkeypatch.setattr(turns, "_max_working", 0)
         waiting = threading.Thread(target=lambda: answers.append(httpx.post(server.url + CHAT, json=large)))
         waiting.start()
         wait_until(lambda: turns._waiting, "the body waits for its turn")

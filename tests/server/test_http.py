@@ -25,7 +25,7 @@ from diskprefix.engine.request import Timings
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.keys import Caller
 from diskprefix.server.log_context import LogContext
-from diskprefix.server.recent import MOST_FAILURES, MOST_REPLIES, RecentRequests
+from diskprefix.server.recent import MAX_FAILURES, MAX_REPLIES, RecentRequests
 from diskprefix.settings import _SAMPLING, Settings
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.server.daemon_process import DaemonProcess, wait_until
@@ -380,11 +380,11 @@ def test_failures_are_remembered_and_questions_about_the_daemon_are_not() -> Non
 def test_many_failures_push_no_reply_out_and_the_oldest_go_first() -> None:
     recent = RecentRequests()
     recent.note(answered("first"), "POST", CHAT, 0.1)
-    for _ in range(MOST_FAILURES + 5):
+    for _ in range(MAX_FAILURES + 5):
         recent.note(LogContext(status=429, error="full"), "POST", CHAT, 0.1)
     found = recent.since(0)
-    assert (len(found), found[0].id) == (MOST_FAILURES + 1, "first")
+    assert (len(found), found[0].id) == (MAX_FAILURES + 1, "first")
     assert [ended.number for ended in recent.since(recent.count - 2)] == [recent.count - 1, recent.count]
-    for _ in range(MOST_REPLIES):
+    for _ in range(MAX_REPLIES):
         recent.note(answered("later"), "POST", CHAT, 0.1)
     assert "first" not in {ended.id for ended in recent.since(0)}

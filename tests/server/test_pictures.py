@@ -351,7 +351,7 @@ def test_the_number_of_images_and_their_pixels_together_are_limited(
     monkeypatch.setattr(picture_reader, "MAX_REQUEST_PIXELS", 40 * 30 * 2)
     ask(llava, body(IMAGE, IMAGE))
     assert refusal(llava, IMAGE, IMAGE, IMAGE)["param"] == "messages.0.content.2.image_url.url"
-    monkeypatch.setattr(server_content, "_MOST_IMAGES", 2)
+    monkeypatch.setattr(server_content, "_MAX_IMAGES", 2)
     error = refusal(llava, IMAGE, IMAGE, IMAGE)
     assert error["param"] == "messages.0.content.2"
     assert "at most 2 images" in error["message"]

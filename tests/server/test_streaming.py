@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from diskprefix.api.dialect import Head
 from diskprefix.api.openai_chat import ChatWriter
 from diskprefix.api.reply import ReplyReader
-from diskprefix.chat.output.format import PlainText
+from diskprefix.chat.output.choose_format import PlainText
 from diskprefix.engine.request import (
     ErrorEvent,
     Event,

@@ -14,7 +14,7 @@ from diskprefix.errors import InvalidRequest
 
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The layout of jinja's tojson, which the model has seen in prompts."""
-_MOST_CHARS = 1 << 19
+_MAX_CHARS = 1 << 19
 """The most characters of a grammar. The definitions of a schema are repeated for each argument."""
 _NUMBER = " /[0-9]{1,2}/ "
 _BLANKS = r"/\s{0,8}/"
@@ -118,8 +118,8 @@ class CallGrammar:
         return self._rule(f"call_{index}", f"{head} {arguments} {self._literal(after)}")
 
     def _name(self, function: JsonObject) -> str:
-        name: str = function["name"]
-        return json.dumps(name, ensure_ascii=False) if self._family.body == "objects" else name
+        is_json = self._family.body == "objects"
+        return json.dumps(function["name"], ensure_ascii=False) if is_json else str(function["name"])
 
     def _arguments(self, index: int, schema: JsonObject) -> str:
         """Returns the rule of arguments in the order of the schema, optional unless required."""
@@ -188,8 +188,8 @@ class CallGrammar:
 
     def _rule(self, head: str, expression: str, *, name: str | None = None) -> str:
         self._num_chars += len(expression)
-        if self._num_chars > _MOST_CHARS:
-            raise InvalidRequest.at("tools", f"make a grammar of more than {_MOST_CHARS} characters")
+        if self._num_chars > _MAX_CHARS:
+            raise InvalidRequest.at("tools", f"make a grammar of more than {_MAX_CHARS} characters")
         self._rules.append(f"{head}: {expression}")
         return name or head
 
