@@ -22,7 +22,7 @@ PAGE_TOKENS = 16
 NUM_TOKENS = 70
 DENSE = """
     llama qwen2 qwen3 gemma gemma2 gemma3 mistral granite internlm3 iquestcoder cwm seed_oss
-    qwen2_vl qwen2_5_vl qwen3_vl
+    qwen2_vl qwen2_5_vl qwen3_vl olmo2 olmo3 exaone4 hunyuan_v1_dense ernie4_5 smollm3 ministral3
 """
 
 MIXTURES = """
@@ -83,6 +83,39 @@ def test_a_plan_has_the_logits_of_transformers(name: str) -> None:
     expected = oracle(model, tokens())
     ((logits, _),) = computed(model, exact(model), one=[NUM_TOKENS])
     assert error(logits, expected) < 1e-4
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"rope_parameters": YARN}),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+        ),
+        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+        ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+        ("deepseek_v2", {"topk_method": "greedy", "n_group": 4, "topk_group": 2}),
+    ],
+)
+def test_a_plan_has_what_a_configuration_says_besides(name: str, fields: dict[str, Any]) -> None:
+    model = tiny_model(name, torch.float32, **fields)
+    expected = oracle(model, tokens())
+    ((logits, _),) = computed(model, exact(model), one=[NUM_TOKENS])
+    assert error(logits, expected) < 1e-4
+
+
+def test_an_activation_that_plans_lack_is_computed_by_the_modules() -> None:
+    model = tiny_model("llama", torch.float32, hidden_act="mish")
+    layout, reason = make_exact(model)
+    assert (layout.exact_at, reason) == ("token", "")
+    assert plan_of(model, layout, PAGE_TOKENS) is None
 
 
 @pytest.mark.parametrize("name", FAMILIES)

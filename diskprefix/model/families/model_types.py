@@ -10,12 +10,17 @@ from diskprefix.model.config import DecoderConfig, LatentConfig, LayerConfig, Te
 from diskprefix.model.families.mixture_types import has_mixture, mixture_of
 from diskprefix.model.plan import Location, Rotary
 
-_PLAIN = "cwm granite internlm3 iquestcoder llama ministral mistral qwen2 qwen2_5_vl_text qwen2_vl_text seed_oss"
+_PLAIN = """
+    cwm ernie4_5 granite internlm3 iquestcoder llama ministral ministral3 mistral qwen2 qwen2_5_vl_text qwen2_vl_text
+    seed_oss smollm3
+"""
 _MIXTURES = "glm4_moe granitemoe mimo_v2_flash mixtral qwen2_moe solar_open"
 _WITH_HEAD_NORMS = "dots1 exaone_moe hy_v3 mellum qwen3 qwen3_moe qwen3_vl_text"
 _NOTHING: Mapping[str, Any] = {}
 _HEAD_NORMS: Mapping[str, Any] = {"has_head_norms": True}
 _LATENT: Mapping[str, Any] = {}
+_OLMO: Mapping[str, Any] = {"has_row_norms": True, "norm": "rms_unrounded", "norms": "behind"}
+_HUNYUAN: Mapping[str, Any] = {"has_head_norms": True, "has_norms_behind_rotary": True}
 _GEMMA: Mapping[str, Any] = {"norm": "rms_plus_one", "embedding_multiplier": "root of hidden_size"}
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -24,11 +29,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(_MIXTURES.split(), _NOTHING),
     "afmoe": {"has_head_norms": True, "norm": "rms_unrounded", "norms": "around", "attention_gate": "sigmoid"},
     "ernie4_5_moe": _NOTHING,
-    "flex_olmo": {"has_row_norms": True, "norm": "rms_unrounded", "norms": "behind"},
+    "exaone4": {"has_head_norms": True, "norms": "behind"},
+    **dict.fromkeys(("flex_olmo", "olmo2", "olmo3"), _OLMO),
     "gpt_oss": {"norm": "rms_unrounded"},
     "granitemoe_swa": {"has_joined_gate_up": True},
     "granitemoeshared": {"has_joined_gate_up": True},
-    "hunyuan_v1_moe": {"has_head_norms": True, "has_norms_behind_rotary": True},
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), _HUNYUAN),
     "laguna": {"has_head_norms": True, "attention_gate": "softplus"},
     "minimax_m2": {"has_row_norms": True},
     "olmoe": {"has_row_norms": True},
@@ -55,6 +61,11 @@ _GRANITE = {
     "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
 }
 
+_HUNYUAN_NORMS = {
+    "self_attn.q_norm": "self_attn.query_layernorm",
+    "self_attn.k_norm": "self_attn.key_layernorm",
+}
+
 NAMES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(["granitemoe", "granitemoe_swa", "granitemoeshared"], _GRANITE),
     "hy_v3": {_BIAS_OF_ROUTER: "mlp.e_score_correction_bias"},
@@ -67,12 +78,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "ernie4_5_moe": {_BIAS_OF_ROUTER: "mlp.gate.moe_statics.e_score_correction_bias"},
     "gpt_oss": {"mlp.gate": "mlp.router"},
-    "hunyuan_v1_moe": {
-        "mlp.gate": "mlp.gate.wg",
-        "mlp.shared_experts": "mlp.shared_mlp",
-        "self_attn.q_norm": "self_attn.query_layernorm",
-        "self_attn.k_norm": "self_attn.key_layernorm",
-    },
+    "hunyuan_v1_dense": _HUNYUAN_NORMS,
+    "hunyuan_v1_moe": {"mlp.gate": "mlp.gate.wg", "mlp.shared_experts": "mlp.shared_mlp", **_HUNYUAN_NORMS},
     "laguna": {"self_attn.gate_proj": "self_attn.g_proj"},
     "llama4_text": {
         "mlp": "feed_forward",
@@ -83,10 +90,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """The names of the slots of layers, where they are not the usual ones."""
 
-_ROTARY_IN_WINDOWS = ("afmoe", "exaone_moe")
+_ROTARY_IN_WINDOWS = ("afmoe", "exaone4", "exaone_moe")
 """Those whose layers without a window have no positions."""
 
-_NEIGHBOURS_TURN = ("ernie4_5_moe", "llama4_text")
+_NEIGHBOURS_TURN = ("ernie4_5", "ernie4_5_moe", "llama4_text")
 """Those whose neighbouring numbers of a head turn together."""
 
 _ACTIVATIONS = {
@@ -102,7 +109,12 @@ def has_plan(config: Any) -> bool:
     """Returns whether a model of this configuration has a plan: its type has one, and no option that a plan lacks."""
     counts = getattr(config, "num_experts_per_tok", None)
     is_even = not isinstance(counts, list) or len(set(counts)) == 1
-    return config.model_type in OPTIONS and is_even and getattr(config, "clip_qkv", None) is None
+    is_known = config.model_type in OPTIONS and _activation(config) in _ACTIVATIONS
+    return is_known and is_even and getattr(config, "clip_qkv", None) is None
+
+
+def _activation(config: Any) -> str:
+    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or ""
 
 
 def pairing_of(config: Any) -> int:
@@ -138,7 +150,7 @@ def of_model(
         options["embedding_multiplier"] = config.hidden_size**0.5
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     scale = getattr(config, "attention_multiplier", None) or getattr(config, "query_pre_attn_scalar", head_dim) ** -0.5
-    activation = _ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act]
+    activation = _ACTIVATIONS[_activation(config)]
     residual = getattr(config, "residual_multiplier", 1.0)
     if hasattr(config, "scale_depth"):
         residual = config.scale_depth / config.num_hidden_layers**0.5
@@ -176,7 +188,11 @@ def _layer_of(
 ) -> LayerConfig:
     kind = (getattr(config, "layer_types", None) or {number: ""})[number]
     name = _rotary_of(config, number, window, kind, rotary)
-    is_tempered = name is None and getattr(config, "attn_temperature_tuning", False)
+    tempering = None
+    if name is None and getattr(config, "attn_temperature_tuning", False):
+        tempering = Tempering(1, config.floor_scale, config.attn_scale)
+    if config.model_type == "ministral3" and (beta := config.rope_parameters.get("llama_4_scaling_beta")):
+        tempering = Tempering(0, config.rope_parameters["original_max_position_embeddings"], beta)
     return LayerConfig(
         places,
         mixer="latent" if "latent" in places else "attention",
@@ -184,7 +200,7 @@ def _layer_of(
         window=0 if kind == "chunked_attention" else window,
         chunk=window if kind == "chunked_attention" else 0,
         rotary=name,
-        tempering=Tempering(1, config.floor_scale, config.attn_scale) if is_tempered else None,
+        tempering=tempering,
     )
 
 
