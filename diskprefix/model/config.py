@@ -37,13 +37,12 @@ class LayerConfig:
 @dataclass(frozen=True)
 class MixtureConfig:
     """The mixture of experts of layers. With `has_float_router` the logits of routers are float32. `shared`: gated
-    products that all rows have besides, which a gate of their own may weigh. The sum is multiplied by `factor`."""
+    products that all rows have besides, which a gate of their own may weigh."""
 
     router: Router
     gating: Gating
     has_float_router: bool = False
     shared: Literal["", "plain", "weighed"] = ""
-    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,8 @@ class DecoderConfig:
     `sees_pictures`: in which layers the tokens of a picture see each other. Behind the first `deepstack` layers,
     further levels of an encoder are added."""
 
-    hidden_size: int
     vocab_size: int
     num_attention_heads: int
-    num_key_value_heads: int
     head_dim: int
     layers: tuple[LayerConfig, ...]
     rotary: Mapping[str, Rotary]

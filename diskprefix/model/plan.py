@@ -183,17 +183,24 @@ class WeightedNorm:
 
 @dataclass(frozen=True)
 class Location:
-    """The rows of one layer in the pages of a table: bytes before them, and numbers from head to head and from token to
-    token."""
+    """The rows of one layer in the pages of a table, of `heads` with `dim` numbers of `item_bytes` each: bytes before
+    them, and numbers from head to head and from token to token."""
 
     table: int
     offset: int
+    heads: int
+    dim: int
+    item_bytes: int
     head_stride: int
     token_stride: int
 
-    def behind(self, count: int, item_bytes: int) -> Location:
+    def behind(self, count: int) -> Location:
         """Returns the rows from number `count` of each on."""
-        return replace(self, offset=self.offset + count * item_bytes)
+        return replace(self, offset=self.offset + count * self.item_bytes, dim=self.dim - count)
+
+    def has_room(self, heads: int, dim: int, item_bytes: int) -> bool:
+        """Returns whether its rows have these heads, with so many numbers at least. Operators do not check it."""
+        return (self.heads, self.item_bytes) == (heads, item_bytes) and dim <= self.dim
 
     @property
     def call(self) -> calls.PagedRowsCall:
@@ -280,6 +287,7 @@ class ComputePlan:
 
     def embeddings(self, table: Matrix | DenseMatrix) -> Buffer:
         """Returns the rows of a table that the step's tokens have."""
+        self._require(table.rows >= self.vocab_size, "a table of fewer tokens")
         out = self.rows(table.columns)
         if isinstance(table, Matrix):
             self._kept.append(table)
@@ -411,6 +419,7 @@ class ComputePlan:
             call.cosines, call.sines, call.half = angles.cosines, angles.sines, angles.half
             call.is_paired, call.rotary_first = angles.is_paired, angles.first
         if to is not None:
+            self._require(to.has_room(call.num_heads, dim, self.item_bytes), "memory of another form")
             call.table, call.to = to.table, to.call
         self._add(calls.HEADS, rows, call, norm)
 
@@ -433,7 +442,10 @@ class ComputePlan:
         """Returns what each row of queries attends to: its own token and those before it, the last `window` of them, or
         those of its chunk. With `sees_pictures` a token of a picture sees all of the picture. `sinks` is float32."""
         num_heads = query.width // key_dim
+        sizes = (keys, key_dim), (values, value_dim)
+        has_room = all(memory.has_room(num_kv_heads, dim, self.item_bytes) for memory, dim in sizes)
         self._require(keys.table == values.table and num_heads % num_kv_heads == 0, "attention of other heads")
+        self._require(has_room, "memory of another form")
         out = self.rows(num_heads * value_dim)
         attention = calls.AttentionCall(
             dtype=self.dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim,

@@ -54,12 +54,12 @@ class Slots:
 
     def matrix(self, name: str, *, is_float: bool = False) -> Matrix | DenseMatrix:
         """Returns the matrix of a product, if it is so in float32."""
-        return _matrix(self._found(name), is_float=is_float)
+        return _matrix(self._found(name), torch.float32 if is_float else self._model.dtype)
 
     def numbers(self, name: str) -> Weight | None:
         """Returns a vector in float32, None if there is none."""
         found: torch.Tensor | None = self._found(name)
-        return None if found is None else _weight(found.float().flatten())
+        return None if found is None else _weight(found.flatten(), torch.float32)
 
     def experts(self, name: str) -> PackedExperts | DenseExperts:
         """Returns the experts of a mixture."""
@@ -74,11 +74,11 @@ class Slots:
         # Those of some models are in no interface, and turned.
         has_up, has_bias = getattr(module, "has_gate", True), getattr(module, "has_bias", False)
         names = "gate_up_proj" if has_up else "up_proj", "down_proj"
-        first, last = (_weight(getattr(module, one)) for one in names)
+        first, last = (_weight(getattr(module, one), self._model.dtype) for one in names)
         return DenseExperts(
             first,
             last,
-            [_weight(getattr(module, f"{one}_bias").float()) for one in names] if has_bias else None,
+            [_weight(getattr(module, f"{one}_bias"), torch.float32) for one in names] if has_bias else None,
             has_up=has_up,
             is_turned=getattr(module, "is_transposed", True),
             turns_about=not getattr(module, "is_concatenated", True),
@@ -86,19 +86,21 @@ class Slots:
 
     def head(self) -> Matrix | DenseMatrix:
         """Returns the matrix of the logits."""
-        return _matrix(self._model.get_output_embeddings())
+        return _matrix(self._model.get_output_embeddings(), self._model.dtype)
 
     def table(self, name: str) -> Matrix | DenseMatrix:
         """Returns a matrix whose rows are looked up."""
         module = self._found(name)
         packed: Matrix | None = getattr(module, "matrix", None)
-        return DenseMatrix(_weight(module.weight)) if packed is None else packed
+        return DenseMatrix(_weight(module.weight, self._model.dtype)) if packed is None else packed
 
     def expansion(self, name: str, heads: int, *dims: int) -> list[HeadMatrices]:
-        """Returns the matrices [dim, columns] of each head for each of `dims`, whose rows a matrix has by heads."""
-        weight: Any = self._found(name).weight
-        kept = weight.detach().contiguous()
+        """Returns the matrices [dim, columns] of each head for each of `dims`, whose rows a matrix has by heads. Raises
+        `ValueError` if it has other rows."""
+        kept = _weight(self._found(name).weight, self._model.dtype).kept
         rows, columns = sum(dims), kept.shape[1]
+        if len(kept) != heads * rows:
+            raise ValueError(f"{name} has {len(kept)} rows, {heads} times {rows} expected")
         found, first = [], 0
         for dim in dims:
             address = kept.data_ptr() + first * columns * kept.itemsize
@@ -110,22 +112,21 @@ class Slots:
         """Returns a norm."""
         module = self._found(name)
         kind, epsilon = self._norm
-        # Some models keep those in float32.
-        weight = _weight(module.weight.to(self._model.dtype))
+        weight = _weight(module.weight, self._model.dtype)
         return WeightedNorm(weight, kind, getattr(module, "variance_epsilon", epsilon))
 
     def unweighted_norm(self, width: int) -> WeightedNorm:
         """Returns a norm without weights."""
-        return WeightedNorm(_weight(torch.ones(width, dtype=self._model.dtype)), *self._norm)
+        return WeightedNorm(_weight(torch.ones(width), self._model.dtype), *self._norm)
 
 
-def _matrix(module: Any, *, is_float: bool = False) -> Matrix | DenseMatrix:
-    found = None if is_float else matrix_of(module)
+def _matrix(module: Any, dtype: torch.dtype) -> Matrix | DenseMatrix:
+    """Returns the matrix of a module, packed only for rows in bfloat16."""
+    found = matrix_of(module) if dtype is torch.bfloat16 else None
     if found is not None:
         return found
     bias: torch.Tensor | None = getattr(module, "bias", None)
-    weight = module.weight.float() if is_float else module.weight
-    return DenseMatrix(_weight(weight), None if bias is None else _weight(bias.float()))
+    return DenseMatrix(_weight(module.weight, dtype), None if bias is None else _weight(bias, torch.float32))
 
 
 def _fills(weight: torch.Tensor) -> bool:
@@ -133,6 +134,7 @@ def _fills(weight: torch.Tensor) -> bool:
     return weight.dtype is torch.bfloat16 and weight[0].is_contiguous() and fills_blocks(weight[0])
 
 
-def _weight(tensor: torch.Tensor) -> Weight:
-    kept = tensor.detach().contiguous()
+def _weight(tensor: torch.Tensor, dtype: torch.dtype) -> Weight:
+    """Returns a tensor in the type that an operator reads: some models keep others in float32."""
+    kept = tensor.detach().to(dtype).contiguous()
     return Weight(kept.data_ptr(), tuple(kept.shape), kept)

@@ -15,7 +15,7 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
-from diskprefix.model.exact.vision_encoder import PictureRows
+from diskprefix.model.exact.vision_encoder import PictureRows, encoded_rows
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import NAMES, SECTIONS_IN_ORDER, has_plan, of_model, pairing_of
 from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary
@@ -100,17 +100,9 @@ def _encoded(ids: np.ndarray, pictures: Sequence[PictureRows | None], runs: Sequ
     encoder = next((one.encoder for one in pictures if one is not None), None)
     if encoder is None:
         return None
-    numbers = np.flatnonzero(ids == encoder.token_id)
-    encoded = encoder.of_text(len(numbers))
-    is_picture = torch.cat(
-        [
-            torch.zeros(run.num_rows, dtype=torch.bool) if one is None else one.is_picture
-            for run, one in zip(runs, pictures, strict=True)
-        ]
-    )
-    encoded[:, is_picture[torch.from_numpy(numbers)]] = torch.cat(
-        [one.encoded for one in pictures if one is not None], dim=1
-    )
+    is_placeholder = ids == encoder.token_id
+    encoded = encoded_rows(encoder, torch.from_numpy(is_placeholder), runs, pictures)
+    numbers = np.flatnonzero(is_placeholder)
     return EncodedRows(numbers, encoded.data_ptr(), encoded.nbytes // max(1, len(encoded)), encoded)
 
 
@@ -126,7 +118,7 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
     further = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     if found.latent is not None:
         # With a factor for scaled positions.
-        found = replace(found, scale=model.get_decoder().layers[0].self_attn.scaling)
+        found = replace(found, scale=decoder_of(model).layers[0].self_attn.scaling)
     return replace(found, embedding_multiplier=rounded, deepstack=len(further))
 
 
@@ -138,7 +130,9 @@ def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Locatio
         for index, spec in enumerate(group.specs):
             if spec.layer == layer:
                 offset = index * group.heads * of_head * group.dtype.itemsize
-                found[spec.part] = Location(table, offset, of_head, group.head_dim)
+                found[spec.part] = Location(
+                    table, offset, group.heads, group.head_dim, group.dtype.itemsize, of_head, group.head_dim
+                )
     return found
 
 

@@ -128,6 +128,4 @@ def mixture(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer
         if mix.shared == "weighed":
             shared = plan.gated(plan.product(rows, slots.matrix("shared_expert_gate")), shared, "sigmoid")
         plan.add(found, shared)
-    if mix.factor != 1:
-        plan.scale(found, mix.factor)
     return found

@@ -34,7 +34,7 @@ def latent_attention(
     plan.heads(query, sizes.key_dim + sizes.rotary_dim, angles=turned and turned._replace(first=sizes.key_dim))
     plan.heads(latent.part(0, sizes.latent_dim), sizes.latent_dim, norm=slots.norm("kv_a_layernorm"), to=memory)
     rotary = latent.part(sizes.latent_dim, sizes.rotary_dim)
-    plan.heads(rotary, sizes.rotary_dim, angles=turned, to=memory.behind(sizes.latent_dim, plan.item_bytes))
+    plan.heads(rotary, sizes.rotary_dim, angles=turned, to=memory.behind(sizes.latent_dim))
     of_keys, of_values = slots.expansion("kv_b_proj", heads, sizes.key_dim, sizes.value_dim)
     for_latents = plan.into_columns(query, of_keys, sizes.rotary_dim)
     attended = plan.attention(

@@ -155,10 +155,8 @@ def of_model(
     if hasattr(config, "scale_depth"):
         residual = config.scale_depth / config.num_hidden_layers**0.5
     found: dict[str, Any] = {
-        "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
         "head_dim": head_dim,
         "layers": tuple(
             _layer_of(config, number, window, of_layer, rotary)

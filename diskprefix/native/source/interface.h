@@ -232,9 +232,9 @@ struct Angles {
 };
 
 // Rows [num_rows, num_heads, dim], changed in place: each head gets its norm, without weight none, and is turned by
-// `cosines` and `sines`, [num_rows, half], from number `rotary_first` on, without `half` not at all. Turned together are number i and number half + i, if it is 1
-// neighbours, if it is 2 neighbours that are parted into halves then. Then it goes to memory
-// `to` of page table number `table`, if that is not negative.
+// `cosines` and `sines`, [num_rows, half], from number `rotary_first` on, without `half` not at all. Number i is turned with
+// number half + i; if `is_paired` is 1 neighbours are, if it is 2 neighbours that are parted into halves then. The head goes
+// to memory `to` of page table number `table`, if that is not negative.
 struct Heads {
   int64_t dtype, num_rows, num_heads, dim, row_stride;
   void* rows;
