@@ -113,8 +113,8 @@ class ScatterCall(ctypes.Structure):
 
 class RouterCall(ctypes.Structure):
     _fields_ = _fields(
-        "dtype num_rows num_experts num_chosen scores groups groups_chosen of_group is_normed *logits *bias %floor"
-        " %factor %softcap %threshold *chosen *weights" + _THREADS
+        "dtype num_rows num_experts num_chosen scores groups groups_chosen of_group is_normed *logits *bias *scales"
+        " %floor %factor %softcap %threshold *chosen *weights" + _THREADS
     )
 
 
@@ -158,7 +158,7 @@ class Operations(ctypes.Structure):
 
 
 class PlanRun(ctypes.Structure):
-    _fields_ = _fields("start num_rows *spans num_spans *tables")
+    _fields_ = _fields("start num_rows num_logits *spans num_spans *tables")
 
 
 class PlanStep(ctypes.Structure):

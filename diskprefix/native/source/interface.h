@@ -306,12 +306,12 @@ enum Scores : int64_t { SOFTMAX = 0, OF_SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2, SIGM
 
 // The `num_chosen` experts with the largest score + bias for rows of `logits`, [num_rows, num_experts], and their weights,
 // [num_rows, num_chosen]. With `groups`, only experts of the `groups_chosen` best ones: a group counts its `of_group`
-// largest. Weights are scores, divided by their sum or `floor` if they are normed, times `factor`. A softcap is one of
-// logits. A sparse mixer weighs each expert among those left that are nearer to it than `threshold`, relative to them.
+// largest. Weights are scores, divided by their sum or `floor` if they are normed, times `factor` and the scale of the
+// expert. A softcap is one of logits. A sparse mixer weighs each expert among those left that are nearer to it than `threshold`, relative to them.
 struct Router {
   int64_t dtype, num_rows, num_experts, num_chosen, scores, groups, groups_chosen, of_group, is_normed;
   const void* logits;
-  const float* bias;  // [num_experts], or null
+  const float *bias, *scales;  // [num_experts], or null
   double floor, factor, softcap, threshold;
   int64_t* chosen;
   float* weights;
@@ -383,9 +383,9 @@ struct Plan {
   const Operation* operations;
 };
 
-// A sequence of a step: a `Run`, with the addresses of the pages' addresses of each page table.
+// A sequence of a step: a `Run`, with the addresses of the pages' addresses of each page table. Its last rows get logits.
 struct PlanRun {
-  int64_t start, num_rows;
+  int64_t start, num_rows, num_logits;
   const Span* spans;
   int64_t num_spans;
   char* const* const* tables;
