@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -249,7 +250,8 @@ class ComputePlan:
         self._free: dict[int, list[int]] = {}
         self._kept: list[Any] = []
         self._scratch: list[tuple[int, int]] | None = None
-        self._ids = self._numbers(max_rows)
+        self._ids_below = defaultdict[int, np.ndarray](lambda: self._numbers(max_rows))
+        """The step's tokens for tables of so many rows."""
         self._logit_rows = self._numbers(max_rows)
         self._positions = self._numbers(_MAX_AXES * max_rows).reshape(_MAX_AXES, max_rows)
         self._of_pictures: list[calls.ScatterCall] = []
@@ -287,14 +289,14 @@ class ComputePlan:
         return out
 
     def embeddings(self, table: Matrix | DenseMatrix) -> Buffer:
-        """Returns the rows of a table that the step's tokens have."""
-        self._require(table.rows >= self.vocab_size, "a table of fewer tokens")
+        """Returns the rows of a table that the step's tokens have: the first one for tokens that it lacks."""
+        ids = self._ids_below[min(table.rows, self.vocab_size)]
         out = self.rows(table.columns)
         if isinstance(table, Matrix):
             self._kept.append(table)
-            self._add(calls.LOOK_UP, out, calls.LookupCall(ids=_at(self._ids), matrix=table.address, out=out.address))
+            self._add(calls.LOOK_UP, out, calls.LookupCall(ids=_at(ids), matrix=table.address, out=out.address))
         else:
-            self._pick(table.weight.address, self._ids, out, table.weight)
+            self._pick(table.weight.address, ids, out, table.weight)
         return out
 
     def that_get_logits(self, rows: Buffer) -> Buffer:
@@ -584,6 +586,42 @@ class ComputePlan:
         )
         self._add(calls.SUM, out, call)
 
+    def mix(
+        self, base: Buffer, rows: Sequence[Buffer], factors: Buffer, *, offset: float = 0.0, out: Buffer | None = None
+    ) -> Buffer:
+        """Returns base + Σ (factor + offset) × rows, with a factor of each row for each of `rows`."""
+        everything, width = [base, *rows], base.width
+        out = out or self.rows(width, is_of_logits=base.is_of_logits)
+        self._require(len(rows) == factors.width <= calls.MAX_STREAMS, "streams of others")
+        self._require(all(one.width == one.stride == width for one in (*everything, out)), "streams of other rows")
+        call = calls.MixCall(
+            dtype=self.dtype, width=width, count=len(rows), factors=factors.address, factor_stride=factors.stride,
+            offset=offset, base=base.address, out=out.address,
+        )  # fmt: skip
+        call.rows[: len(rows)] = [one.address for one in rows]
+        self._add(calls.MIX, base, call)
+        return out
+
+    def level(self, rows: Buffer, like: Buffer) -> None:
+        """Gives rows the root mean square of those of `like`, in place."""
+        self._require(rows.width == rows.stride == like.width == like.stride, "levels of other rows")
+        call = calls.LevelingCall(dtype=self.dtype, width=rows.width, like=like.address, rows=rows.address)
+        self._add(calls.LEVEL, rows, call)
+
+    def cut_off(self, rows: Buffer, deviations: float) -> None:
+        """Takes the mean and so many standard deviations of a row from its numbers, in place, down to 0."""
+        self._require(rows.width == rows.stride, "numbers that do not lie side by side")
+        self._add(
+            calls.CUT_OFF,
+            rows,
+            calls.CutOffCall(dtype=self.dtype, width=rows.width, deviations=deviations, rows=rows.address),
+        )
+
+    def weighed(self, rows: Buffer, weight: Weight) -> Buffer:
+        """Returns each row times a vector."""
+        self._require(weight.shape == (rows.width,), "a vector of other rows")
+        return self.gated(Buffer(weight.address, rows.width, 0, rows.item_bytes, rows.is_of_logits), rows, "identity")
+
     def pictures(self, rows: Buffer, level: int = 0) -> None:
         """Puts the encoder's rows in the place of those of pictures, or adds those of a further level to them."""
         call = calls.ScatterCall(dtype=self.dtype, width=rows.width, adds=level > 0, rows=rows.address)
@@ -643,7 +681,9 @@ class ComputePlan:
         logit_rows = [np.arange(end - run.num_logits, end) for end, run in zip(ends, runs, strict=True)]
         if not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise IndexError(f"a token is none of the {self.vocab_size}: {ids.min()} or {ids.max()}")
-        self._ids[:num_rows], self._logit_rows[:num_logits] = ids, np.concatenate(logit_rows)
+        self._logit_rows[:num_logits] = np.concatenate(logit_rows)
+        for count, found in self._ids_below.items():
+            found[:num_rows] = np.where(ids < count, ids, 0)
         self._positions[:, :num_rows] = positions
         for level, call in enumerate(self._of_pictures):
             call.count = 0 if pictures is None else len(pictures.numbers)

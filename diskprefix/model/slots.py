@@ -65,6 +65,10 @@ class Slots:
         """Returns whether there is a module or tensor."""
         return self._found(name) is not None
 
+    def vector(self, name: str) -> Weight:
+        """Returns a vector in the type of the plan."""
+        return _weight(self._found(name), self._model.dtype)
+
     def factor(self, name: str) -> float:
         """Returns a number."""
         return float(self._found(name))

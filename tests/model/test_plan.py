@@ -21,8 +21,8 @@ from tests.exactness.architectures import VOCAB, quantised_tiny_model, tiny_mode
 PAGE_TOKENS = 16
 NUM_TOKENS = 70
 DENSE = """
-    llama qwen2 qwen3 gemma gemma2 gemma3 mistral granite internlm3 iquestcoder cwm seed_oss
-    qwen2_vl qwen2_5_vl qwen3_vl gemma4 gemma4_unified olmo2 olmo3 exaone4 hunyuan_v1_dense ernie4_5 smollm3 ministral3
+    llama qwen2 qwen3 gemma gemma2 gemma3 gemma3n gemma4 mistral granite internlm3 iquestcoder cwm seed_oss
+    qwen2_vl qwen2_5_vl qwen3_vl gemma4_unified olmo2 olmo3 exaone4 hunyuan_v1_dense ernie4_5 smollm3 ministral3
 """
 
 MIXTURES = """
@@ -146,7 +146,7 @@ def test_a_token_has_the_same_bits_in_any_step(name: str, form: str) -> None:
         assert state == of_alone
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "gemma4"])
 def test_rows_without_logits_change_none(name: str) -> None:
     """Layers that only read memory leave them out."""
     model = tiny_model(name, torch.bfloat16)

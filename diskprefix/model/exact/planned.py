@@ -188,7 +188,7 @@ _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = 
 
 def is_planned(model: PreTrainedModel, layout: Layout) -> bool:
     """Returns whether a model that is exact at every token has a plan."""
-    return has_plan(model.config.get_text_config(decoder=True)) and not layout.has_draft_layer
+    return has_plan(model.config) and not layout.has_draft_layer
 
 
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:

@@ -7,7 +7,8 @@ around a part, what is added has a norm of its own.
 from __future__ import annotations
 
 from diskprefix.model.config import DecoderConfig, LayerConfig
-from diskprefix.model.families.late_gemma import add_layer_input, inputs_of_layers, mixture_beside
+from diskprefix.model.families.altup import correct, expanded, joined, predicted
+from diskprefix.model.families.late_gemma import inputs_of_layers, laurel, layer_input, mixture_beside
 from diskprefix.model.families.latent_decoder import latent_attention
 from diskprefix.model.plan import Buffer, ComputePlan, Location, RotaryAngles
 from diskprefix.model.slots import Slots
@@ -21,21 +22,29 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
         plan.scale(hidden, config.embedding_multiplier)
     plan.pictures(hidden)
     inputs = inputs_of_layers(plan, config, slots, hidden) if config.has_layer_inputs else None
+    streams = expanded(plan, slots, hidden, config.num_streams)
     for number, layer in enumerate(config.layers):
         if number == config.num_writing:
-            hidden = plan.that_get_logits(hidden)
+            streams = [plan.that_get_logits(one) for one in streams]
             inputs = None if inputs is None else plan.that_get_logits(inputs)
             angles = {name: plan.angles_of_logits(one) for name, one in angles.items()}
         of_layer = slots.within(f"layers.{number}")
         with plan.scratch():
+            before = predicted(plan, of_layer.within("altup"), streams)
+            hidden = plan.copy(before[0]) if config.num_streams > 1 else streams[0]
             decoder_layer(plan, config, layer, of_layer, hidden, angles)
+            if config.num_streams > 1:
+                correct(plan, of_layer.within("altup"), streams, before, hidden)
+                hidden = plan.weighed(streams[0], of_layer.vector("altup.correct_output_scale"))
             if inputs is not None:
-                add_layer_input(plan, config, of_layer, hidden, inputs, number)
+                found = layer_input(plan, config, of_layer, hidden, inputs, number)
+                for stream in streams[1:] or streams:
+                    plan.add(stream, found)
             if config.has_layer_scales:
-                plan.scale(hidden, of_layer.factor("layer_scalar"))
+                plan.scale(streams[0], of_layer.factor("layer_scalar"))
         if number < config.deepstack:
             plan.pictures(hidden, number + 1)
-    plan.hidden = plan.norm(hidden, slots.norm("norm"))
+    plan.hidden = plan.norm(joined(plan, slots, streams), slots.norm("norm"))
     plan.logits = plan.product(plan.that_get_logits(plan.hidden), slots.head())
     if config.logits_divisor != 1:
         plan.scale(plan.logits, 1 / config.logits_divisor)
@@ -54,14 +63,20 @@ def decoder_layer(
     """Adds what a layer computes to `hidden`."""
     rows = plan.norm(hidden, slots.norm("input_layernorm")) if config.norms != "behind" else hidden
     mixer = latent_attention if layer.mixer == "latent" else attention
+    beside = laurel(plan, slots.within("laurel"), rows) if config.num_streams > 1 else None
     rows = mixer(plan, config, layer, slots.within("self_attn"), rows, angles)
     if config.norms != "before":
         rows = plan.norm(rows, slots.norm("post_attention_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
+    if beside is not None:
+        plan.add(hidden, beside)
+        plan.scale(hidden, 2**-0.5)
     before = "pre_feedforward_layernorm" if config.norms == "around" else "post_attention_layernorm"
     rows = plan.norm(hidden, slots.norm(before)) if config.norms != "behind" else hidden
-    feed_forward = mixture if layer.feed_forward == "mixture" else gated_products
-    rows = feed_forward(plan, config, slots.within("mlp"), rows)
+    if layer.feed_forward == "mixture":
+        rows = mixture(plan, config, slots.within("mlp"), rows)
+    else:
+        rows = gated_products(plan, config, slots.within("mlp"), rows, layer.cut_off)
     if layer.feed_forward == "gated beside mixture":
         rows = mixture_beside(plan, config, slots, hidden, rows)
     if config.norms != "before":
@@ -136,13 +151,17 @@ def heads(
     return rows
 
 
-def gated_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
+def gated_products(
+    plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer, cut_off: float = 0.0
+) -> Buffer:
     """Returns down(f(gate) × up)."""
     if config.has_joined_gate_up:
         both = plan.product(rows, slots.matrix("gate_up_proj"))
         gate, up = both.part(0, both.width // 2), both.part(both.width // 2, both.width // 2)
     else:
         gate, up = plan.products(rows, slots.matrix("gate_proj"), slots.matrix("up_proj"))
+    if cut_off:
+        plan.cut_off(gate, cut_off)
     return plan.product(plan.gated(gate, up, config.activation), slots.matrix("down_proj"))
 
 

@@ -1,4 +1,4 @@
-"""Parts of Gemma 4: inputs of layers, and a mixture beside the gated products.
+"""Parts of Gemma 3n and 4: inputs of layers, a branch of low rank, and a mixture beside the gated products.
 
 e = (norm(P · x × width^-½) + E × inner^½) ÷ √2 for all layers, where x are the embeddings and E those of the layers; z
 becomes z + norm(p · (f(g · z) × e)) behind a layer.
@@ -27,14 +27,22 @@ def inputs_of_layers(plan: ComputePlan, config: DecoderConfig, slots: Slots, emb
     return inputs
 
 
-def add_layer_input(
+def layer_input(
     plan: ComputePlan, config: DecoderConfig, slots: Slots, hidden: Buffer, inputs: Buffer, layer: int
-) -> None:
-    """Adds what a layer makes of its input to `hidden`."""
+) -> Buffer:
+    """Returns what a layer makes of its input, to be added behind it."""
     gate = plan.product(hidden, slots.matrix("per_layer_input_gate"))
     gated = plan.gated(gate, inputs.part(layer * gate.width, gate.width), config.activation)
     projected = plan.product(gated, slots.matrix("per_layer_projection"))
-    plan.add(hidden, plan.norm(projected, slots.norm("post_per_layer_input_norm")))
+    return plan.norm(projected, slots.norm("post_per_layer_input_norm"))
+
+
+def laurel(plan: ComputePlan, slots: Slots, rows: Buffer) -> Buffer:
+    """Returns rows + norm(right · left · rows)."""
+    found = plan.product(plan.product(rows, slots.matrix("linear_left")), slots.matrix("linear_right"))
+    found = plan.norm(found, slots.norm("post_laurel_norm"))
+    plan.add(found, rows)
+    return found
 
 
 def mixture_beside(plan: ComputePlan, config: DecoderConfig, slots: Slots, hidden: Buffer, gated: Buffer) -> Buffer:

@@ -4,11 +4,13 @@ say them. `of_model` reads these."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import Any
 
 from diskprefix.model.config import DecoderConfig, LatentConfig, LayerConfig, Tempering
 from diskprefix.model.families.mixture_types import feed_forward_of, mixture_of
 from diskprefix.model.plan import Location, Rotary
+from diskprefix.native import calls
 
 _PLAIN = """
     cwm ernie4_5 granite internlm3 iquestcoder llama ministral ministral3 mistral qwen2 qwen2_5_vl_text qwen2_vl_text
@@ -56,6 +58,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "norms": "around"},
     "gemma3_text": {**_GEMMA, "norms": "around", "has_head_norms": True},
+    "gemma3n_text": {**_GEMMA_4, "has_layer_scales": False},
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _GEMMA_4),
 }
 
@@ -117,10 +120,16 @@ _ACTIVATIONS = {
 
 def has_plan(config: Any) -> bool:
     """Returns whether a model of this configuration has a plan: its type has one, and no option that a plan lacks."""
+    if config.model_type == "gemma3n":
+        # With encoders, some of its tokens are embedded by these.
+        return False
+    config = config.get_text_config(decoder=True)
     counts = getattr(config, "num_experts_per_tok", None)
     is_even = not isinstance(counts, list) or len(set(counts)) == 1
     is_known = config.model_type in OPTIONS and _activation(config) in _ACTIVATIONS
-    return is_known and is_even and getattr(config, "clip_qkv", None) is None
+    has_usual_streams = not getattr(config, "altup_active_idx", 0) and getattr(config, "altup_correct_scale", True)
+    has_usual_streams &= getattr(config, "altup_num_inputs", 1) <= calls.MAX_STREAMS
+    return is_known and is_even and has_usual_streams and getattr(config, "clip_qkv", None) is None
 
 
 def _activation(config: Any) -> str:
@@ -189,6 +198,7 @@ def of_model(
         "residual_multiplier": residual,
         "has_layer_inputs": layer_input_dim > 0,
         "layer_input_multiplier": layer_input_dim**0.5,
+        "num_streams": getattr(config, "altup_num_inputs", 1),
         "logits_divisor": getattr(config, "logits_scaling", 1.0),
         "logits_softcap": getattr(config, "final_logit_softcapping", None) or 0.0,
         "sees_pictures": sees_pictures,
@@ -212,6 +222,7 @@ def _layer_of(
     rotary: Mapping[str, Rotary],
 ) -> LayerConfig:
     kinds = getattr(config, "layer_types", None) or {number: ""}
+    sparsity = getattr(config, "activation_sparsity_pattern", ())
     kind, source = kinds[number], number
     only_reads = bool(getattr(config, "num_kv_shared_layers", 0)) and not places[number]
     if only_reads:
@@ -229,6 +240,7 @@ def _layer_of(
         mixer="latent" if "latent" in places[source] else "attention",
         feed_forward=feed_forward_of(config, number),
         only_reads=only_reads,
+        cut_off=NormalDist().inv_cdf(sparsity[number]) if sparsity and sparsity[number] else 0.0,
         window=0 if kind == "chunked_attention" else window,
         chunk=window if kind == "chunked_attention" else 0,
         rotary=name,

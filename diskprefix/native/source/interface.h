@@ -367,9 +367,40 @@ struct Copy {
   ParallelFor parallel_for;
 };
 
+// base + Σ (factor + offset) × rows over the first `count` of `rows`, each [num_rows, width]. A row has `count` factors.
+struct Mix {
+  int64_t dtype, num_rows, width, count;
+  const void* rows[4];
+  const void* factors;
+  int64_t factor_stride;
+  double offset;
+  const void* base;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Rows [num_rows, width], in place, with the root mean square that those of `like` have.
+struct Leveling {
+  int64_t dtype, num_rows, width;
+  const void* like;
+  void* rows;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Rows [num_rows, width], in place, minus their mean and so many standard deviations, and no number below 0.
+struct CutOff {
+  int64_t dtype, num_rows, width;
+  double deviations;
+  void* rows;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
 enum OperationKind : int64_t {
   LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10,
-  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15, TEMPER = 16
+  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15, TEMPER = 16, MIX = 17, LEVEL = 18, CUT_OFF = 19
 };
 
 // A call of an operator, by its structure, over all rows of a step or over those that get logits.
