@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from diskprefix.model.plan import Gating, Location, Rotary, Router
 
-NormKind = Literal["rms", "rms_unrounded", "rms_plus_one"]
+NormKind = Literal["rms", "rms_unrounded", "rms_plus_one", "layer", "layer_plus_one"]
 
 
 class Tempering(NamedTuple):
@@ -27,7 +27,7 @@ class LayerConfig:
 
     places: Mapping[str, Location]
     mixer: Literal["attention", "latent"] = "attention"
-    feed_forward: Literal["gated", "mixture"] = "gated"
+    feed_forward: Literal["gated", "plain", "mixture"] = "gated"
     window: int = 0
     chunk: int = 0
     rotary: str | None = ""
@@ -60,8 +60,10 @@ class LatentConfig:
 @dataclass(frozen=True)
 class DecoderConfig:
     """A decoder. The fields have transformers' names where it has one. `norms` are before a part of a layer, around it
-    or behind it. With `has_head_norms`, queries and keys have a norm a head, with `has_row_norms` one of all heads. The
-    unweighted ones are of heads that are turned. `attention_gate` is the function of a gate behind attention.
+    or behind it; parallel parts read the hidden states before the layer, by one norm or two. With `has_head_norms`,
+    queries and keys have a norm a head, with `has_row_norms` one of all heads. The unweighted ones are of turned heads.
+    Joined queries, keys and values are one product, which has so many groups of them, one behind the other.
+    `attention_gate` is the function of a gate behind attention.
     `sees_pictures`: in which layers the tokens of a picture see each other. Behind the first `deepstack` layers,
     further levels of an encoder are added."""
 
@@ -73,6 +75,8 @@ class DecoderConfig:
     norm: NormKind = "rms"
     epsilon: float = 1e-6
     norms: Literal["before", "around", "behind"] = "before"
+    parallel: Literal["", "one_norm", "two_norms"] = ""
+    joined_groups: int = 0
     has_head_norms: bool = False
     has_row_norms: bool = False
     has_unweighted_norms: bool = False
@@ -87,7 +91,7 @@ class DecoderConfig:
     softcap: float = 0.0
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    logits_divisor: float = 1.0
+    logits_multiplier: float = 1.0
     logits_softcap: float = 0.0
     sees_pictures: str = ""
     deepstack: int = 0

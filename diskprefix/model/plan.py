@@ -174,11 +174,16 @@ class Rotary:
 
 @dataclass(frozen=True)
 class WeightedNorm:
-    """A norm of rows or heads. `kind` is of `calls`."""
+    """A norm of rows or heads. `kind` is of `calls`. Weights are [width]; as many biases are behind those of a
+    layer norm. Heads may have weights of their own, one behind the other."""
 
     weight: Weight
     kind: int
     epsilon: float
+
+    def has(self, heads: int, width: int) -> bool:
+        """Returns whether there are weights for so many heads."""
+        return self.weight.shape == (heads * width * (2 if self.kind == calls.LAYER else 1),)
 
 
 @dataclass(frozen=True)
@@ -310,7 +315,7 @@ class ComputePlan:
     def norm(self, rows: Buffer, norm: WeightedNorm) -> Buffer:
         """Returns the norm of each row."""
         out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
-        self._require(rows.width == rows.stride and norm.weight.shape == (rows.width,), "a norm of other rows")
+        self._require(rows.width == rows.stride and norm.has(1, rows.width), "a norm of other rows")
         call = calls.NormCall(
             dtype=self.dtype, kind=norm.kind, width=rows.width, rows=rows.address, weight=norm.weight.address,
             out=out.address, epsilon=norm.epsilon,
@@ -349,6 +354,20 @@ class ComputePlan:
             bias=0 if matrix.bias is None else matrix.bias.address, out=out.address, out_row_stride=out.stride,
         )  # fmt: skip
         self._add(calls.DENSE, rows, call, matrix)
+
+    def of_groups(self, rows: Buffer, groups: int, first: int, width: int) -> Buffer:
+        """Returns `width` numbers, from number `first` on, of each of the equal groups of a row."""
+        if groups == 1:
+            return rows.part(first, width)
+        out = self.rows(groups * width)
+        self._require(rows.width % groups == 0 and first + width <= rows.width // groups, "groups of other rows")
+        call = calls.CopyCall(
+            num_heads=groups, num_bytes=width * self.item_bytes, source=rows.part(first, width).address,
+            row_bytes=rows.stride * self.item_bytes, head_bytes=rows.width // groups * self.item_bytes,
+            out=out.address, out_row_bytes=out.stride * self.item_bytes, out_head_bytes=width * self.item_bytes,
+        )  # fmt: skip
+        self._add(calls.COPY, rows, call)
+        return out
 
     def into_columns(self, rows: Buffer, matrices: HeadMatrices, behind: int) -> Buffer:
         """Returns the first numbers of each head times the columns of its matrix, and its last `behind` numbers as they
@@ -408,11 +427,14 @@ class ComputePlan:
         to: Location | None = None,
     ) -> None:
         """Changes rows of heads in place: each head gets its norm and is turned. Then it goes to memory `to`."""
-        self._require(rows.width % dim == 0 and (norm is None or norm.weight.shape == (dim,)), "heads of other rows")
+        num_heads = rows.width // dim
+        self._require(rows.width % dim == 0, "heads of other rows")
         call = calls.HeadsCall(
-            dtype=self.dtype, num_heads=rows.width // dim, dim=dim, row_stride=rows.stride, rows=rows.address, table=-1
+            dtype=self.dtype, num_heads=num_heads, dim=dim, row_stride=rows.stride, rows=rows.address, table=-1
         )
         if norm is not None:
+            self._require(norm.has(1, dim) or norm.has(num_heads, dim), "a norm of other heads")
+            call.norm_stride = 0 if norm.has(1, dim) else norm.weight.shape[0] // num_heads
             call.norm, call.norm_kind, call.epsilon = norm.weight.address, norm.kind, norm.epsilon
         if angles is not None:
             self._require(angles.first + 2 * angles.half <= dim and 2 * angles.half <= _MAX_ROTARY, "angles of others")

@@ -8,14 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from diskprefix.model.config import NormKind
 from diskprefix.model.exact.fused import matrix_of
 from diskprefix.model.exact.mixtures import is_mixture, matrices, matrices_of
 from diskprefix.model.plan import DenseExperts, DenseMatrix, HeadMatrices, PackedExperts, Weight, WeightedNorm
 from diskprefix.model.quants.quantised_experts import QuantisedExperts
+from diskprefix.native import calls
 from diskprefix.native.matrix import Matrix, fills_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_NORMS: Mapping[NormKind, int] = {
+    "rms": calls.ROUNDED,
+    "rms_unrounded": calls.UNROUNDED,
+    "rms_plus_one": calls.ONE_MORE,
+    "layer": calls.LAYER,
+    "layer_plus_one": calls.LAYER,
+}
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
@@ -29,7 +39,7 @@ class Slots:
     own names within a layer, by the usual ones."""
 
     def __init__(
-        self, model: PreTrainedModel, norm_kind: int, epsilon: float, names: Mapping[str, str], within: str = ""
+        self, model: PreTrainedModel, norm_kind: NormKind, epsilon: float, names: Mapping[str, str], within: str = ""
     ) -> None:
         self._model, self._norm, self._names, self._within = model, (norm_kind, epsilon), names, within
 
@@ -112,12 +122,26 @@ class Slots:
         """Returns a norm."""
         module = self._found(name)
         kind, epsilon = self._norm
-        weight = _weight(module.weight, self._model.dtype)
-        return WeightedNorm(weight, kind, getattr(module, "variance_epsilon", epsilon))
+        weights = torch.cat([_of_norm(one, kind) for one in getattr(module, "norms", [module])])
+        return WeightedNorm(
+            _weight(weights, self._model.dtype), _NORMS[kind], getattr(module, "variance_epsilon", epsilon)
+        )
 
     def unweighted_norm(self, width: int) -> WeightedNorm:
         """Returns a norm without weights."""
-        return WeightedNorm(_weight(torch.ones(width), self._model.dtype), *self._norm)
+        kind, epsilon = self._norm
+        return WeightedNorm(_weight(torch.ones(width), self._model.dtype), _NORMS[kind], epsilon)
+
+
+def _of_norm(module: Any, kind: NormKind) -> torch.Tensor:
+    """Returns the weights of a norm, with biases behind those of a layer norm, of each of its heads."""
+    weight: torch.Tensor = module.weight.detach()
+    if not kind.startswith("layer"):
+        return weight
+    if kind == "layer_plus_one":
+        weight = weight + 1
+    bias: torch.Tensor | None = getattr(module, "bias", None)
+    return torch.cat([weight, torch.zeros_like(weight) if bias is None else bias.detach()], dim=-1).flatten()
 
 
 def _matrix(module: Any, dtype: torch.dtype) -> Matrix | DenseMatrix:

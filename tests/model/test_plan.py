@@ -23,6 +23,7 @@ NUM_TOKENS = 70
 DENSE = """
     llama qwen2 qwen3 gemma gemma2 gemma3 mistral granite internlm3 iquestcoder cwm seed_oss
     qwen2_vl qwen2_5_vl qwen3_vl olmo2 olmo3 exaone4 hunyuan_v1_dense ernie4_5 smollm3 ministral3
+    phi3 glm glm4 cohere cohere2 starcoder2 stablelm arcee nemotron jais2 helium phi vaultgemma
 """
 
 MIXTURES = """
@@ -97,6 +98,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
         ),
+        ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}),
+        ("stablelm", {"use_parallel_residual": True}),
+        ("phi", {"qk_layernorm": True}),
+        ("cohere", {"use_qk_norm": True, "logit_scale": 0.25}),
+        ("cohere2", {"logit_scale": 0.25}),
         ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
         ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 _ROWS = 256
 """The rows that a plan is made for. A step of more makes a larger one."""
 _DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
-_NORMS = {"rms": calls.ROUNDED, "rms_unrounded": calls.UNROUNDED, "rms_plus_one": calls.ONE_MORE}
 
 
 class ModelPlan:
@@ -47,7 +46,7 @@ class ModelPlan:
         assert model is not None, "it runs"
         plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self._config.vocab_size, self._page_tokens)
         names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
-        decoder(plan, self._config, Slots(model, _NORMS[self._config.norm], self._config.epsilon, names))
+        decoder(plan, self._config, Slots(model, self._config.norm, self._config.epsilon, names))
         return plan
 
     def run(

@@ -1,7 +1,7 @@
 """Decoders: attention and gated products in each layer, and what takes their place in some.
 
 y = x + o(attention(q(n), k(n), v(n))), z = y + down(f(gate(m)) × up(m)), where n and m are norms of x and y. With norms
-around a part, what is added has a norm of its own.
+around a part, what is added has a norm of its own. If the parts are parallel, m is a norm of x, or n.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
             plan.pictures(hidden, number + 1)
     plan.hidden = plan.norm(hidden, slots.norm("norm"))
     plan.logits = plan.product(plan.that_get_logits(plan.hidden), slots.head())
-    if config.logits_divisor != 1:
-        plan.scale(plan.logits, 1 / config.logits_divisor)
+    if config.logits_multiplier != 1:
+        plan.scale(plan.logits, config.logits_multiplier)
     if config.logits_softcap:
         plan.logits = plan.gated(plan.logits, None, "tanh", config.logits_softcap)
 
@@ -41,16 +41,18 @@ def decoder_layer(
     angles: dict[str, RotaryAngles],
 ) -> None:
     """Adds what a layer computes to `hidden`."""
-    rows = plan.norm(hidden, slots.norm("input_layernorm")) if config.norms != "behind" else hidden
+    rows = normed = plan.norm(hidden, slots.norm("input_layernorm")) if config.norms != "behind" else hidden
+    before = "pre_feedforward_layernorm" if config.norms == "around" else "post_attention_layernorm"
+    if config.parallel == "two_norms":
+        normed = plan.norm(hidden, slots.norm(before))
     mixer = latent_attention if layer.mixer == "latent" else attention
     rows = mixer(plan, config, layer, slots.within("self_attn"), rows, angles)
     if config.norms != "before":
         rows = plan.norm(rows, slots.norm("post_attention_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
-    before = "pre_feedforward_layernorm" if config.norms == "around" else "post_attention_layernorm"
-    rows = plan.norm(hidden, slots.norm(before)) if config.norms != "behind" else hidden
-    feed_forward = mixture if layer.feed_forward == "mixture" else gated_products
-    rows = feed_forward(plan, config, slots.within("mlp"), rows)
+    if not config.parallel:
+        normed = plan.norm(hidden, slots.norm(before)) if config.norms != "behind" else hidden
+    rows = _FEED_FORWARD[layer.feed_forward](plan, config, slots.within("mlp"), normed)
     if config.norms != "before":
         rows = plan.norm(rows, slots.norm("post_feedforward_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
@@ -66,7 +68,10 @@ def attention(
 ) -> Buffer:
     """Returns the attention of a layer. Keys and values go to memory first."""
     dim, keys, values = config.head_dim, layer.places["keys"], layer.places["values"]
-    query, key, value = plan.products(rows, *(slots.matrix(name) for name in ("q_proj", "k_proj", "v_proj")))
+    if config.joined_groups:
+        query, key, value = parted(plan, config, plan.product(rows, slots.matrix("qkv_proj")))
+    else:
+        query, key, value = plan.products(rows, *(slots.matrix(name) for name in ("q_proj", "k_proj", "v_proj")))
     num_kv_heads = key.width // dim
     value_dim = value.width // num_kv_heads
     if config.has_row_norms:
@@ -105,6 +110,14 @@ def attention(
     return plan.product(attended, slots.matrix("o_proj"))
 
 
+def parted(plan: ComputePlan, config: DecoderConfig, joined: Buffer) -> list[Buffer]:
+    """Returns queries, keys and values of rows in which they lie joined."""
+    groups, of_queries = config.joined_groups, config.num_attention_heads * config.head_dim
+    queries, keys = of_queries // groups, (joined.width - of_queries) // 2 // groups
+    parts = (0, queries), (queries, keys), (queries + keys, keys)
+    return [plan.of_groups(joined, groups, first, width) for first, width in parts]
+
+
 def gated_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
     """Returns down(f(gate) × up)."""
     if config.has_joined_gate_up:
@@ -113,6 +126,12 @@ def gated_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows:
     else:
         gate, up = plan.products(rows, slots.matrix("gate_proj"), slots.matrix("up_proj"))
     return plan.product(plan.gated(gate, up, config.activation), slots.matrix("down_proj"))
+
+
+def plain_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
+    """Returns down(f(up))."""
+    up = plan.product(rows, slots.matrix("up_proj"))
+    return plan.product(plan.gated(up, None, config.activation), slots.matrix("down_proj"))
 
 
 def mixture(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
@@ -129,3 +148,6 @@ def mixture(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer
             shared = plan.gated(plan.product(rows, slots.matrix("shared_expert_gate")), shared, "sigmoid")
         plan.add(found, shared)
     return found
+
+
+_FEED_FORWARD = {"gated": gated_products, "plain": plain_products, "mixture": mixture}

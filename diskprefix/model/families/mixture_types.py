@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from diskprefix.model.config import MixtureConfig
@@ -30,15 +31,17 @@ _FLOAT_ROUTERS = (*_SIGMOID.split(), "deepseek_v2", "ernie4_5_moe", "hunyuan_v1_
 _SHARED: Mapping[str, Any] = {"hunyuan_v1_moe": "plain", "llama4_text": "plain", "qwen2_moe": "weighed"}
 
 
+def first_of(config: Any, names: str, default: Any) -> Any:
+    """Returns the first field of these names that says something."""
+    return next((found for one in names.split() if (found := getattr(config, one, None)) is not None), default)
+
+
 def mixture_of(config: Any, function: str) -> MixtureConfig | None:
     """Returns the mixture of a model, None if it has none. `function` is its activation."""
     name = config.model_type
     if name not in _ROUTERS:
         return None
-
-    def first(names: str, default: Any) -> Any:
-        return next((found for one in names.split() if (found := getattr(config, one, None)) is not None), default)
-
+    first = partial(first_of, config)
     counts, groups = config.num_experts_per_tok, first("n_group", 1)
     if first("topk_method", "") == "greedy":
         groups = 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diskprefix.model.config import DecoderConfig, LatentConfig, LayerConfig, Tempering
-from diskprefix.model.families.mixture_types import has_mixture, mixture_of
+from diskprefix.model.families.mixture_types import first_of, has_mixture, mixture_of
 from diskprefix.model.plan import Location, Rotary
 
 _PLAIN = """
@@ -44,6 +44,19 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "glm4_moe_lite": _LATENT,
+    "glm": {"has_joined_gate_up": True},
+    "glm4": {"has_joined_gate_up": True, "norms": "around"},
+    "phi3": {"has_joined_gate_up": True, "joined_groups": 1},
+    "arcee": _NOTHING,
+    "helium": {"norm": "rms_unrounded"},
+    "cohere": {"norm": "layer", "parallel": "one_norm"},
+    "cohere2": {"norm": "layer", "parallel": "one_norm"},
+    "jais2": {"norm": "layer"},
+    "nemotron": {"norm": "layer_plus_one"},
+    "phi": {"norm": "layer", "parallel": "one_norm"},
+    "stablelm": {"norm": "layer"},
+    "starcoder2": {"norm": "layer"},
+    "vaultgemma": _GEMMA,
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "norms": "around"},
     "gemma3_text": {**_GEMMA, "norms": "around", "has_head_norms": True},
@@ -65,6 +78,7 @@ _HUNYUAN_NORMS = {
     "self_attn.q_norm": "self_attn.query_layernorm",
     "self_attn.k_norm": "self_attn.key_layernorm",
 }
+_LAYER_NORMS = {"self_attn.q_norm": "self_attn.q_layernorm", "self_attn.k_norm": "self_attn.k_layernorm"}
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(["granitemoe", "granitemoe_swa", "granitemoeshared"], _GRANITE),
@@ -86,19 +100,38 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "mlp.gate": "feed_forward.router",
         "mlp.shared_experts": "feed_forward.shared_expert",
     },
+    "glm4": {
+        "post_attention_layernorm": "post_self_attn_layernorm",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+    },
+    "phi": {
+        "mlp.up_proj": "mlp.fc1",
+        "mlp.down_proj": "mlp.fc2",
+        "self_attn.o_proj": "self_attn.dense",
+        "norm": "final_layernorm",
+        **_LAYER_NORMS,
+    },
+    "stablelm": _LAYER_NORMS,
+    "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+    "vaultgemma": {"post_attention_layernorm": "pre_feedforward_layernorm"},
     "qwen2_moe": {"mlp.shared_experts": "mlp.shared_expert"},
 }
 """The names of the slots of layers, where they are not the usual ones."""
 
-_ROTARY_IN_WINDOWS = ("afmoe", "exaone4", "exaone_moe")
+_UNGATED = ("arcee", "jais2", "nemotron", "phi", "starcoder2")
+"""Those whose feed-forward part is of two plain products."""
+
+_ROTARY_IN_WINDOWS = ("afmoe", "cohere2", "exaone4", "exaone_moe")
 """Those whose layers without a window have no positions."""
 
-_NEIGHBOURS_TURN = ("ernie4_5", "ernie4_5_moe", "llama4_text")
+_NEIGHBOURS_TURN = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium", "llama4_text")
 """Those whose neighbouring numbers of a head turn together."""
 
 _ACTIVATIONS = {
     "silu": "silu",
     "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "squared_relu",
@@ -154,6 +187,7 @@ def of_model(
     residual = getattr(config, "residual_multiplier", 1.0)
     if hasattr(config, "scale_depth"):
         residual = config.scale_depth / config.num_hidden_layers**0.5
+    has_norms = getattr(config, "use_qk_norm", False) or getattr(config, "qk_layernorm", False)
     found: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "num_attention_heads": config.num_attention_heads,
@@ -163,10 +197,11 @@ def of_model(
             for number, (of_layer, window) in enumerate(zip(places, windows, strict=True))
         ),
         "rotary": rotary,
-        "epsilon": config.rms_norm_eps,
+        "epsilon": first_of(config, "rms_norm_eps layer_norm_eps norm_epsilon norm_eps", 0.0),
         "activation": activation,
-        "has_head_norms": getattr(config, "use_qk_norm", False) and config.model_type != "llama4_text",
-        "has_unweighted_norms": getattr(config, "use_qk_norm", False) and config.model_type == "llama4_text",
+        "parallel": "one_norm" if getattr(config, "use_parallel_residual", False) else "",
+        "has_head_norms": has_norms and config.model_type != "llama4_text",
+        "has_unweighted_norms": has_norms and config.model_type == "llama4_text",
         "value_multiplier": getattr(config, "attention_value_scale", None) or 1.0,
         "mixture": mixture_of(config, activation),
         "latent": _latent(config),
@@ -174,7 +209,7 @@ def of_model(
         "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,
         "embedding_multiplier": getattr(config, "embedding_multiplier", getattr(config, "scale_emb", 1.0)),
         "residual_multiplier": residual,
-        "logits_divisor": getattr(config, "logits_scaling", 1.0),
+        "logits_multiplier": getattr(config, "logit_scale", 1 / getattr(config, "logits_scaling", 1.0)),
         "logits_softcap": getattr(config, "final_logit_softcapping", None) or 0.0,
         "sees_pictures": sees_pictures,
     }
@@ -194,7 +229,11 @@ def _layer_of(
     return LayerConfig(
         places,
         mixer="latent" if "latent" in places else "attention",
-        feed_forward="mixture" if has_mixture(config, number) else "gated",
+        feed_forward="mixture"
+        if has_mixture(config, number)
+        else "plain"
+        if config.model_type in _UNGATED
+        else "gated",
         window=0 if kind == "chunked_attention" else window,
         chunk=window if kind == "chunked_attention" else 0,
         rotary=name,
