@@ -37,19 +37,23 @@ class LayerConfig:
 @dataclass(frozen=True)
 class MixtureConfig:
     """The mixture of experts of layers. With `has_float_router` the logits of routers are float32. `shared`: gated
-    products that all rows have besides, which a gate of their own may weigh."""
+    products that all rows have besides, which a gate of their own may weigh. They are added, or the average is taken.
+    What is found may have a norm."""
 
     router: Router
     gating: Gating
     has_float_router: bool = False
     shared: Literal["", "plain", "weighed"] = ""
+    is_average: bool = False
+    has_norm: bool = False
 
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """The sizes of latent attention: of latents, of the parts of a head's query for keys and with the rotary
-    positions, and of a head's values. With `has_query_latents`, queries are products of latents of their own."""
+    """The sizes of latent attention: of heads, latents, the parts of a head's query for keys and with the rotary
+    positions, and a head's values. With `has_query_latents`, queries are products of latents of their own."""
 
+    num_heads: int
     latent_dim: int
     key_dim: int
     rotary_dim: int
@@ -62,13 +66,12 @@ class DecoderConfig:
     """A decoder. The fields have transformers' names where it has one. `norms` are before a part of a layer, around it
     or behind it; parallel parts read the hidden states before the layer, by one norm or two. With `has_head_norms`,
     queries and keys have a norm a head, with `has_row_norms` one of all heads. The unweighted ones are of turned heads.
-    Joined queries, keys and values are one product, which has so many groups of them, one behind the other.
-    `attention_gate` is the function of a gate behind attention.
+    Joined queries, keys and values are one product, with those of a head of keys together if they are joined in heads.
+    Inner norms are before the last product of a part. `attention_gate` is the function of a gate behind attention.
     `sees_pictures`: in which layers the tokens of a picture see each other. Behind the first `deepstack` layers,
     further levels of an encoder are added."""
 
     vocab_size: int
-    num_attention_heads: int
     head_dim: int
     layers: tuple[LayerConfig, ...]
     rotary: Mapping[str, Rotary]
@@ -76,13 +79,15 @@ class DecoderConfig:
     epsilon: float = 1e-6
     norms: Literal["before", "around", "behind"] = "before"
     parallel: Literal["", "one_norm", "two_norms"] = ""
-    joined_groups: int = 0
+    joined: Literal["", "in_parts", "in_heads"] = ""
     has_head_norms: bool = False
     has_row_norms: bool = False
     has_unweighted_norms: bool = False
     has_norms_behind_rotary: bool = False
     value_multiplier: float = 1.0
     attention_gate: str = ""
+    has_embedding_norm: bool = False
+    has_inner_norms: bool = False
     has_joined_gate_up: bool = False
     activation: str = "silu"
     mixture: MixtureConfig | None = None

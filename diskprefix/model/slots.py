@@ -42,6 +42,7 @@ class Slots:
         self, model: PreTrainedModel, norm_kind: NormKind, epsilon: float, names: Mapping[str, str], within: str = ""
     ) -> None:
         self._model, self._norm, self._names, self._within = model, (norm_kind, epsilon), names, within
+        self._width = model.config.get_text_config(decoder=True).hidden_size
 
     def within(self, name: str) -> Slots:
         """Returns the slots of a module in this one."""
@@ -81,7 +82,7 @@ class Slots:
             if all(_fills(weight) for weight, _ in found.values()):
                 parts = (found.get(part) for part in ("gate", "up", "down"))
                 return PackedExperts(*([] if part is None else matrices(*part) for part in parts))
-        # Those of some models are in no interface, and turned.
+        # Those of some models are in no interface.
         has_up, has_bias = getattr(module, "has_gate", True), getattr(module, "has_bias", False)
         names = "gate_up_proj" if has_up else "up_proj", "down_proj"
         first, last = (_weight(getattr(module, one), self._model.dtype) for one in names)
@@ -90,7 +91,7 @@ class Slots:
             last,
             [_weight(getattr(module, f"{one}_bias"), torch.float32) for one in names] if has_bias else None,
             has_up=has_up,
-            is_turned=getattr(module, "is_transposed", True),
+            is_turned=(first.shape[2], last.shape[1]) != (self._width, self._width),
             turns_about=not getattr(module, "is_concatenated", True),
         )
 
@@ -122,10 +123,9 @@ class Slots:
         """Returns a norm."""
         module = self._found(name)
         kind, epsilon = self._norm
-        weights = torch.cat([_of_norm(one, kind) for one in getattr(module, "norms", [module])])
-        return WeightedNorm(
-            _weight(weights, self._model.dtype), _NORMS[kind], getattr(module, "variance_epsilon", epsilon)
-        )
+        weights = [_of_norm(one, kind, self._width) for one in getattr(module, "norms", [module])]
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", epsilon))
+        return WeightedNorm(_weight(torch.cat(weights), self._model.dtype), _NORMS[kind], epsilon)
 
     def unweighted_norm(self, width: int) -> WeightedNorm:
         """Returns a norm without weights."""
@@ -133,9 +133,11 @@ class Slots:
         return WeightedNorm(_weight(torch.ones(width), self._model.dtype), _NORMS[kind], epsilon)
 
 
-def _of_norm(module: Any, kind: NormKind) -> torch.Tensor:
-    """Returns the weights of a norm, with biases behind those of a layer norm, of each of its heads."""
-    weight: torch.Tensor = module.weight.detach()
+def _of_norm(module: Any, kind: NormKind, width: int) -> torch.Tensor:
+    """Returns the weights of a norm, with biases behind those of a layer norm, of each of its heads. Some norms of
+    hidden states have none."""
+    found: torch.Tensor | None = getattr(module, "weight", None)
+    weight = torch.ones(width) if found is None else found.detach()
     if not kind.startswith("layer"):
         return weight
     if kind == "layer_plus_one":

@@ -24,14 +24,16 @@ DENSE = """
     llama qwen2 qwen3 gemma gemma2 gemma3 mistral granite internlm3 iquestcoder cwm seed_oss
     qwen2_vl qwen2_5_vl qwen3_vl olmo2 olmo3 exaone4 hunyuan_v1_dense ernie4_5 smollm3 ministral3
     phi3 glm glm4 cohere cohere2 starcoder2 stablelm arcee nemotron jais2 helium phi vaultgemma
+    olmo granite_swa hyperclovax nanochat bitnet cohere_compass_text
 """
 
 MIXTURES = """
     qwen3_moe qwen2_moe mixtral gpt_oss minimax_m2 granitemoe granitemoeshared granitemoe_swa hunyuan_v1_moe dots1
     glm4_moe ernie4_5_moe olmoe flex_olmo mimo_v2_flash llama4 exaone_moe afmoe hy_v3 solar_open laguna mellum
+    phimoe cohere2_moe qwen3_vl_moe aria_text kolibri1 flint step3p7
 """
 
-LATENT = "youtu minicpm3 deepseek_v2 deepseek_v3 glm4_moe_lite"
+LATENT = "axk1 mistral4 youtu minicpm3 deepseek_v2 deepseek_v3 glm4_moe_lite"
 
 FAMILIES = [*DENSE.split(), *MIXTURES.split(), *LATENT.split()]
 
@@ -103,6 +105,17 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
         ("phi", {"qk_layernorm": True}),
         ("cohere", {"use_qk_norm": True, "logit_scale": 0.25}),
         ("cohere2", {"logit_scale": 0.25}),
+        (
+            "cohere2_moe",
+            {
+                "num_shared_experts": 1,
+                "expert_selection_fn": "sigmoid",
+                "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+                "prefix_dense_intermediate_size": 96,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+        ),
+        ("cohere2_moe", {"rms_norm_eps": 1e-6}),
         ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
         ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),

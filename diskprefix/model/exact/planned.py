@@ -17,7 +17,7 @@ from diskprefix.model.config import DecoderConfig
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.exact.vision_encoder import PictureRows, encoded_rows
 from diskprefix.model.families.decoder import decoder
-from diskprefix.model.families.model_types import NAMES, SECTIONS_IN_ORDER, has_plan, of_model, pairing_of
+from diskprefix.model.families.model_types import NAMES, SECTIONS_IN_ORDER, TURN_BACK, has_plan, of_model, pairing_of
 from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary
 from diskprefix.model.slots import Slots, decoder_of
 from diskprefix.native import calls
@@ -142,8 +142,11 @@ def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
     found = {}
     for kind, prefix in kinds.items():
         frequencies = getattr(module, f"{prefix}inv_freq").float().numpy()
-        axes = _axes(getattr(module, "mrope_section", None), len(frequencies), model)
+        sections: Any = getattr(module, "mrope_section", None)
+        axes = _axes(sections[kind] if isinstance(sections, dict) else sections, len(frequencies), model)
         factor = float(getattr(module, f"{prefix}attention_scaling"))
+        if model.config.model_type in TURN_BACK:
+            frequencies = -frequencies
         found[kind] = Rotary(frequencies, factor, pairing_of(model.config.get_text_config(decoder=True)), axes=axes)
     for one in getattr(decoder_of(model), "rotary_embs", ()):
         theta = str(one.config.rope_parameters["rope_theta"])

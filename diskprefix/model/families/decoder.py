@@ -18,6 +18,8 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
     hidden = plan.embeddings(slots.table("embed_tokens"))
     if config.embedding_multiplier != 1:
         plan.scale(hidden, config.embedding_multiplier)
+    if config.has_embedding_norm:
+        hidden = plan.norm(hidden, slots.norm("embedding_norm"))
     plan.pictures(hidden)
     for number, layer in enumerate(config.layers):
         with plan.scratch():
@@ -68,8 +70,9 @@ def attention(
 ) -> Buffer:
     """Returns the attention of a layer. Keys and values go to memory first."""
     dim, keys, values = config.head_dim, layer.places["keys"], layer.places["values"]
-    if config.joined_groups:
-        query, key, value = parted(plan, config, plan.product(rows, slots.matrix("qkv_proj")))
+    if config.joined:
+        joined = plan.product(rows, slots.matrix("qkv_proj"))
+        query, key, value = parted(plan, joined, keys.heads, dim, in_heads=config.joined == "in_heads")
     else:
         query, key, value = plan.products(rows, *(slots.matrix(name) for name in ("q_proj", "k_proj", "v_proj")))
     num_kv_heads = key.width // dim
@@ -107,13 +110,15 @@ def attention(
     )
     if config.attention_gate:
         attended = plan.gated(plan.product(rows, slots.matrix("gate_proj")), attended, config.attention_gate)
+    if config.has_inner_norms:
+        attended = plan.norm(attended, slots.norm("inner_norm"))
     return plan.product(attended, slots.matrix("o_proj"))
 
 
-def parted(plan: ComputePlan, config: DecoderConfig, joined: Buffer) -> list[Buffer]:
+def parted(plan: ComputePlan, joined: Buffer, heads: int, dim: int, *, in_heads: bool) -> list[Buffer]:
     """Returns queries, keys and values of rows in which they lie joined."""
-    groups, of_queries = config.joined_groups, config.num_attention_heads * config.head_dim
-    queries, keys = of_queries // groups, (joined.width - of_queries) // 2 // groups
+    groups, keys = (heads, dim) if in_heads else (1, heads * dim)
+    queries = joined.width // groups - 2 * keys
     parts = (0, queries), (queries, keys), (queries + keys, keys)
     return [plan.of_groups(joined, groups, first, width) for first, width in parts]
 
@@ -125,7 +130,10 @@ def gated_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows:
         gate, up = both.part(0, both.width // 2), both.part(both.width // 2, both.width // 2)
     else:
         gate, up = plan.products(rows, slots.matrix("gate_proj"), slots.matrix("up_proj"))
-    return plan.product(plan.gated(gate, up, config.activation), slots.matrix("down_proj"))
+    gated = plan.gated(gate, up, config.activation)
+    if config.has_inner_norms:
+        gated = plan.norm(gated, slots.norm("inner_norm"))
+    return plan.product(gated, slots.matrix("down_proj"))
 
 
 def plain_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
@@ -147,7 +155,9 @@ def mixture(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer
         if mix.shared == "weighed":
             shared = plan.gated(plan.product(rows, slots.matrix("shared_expert_gate")), shared, "sigmoid")
         plan.add(found, shared)
-    return found
+        if mix.is_average:
+            plan.scale(found, 0.5)
+    return plan.norm(found, slots.norm("post_mlp_layernorm")) if mix.has_norm else found
 
 
 _FEED_FORWARD = {"gated": gated_products, "plain": plain_products, "mixture": mixture}

@@ -11,16 +11,17 @@ from diskprefix.model.families.mixture_types import first_of, has_mixture, mixtu
 from diskprefix.model.plan import Location, Rotary
 
 _PLAIN = """
-    cwm ernie4_5 granite internlm3 iquestcoder llama ministral ministral3 mistral qwen2 qwen2_5_vl_text qwen2_vl_text
-    seed_oss smollm3
+    aria_text cwm ernie4_5 granite granite_swa internlm3 iquestcoder llama ministral ministral3 mistral qwen2
+    qwen2_5_vl_text qwen2_vl_text seed_oss smollm3
 """
 _MIXTURES = "glm4_moe granitemoe mimo_v2_flash mixtral qwen2_moe solar_open"
-_WITH_HEAD_NORMS = "dots1 exaone_moe hy_v3 mellum qwen3 qwen3_moe qwen3_vl_text"
+_WITH_HEAD_NORMS = "dots1 exaone_moe flint hy_v3 mellum qwen3 qwen3_moe qwen3_vl_moe_text qwen3_vl_text"
+_LATENT = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 mistral4 youtu"
 _NOTHING: Mapping[str, Any] = {}
 _HEAD_NORMS: Mapping[str, Any] = {"has_head_norms": True}
-_LATENT: Mapping[str, Any] = {}
 _OLMO: Mapping[str, Any] = {"has_row_norms": True, "norm": "rms_unrounded", "norms": "behind"}
 _HUNYUAN: Mapping[str, Any] = {"has_head_norms": True, "has_norms_behind_rotary": True}
+_COHERE = ("cohere", "cohere2", "cohere2_moe", "cohere_compass_text")
 _GEMMA: Mapping[str, Any] = {"norm": "rms_plus_one", "embedding_multiplier": "root of hidden_size"}
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -39,19 +40,26 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "minimax_m2": {"has_row_norms": True},
     "olmoe": {"has_row_norms": True},
     "llama4_text": {"has_norms_behind_rotary": True},
-    "youtu": _LATENT,
-    "minicpm3": _LATENT,
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "glm4_moe_lite": _LATENT,
+    **dict.fromkeys(_LATENT.split(), _NOTHING),
     "glm": {"has_joined_gate_up": True},
     "glm4": {"has_joined_gate_up": True, "norms": "around"},
-    "phi3": {"has_joined_gate_up": True, "joined_groups": 1},
+    "phi3": {"has_joined_gate_up": True, "joined": "in_parts"},
     "arcee": _NOTHING,
     "helium": {"norm": "rms_unrounded"},
-    "cohere": {"norm": "layer", "parallel": "one_norm"},
-    "cohere2": {"norm": "layer", "parallel": "one_norm"},
+    "bitnet": {"has_inner_norms": True},
+    **{name: {"norm": "layer", "parallel": "one_norm"} for name in _COHERE},
+    "hyperclovax": {"norms": "around"},
     "jais2": {"norm": "layer"},
+    "kolibri1": {"norms": "around", "has_head_norms": True},
+    "nanochat": {
+        "norm": "rms_unrounded",
+        "has_unweighted_norms": True,
+        "has_norms_behind_rotary": True,
+        "has_embedding_norm": True,
+    },
+    "olmo": {"norm": "layer"},
+    "phimoe": {"norm": "layer"},
+    "step3p5": {"norm": "rms_plus_one", "has_head_norms": True, "attention_gate": "sigmoid"},
     "nemotron": {"norm": "layer_plus_one"},
     "phi": {"norm": "layer", "parallel": "one_norm"},
     "stablelm": {"norm": "layer"},
@@ -79,6 +87,11 @@ _HUNYUAN_NORMS = {
     "self_attn.k_norm": "self_attn.key_layernorm",
 }
 _LAYER_NORMS = {"self_attn.q_norm": "self_attn.q_layernorm", "self_attn.k_norm": "self_attn.k_layernorm"}
+_GLM_NORMS = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(["granitemoe", "granitemoe_swa", "granitemoeshared"], _GRANITE),
@@ -100,11 +113,18 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "mlp.gate": "feed_forward.router",
         "mlp.shared_experts": "feed_forward.shared_expert",
     },
-    "glm4": {
-        "post_attention_layernorm": "post_self_attn_layernorm",
+    "aria_text": {"mlp.gate": "mlp.router"},
+    "bitnet": {"self_attn.inner_norm": "self_attn.attn_sub_norm", "mlp.inner_norm": "mlp.ffn_sub_norm"},
+    "flint": {"mlp.shared_experts": "mlp.shared_expert"},
+    **dict.fromkeys(["glm4", "kolibri1"], _GLM_NORMS),
+    "hyperclovax": {
+        "post_attention_layernorm": "post_norm1",
         "pre_feedforward_layernorm": "post_attention_layernorm",
-        "post_feedforward_layernorm": "post_mlp_layernorm",
+        "post_feedforward_layernorm": "post_norm2",
     },
+    "nanochat": {"embedding_norm": "norm", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
+    "phimoe": {"mlp.gate": "mlp.router"},
+    "step3p5": {"self_attn.gate_proj": "self_attn.g_proj"},
     "phi": {
         "mlp.up_proj": "mlp.fc1",
         "mlp.down_proj": "mlp.fc2",
@@ -119,14 +139,30 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """The names of the slots of layers, where they are not the usual ones."""
 
-_UNGATED = ("arcee", "jais2", "nemotron", "phi", "starcoder2")
+_UNGATED = ("arcee", "jais2", "nanochat", "nemotron", "phi", "starcoder2")
 """Those whose feed-forward part is of two plain products."""
 
-_ROTARY_IN_WINDOWS = ("afmoe", "cohere2", "exaone4", "exaone_moe")
+_ROTARY_IN_WINDOWS = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1")
 """Those whose layers without a window have no positions."""
 
-_NEIGHBOURS_TURN = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium", "llama4_text")
+_NEIGHBOURS_TURN = (
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "glm",
+    "glm4",
+    "helium",
+    "llama4_text",
+)
 """Those whose neighbouring numbers of a head turn together."""
+
+TURN_BACK = ("nanochat",)
+"""Those whose heads turn the other way."""
+
+_WITHOUT = {"clip_qkv": None, "swiglu_limits": None, "swiglu_limits_shared": None, "use_post_norm": True}
+"""What fields say of a model without an option that plans lack."""
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -143,7 +179,7 @@ def has_plan(config: Any) -> bool:
     counts = getattr(config, "num_experts_per_tok", None)
     is_even = not isinstance(counts, list) or len(set(counts)) == 1
     is_known = config.model_type in OPTIONS and _activation(config) in _ACTIVATIONS
-    return is_known and is_even and getattr(config, "clip_qkv", None) is None
+    return is_known and is_even and all(getattr(config, one, said) == said for one, said in _WITHOUT.items())
 
 
 def _activation(config: Any) -> str:
@@ -161,6 +197,7 @@ def _latent(config: Any) -> LatentConfig | None:
     if getattr(config, "kv_lora_rank", None) is None:
         return None
     return LatentConfig(
+        config.num_attention_heads,
         config.kv_lora_rank,
         config.qk_nope_head_dim,
         config.qk_rope_head_dim,
@@ -181,23 +218,25 @@ def of_model(
     options = {**OPTIONS[config.model_type]}
     if options.get("embedding_multiplier") == "root of hidden_size" or getattr(config, "mup_enabled", False):
         options["embedding_multiplier"] = config.hidden_size**0.5
+    if config.model_type == "cohere2_moe" and config.rms_norm_eps is not None:
+        options["norm"] = "rms"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     scale = getattr(config, "attention_multiplier", None) or getattr(config, "query_pre_attn_scalar", head_dim) ** -0.5
     activation = _ACTIVATIONS[_activation(config)]
     residual = getattr(config, "residual_multiplier", 1.0)
     if hasattr(config, "scale_depth"):
         residual = config.scale_depth / config.num_hidden_layers**0.5
+    scaling, is_multiplied = getattr(config, "logits_scaling", 1.0), config.model_type == "hyperclovax"
     has_norms = getattr(config, "use_qk_norm", False) or getattr(config, "qk_layernorm", False)
     found: dict[str, Any] = {
         "vocab_size": config.vocab_size,
-        "num_attention_heads": config.num_attention_heads,
         "head_dim": head_dim,
         "layers": tuple(
             _layer_of(config, number, window, of_layer, rotary)
             for number, (of_layer, window) in enumerate(zip(places, windows, strict=True))
         ),
         "rotary": rotary,
-        "epsilon": first_of(config, "rms_norm_eps layer_norm_eps norm_epsilon norm_eps", 0.0),
+        "epsilon": first_of(config, "rms_norm_eps layer_norm_eps norm_epsilon norm_eps", 1e-5),
         "activation": activation,
         "parallel": "one_norm" if getattr(config, "use_parallel_residual", False) else "",
         "has_head_norms": has_norms and config.model_type != "llama4_text",
@@ -209,7 +248,7 @@ def of_model(
         "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,
         "embedding_multiplier": getattr(config, "embedding_multiplier", getattr(config, "scale_emb", 1.0)),
         "residual_multiplier": residual,
-        "logits_multiplier": getattr(config, "logit_scale", 1 / getattr(config, "logits_scaling", 1.0)),
+        "logits_multiplier": getattr(config, "logit_scale", scaling if is_multiplied else 1 / scaling),
         "logits_softcap": getattr(config, "final_logit_softcapping", None) or 0.0,
         "sees_pictures": sees_pictures,
     }
@@ -224,7 +263,7 @@ def _layer_of(
     tempering = None
     if name is None and getattr(config, "attn_temperature_tuning", False):
         tempering = Tempering(1, config.floor_scale, config.attn_scale)
-    if config.model_type == "ministral3" and (beta := config.rope_parameters.get("llama_4_scaling_beta")):
+    if config.model_type in ("ministral3", "mistral4") and (beta := config.rope_parameters.get("llama_4_scaling_beta")):
         tempering = Tempering(0, config.rope_parameters["original_max_position_embeddings"], beta)
     return LayerConfig(
         places,
@@ -246,6 +285,9 @@ def _rotary_of(config: Any, number: int, window: int, kind: str, rotary: Mapping
     with_rotary, thetas = getattr(config, "no_rope_layers", None), getattr(config, "layer_rope_theta", None)
     if (with_rotary and not with_rotary[number]) or (thetas and not thetas[number]):
         return None
-    if config.model_type in _ROTARY_IN_WINDOWS and not window and config.sliding_window is not None:
+    if (getattr(config, "rope_parameters", None) or {}).get(kind, "") is None:
+        return None
+    is_dense = getattr(config, "prefix_dense_sliding_window_pattern", 0) == 1 and not has_mixture(config, number)
+    if config.model_type in _ROTARY_IN_WINDOWS and not (window or is_dense) and config.sliding_window is not None:
         return None
     return str(thetas[number]) if thetas else "" if "" in rotary else kind
