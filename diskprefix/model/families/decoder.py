@@ -18,6 +18,8 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
     hidden = plan.embeddings(slots.table("embed_tokens"))
     if config.embedding_multiplier != 1:
         plan.scale(hidden, config.embedding_multiplier)
+    if config.position_offset is not None:
+        plan.add(hidden, plan.of_positions(slots.table("embed_positions"), config.position_offset))
     if config.has_embedding_norm:
         hidden = plan.norm(hidden, slots.norm("embedding_norm"))
     plan.pictures(hidden)

@@ -46,6 +46,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"has_joined_gate_up": True, "joined": "in_parts"},
     "arcee": _NOTHING,
     "helium": {"norm": "rms_unrounded"},
+    "biogpt": {"norm": "layer", "position_offset": 2},
+    "gpt2": {"norm": "layer", "position_offset": 0, "joined": "in_parts"},
+    "gpt_bigcode": {"norm": "layer", "position_offset": 0, "joined": "in_heads"},
+    "gpt_neox": {"norm": "layer", "joined": "in_heads"},
+    "opt": {"norm": "layer", "position_offset": 2},
+    "persimmon": {"norm": "layer", "joined": "in_heads"},
     "bitnet": {"has_inner_norms": True},
     **{name: {"norm": "layer", "parallel": "one_norm"} for name in _COHERE},
     "hyperclovax": {"norms": "around"},
@@ -92,6 +98,26 @@ _GLM_NORMS = {
     "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "post_mlp_layernorm",
 }
+_GPT2 = {
+    "embed_tokens": "wte",
+    "embed_positions": "wpe",
+    "layers": "h",
+    "norm": "ln_f",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "self_attn.qkv_proj": "attn.c_attn",
+    "self_attn.o_proj": "attn.c_proj",
+    "mlp.up_proj": "mlp.c_fc",
+    "mlp.down_proj": "mlp.c_proj",
+}
+_NEOX = {"mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
+_OPT = {
+    "input_layernorm": "self_attn_layer_norm",
+    "post_attention_layernorm": "final_layer_norm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "mlp.up_proj": "fc1",
+    "mlp.down_proj": "fc2",
+}
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(["granitemoe", "granitemoe_swa", "granitemoeshared"], _GRANITE),
@@ -114,6 +140,23 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "mlp.shared_experts": "feed_forward.shared_expert",
     },
     "aria_text": {"mlp.gate": "mlp.router"},
+    "biogpt": {"norm": "layer_norm", **_OPT},
+    **dict.fromkeys(["gpt2", "gpt_bigcode"], _GPT2),
+    "gpt_neox": {
+        "embed_tokens": "embed_in",
+        "norm": "final_layer_norm",
+        "self_attn.qkv_proj": "attention.query_key_value",
+        "self_attn.o_proj": "attention.dense",
+        **_NEOX,
+    },
+    "opt": {"norm": "final_layer_norm", **_OPT},
+    "persimmon": {
+        "norm": "final_layernorm",
+        "self_attn.qkv_proj": "self_attn.query_key_value",
+        "self_attn.o_proj": "self_attn.dense",
+        **_NEOX,
+        **_LAYER_NORMS,
+    },
     "bitnet": {"self_attn.inner_norm": "self_attn.attn_sub_norm", "mlp.inner_norm": "mlp.ffn_sub_norm"},
     "flint": {"mlp.shared_experts": "mlp.shared_expert"},
     **dict.fromkeys(["glm4", "kolibri1"], _GLM_NORMS),
@@ -139,7 +182,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """The names of the slots of layers, where they are not the usual ones."""
 
-_UNGATED = ("arcee", "jais2", "nanochat", "nemotron", "phi", "starcoder2")
+_UNGATED = "arcee biogpt gpt2 gpt_bigcode gpt_neox jais2 nanochat nemotron opt persimmon phi starcoder2"
 """Those whose feed-forward part is of two plain products."""
 
 _ROTARY_IN_WINDOWS = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1")
@@ -161,7 +204,17 @@ _NEIGHBOURS_TURN = (
 TURN_BACK = ("nanochat",)
 """Those whose heads turn the other way."""
 
-_WITHOUT = {"clip_qkv": None, "swiglu_limits": None, "swiglu_limits_shared": None, "use_post_norm": True}
+_WITHOUT = {
+    "add_cross_attention": False,
+    "clip_qkv": None,
+    "do_layer_norm_before": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "swiglu_limits": None,
+    "swiglu_limits_shared": None,
+    "use_post_norm": True,
+    "_remove_final_layer_norm": False,
+}
 """What fields say of a model without an option that plans lack."""
 
 _ACTIVATIONS = {
@@ -179,11 +232,12 @@ def has_plan(config: Any) -> bool:
     counts = getattr(config, "num_experts_per_tok", None)
     is_even = not isinstance(counts, list) or len(set(counts)) == 1
     is_known = config.model_type in OPTIONS and _activation(config) in _ACTIVATIONS
+    is_even &= getattr(config, "word_embed_proj_dim", config.hidden_size) == config.hidden_size
     return is_known and is_even and all(getattr(config, one, said) == said for one, said in _WITHOUT.items())
 
 
 def _activation(config: Any) -> str:
-    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or ""
+    return str(first_of(config, "hidden_activation hidden_act activation_function", ""))
 
 
 def pairing_of(config: Any) -> int:
@@ -216,7 +270,8 @@ def of_model(
     """Returns what a configuration of transformers' says of a decoder of text, with the window of each layer, 0
     without, and its places in memory."""
     options = {**OPTIONS[config.model_type]}
-    if options.get("embedding_multiplier") == "root of hidden_size" or getattr(config, "mup_enabled", False):
+    is_scaled = getattr(config, "mup_enabled", False) or getattr(config, "scale_embedding", False)
+    if options.get("embedding_multiplier") == "root of hidden_size" or is_scaled:
         options["embedding_multiplier"] = config.hidden_size**0.5
     if config.model_type == "cohere2_moe" and config.rms_norm_eps is not None:
         options["norm"] = "rms"
@@ -226,6 +281,7 @@ def of_model(
     residual = getattr(config, "residual_multiplier", 1.0)
     if hasattr(config, "scale_depth"):
         residual = config.scale_depth / config.num_hidden_layers**0.5
+    parallel = "two_norms" if config.model_type == "gpt_neox" else "one_norm"
     scaling, is_multiplied = getattr(config, "logits_scaling", 1.0), config.model_type == "hyperclovax"
     has_norms = getattr(config, "use_qk_norm", False) or getattr(config, "qk_layernorm", False)
     found: dict[str, Any] = {
@@ -236,9 +292,9 @@ def of_model(
             for number, (of_layer, window) in enumerate(zip(places, windows, strict=True))
         ),
         "rotary": rotary,
-        "epsilon": first_of(config, "rms_norm_eps layer_norm_eps norm_epsilon norm_eps", 1e-5),
+        "epsilon": first_of(config, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps", 1e-5),
         "activation": activation,
-        "parallel": "one_norm" if getattr(config, "use_parallel_residual", False) else "",
+        "parallel": parallel if getattr(config, "use_parallel_residual", False) else "",
         "has_head_norms": has_norms and config.model_type != "llama4_text",
         "has_unweighted_norms": has_norms and config.model_type == "llama4_text",
         "value_multiplier": getattr(config, "attention_value_scale", None) or 1.0,
@@ -271,7 +327,7 @@ def _layer_of(
         feed_forward="mixture"
         if has_mixture(config, number)
         else "plain"
-        if config.model_type in _UNGATED
+        if config.model_type in _UNGATED.split()
         else "gated",
         window=0 if kind == "chunked_attention" else window,
         chunk=window if kind == "chunked_attention" else 0,
@@ -284,6 +340,8 @@ def _rotary_of(config: Any, number: int, window: int, kind: str, rotary: Mapping
     """Returns which positions a layer has, None without."""
     with_rotary, thetas = getattr(config, "no_rope_layers", None), getattr(config, "layer_rope_theta", None)
     if (with_rotary and not with_rotary[number]) or (thetas and not thetas[number]):
+        return None
+    if not rotary:
         return None
     if (getattr(config, "rope_parameters", None) or {}).get(kind, "") is None:
         return None
