@@ -7,6 +7,7 @@ around a part, what is added has a norm of its own. If the parts are parallel, m
 from __future__ import annotations
 
 from diskprefix.model.config import DecoderConfig, LayerConfig
+from diskprefix.model.families.feed_forward import FEED_FORWARD
 from diskprefix.model.families.latent_decoder import latent_attention
 from diskprefix.model.plan import Buffer, ComputePlan, RotaryAngles
 from diskprefix.model.slots import Slots
@@ -56,7 +57,7 @@ def decoder_layer(
     plan.add(hidden, rows, config.residual_multiplier)
     if not config.parallel:
         normed = plan.norm(hidden, slots.norm(before)) if config.norms != "behind" else hidden
-    rows = _FEED_FORWARD[layer.feed_forward](plan, config, slots.within("mlp"), normed)
+    rows = FEED_FORWARD[layer.feed_forward](plan, config, slots.within("mlp"), normed)
     if config.norms != "before":
         rows = plan.norm(rows, slots.norm("post_feedforward_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
@@ -123,43 +124,3 @@ def parted(plan: ComputePlan, joined: Buffer, heads: int, dim: int, *, in_heads:
     queries = joined.width // groups - 2 * keys
     parts = (0, queries), (queries, keys), (queries + keys, keys)
     return [plan.of_groups(joined, groups, first, width) for first, width in parts]
-
-
-def gated_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
-    """Returns down(f(gate) × up)."""
-    if config.has_joined_gate_up:
-        both = plan.product(rows, slots.matrix("gate_up_proj"))
-        gate, up = both.part(0, both.width // 2), both.part(both.width // 2, both.width // 2)
-    else:
-        gate, up = plan.products(rows, slots.matrix("gate_proj"), slots.matrix("up_proj"))
-    gated = plan.gated(gate, up, config.activation)
-    if config.has_inner_norms:
-        gated = plan.norm(gated, slots.norm("inner_norm"))
-    return plan.product(gated, slots.matrix("down_proj"))
-
-
-def plain_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
-    """Returns down(f(up))."""
-    up = plan.product(rows, slots.matrix("up_proj"))
-    return plan.product(plan.gated(up, None, config.activation), slots.matrix("down_proj"))
-
-
-def mixture(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
-    """Returns Σ weight × expert over the experts that the router chooses, plus the shared products."""
-    mix = config.mixture
-    assert mix is not None
-    is_float = mix.has_float_router
-    logits = plan.product(plan.widened(rows) if is_float else rows, slots.matrix("gate", is_float=is_float))
-    routes = plan.routes(logits, mix.router, slots.numbers("gate.e_score_correction_bias"))
-    found = plan.experts(rows, routes, slots.experts("experts"), mix.gating)
-    if mix.shared:
-        shared = gated_products(plan, config, slots.within("shared_experts"), rows)
-        if mix.shared == "weighed":
-            shared = plan.gated(plan.product(rows, slots.matrix("shared_expert_gate")), shared, "sigmoid")
-        plan.add(found, shared)
-        if mix.is_average:
-            plan.scale(found, 0.5)
-    return plan.norm(found, slots.norm("post_mlp_layernorm")) if mix.has_norm else found
-
-
-_FEED_FORWARD = {"gated": gated_products, "plain": plain_products, "mixture": mixture}

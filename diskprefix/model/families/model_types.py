@@ -4,7 +4,7 @@ say them. `of_model` reads these."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from diskprefix.model.config import DecoderConfig, LatentConfig, LayerConfig, Tempering
 from diskprefix.model.families.mixture_types import first_of, has_mixture, mixture_of
@@ -232,8 +232,8 @@ def has_plan(config: Any) -> bool:
     counts = getattr(config, "num_experts_per_tok", None)
     is_even = not isinstance(counts, list) or len(set(counts)) == 1
     is_known = config.model_type in OPTIONS and _activation(config) in _ACTIVATIONS
-    is_even &= getattr(config, "word_embed_proj_dim", config.hidden_size) == config.hidden_size
-    return is_known and is_even and all(getattr(config, one, said) == said for one, said in _WITHOUT.items())
+    without = _WITHOUT | {"word_embed_proj_dim": config.hidden_size}
+    return is_known and is_even and all(getattr(config, one, said) == said for one, said in without.items())
 
 
 def _activation(config: Any) -> str:
@@ -304,7 +304,7 @@ def of_model(
         "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,
         "embedding_multiplier": getattr(config, "embedding_multiplier", getattr(config, "scale_emb", 1.0)),
         "residual_multiplier": residual,
-        "logits_multiplier": getattr(config, "logit_scale", scaling if is_multiplied else 1 / scaling),
+        "logits_multiplier": first_of(config, "logit_scale", scaling if is_multiplied else 1 / scaling),
         "logits_softcap": getattr(config, "final_logit_softcapping", None) or 0.0,
         "sees_pictures": sees_pictures,
     }
@@ -321,14 +321,11 @@ def _layer_of(
         tempering = Tempering(1, config.floor_scale, config.attn_scale)
     if config.model_type in ("ministral3", "mistral4") and (beta := config.rope_parameters.get("llama_4_scaling_beta")):
         tempering = Tempering(0, config.rope_parameters["original_max_position_embeddings"], beta)
+    products: Literal["gated", "plain"] = "plain" if config.model_type in _UNGATED.split() else "gated"
     return LayerConfig(
         places,
         mixer="latent" if "latent" in places else "attention",
-        feed_forward="mixture"
-        if has_mixture(config, number)
-        else "plain"
-        if config.model_type in _UNGATED.split()
-        else "gated",
+        feed_forward="mixture" if has_mixture(config, number) else products,
         window=0 if kind == "chunked_attention" else window,
         chunk=window if kind == "chunked_attention" else 0,
         rotary=name,
@@ -341,9 +338,7 @@ def _rotary_of(config: Any, number: int, window: int, kind: str, rotary: Mapping
     with_rotary, thetas = getattr(config, "no_rope_layers", None), getattr(config, "layer_rope_theta", None)
     if (with_rotary and not with_rotary[number]) or (thetas and not thetas[number]):
         return None
-    if not rotary:
-        return None
-    if (getattr(config, "rope_parameters", None) or {}).get(kind, "") is None:
+    if not rotary or (getattr(config, "rope_parameters", None) or {}).get(kind, "") is None:
         return None
     is_dense = getattr(config, "prefix_dense_sliding_window_pattern", 0) == 1 and not has_mixture(config, number)
     if config.model_type in _ROTARY_IN_WINDOWS and not (window or is_dense) and config.sliding_window is not None:
