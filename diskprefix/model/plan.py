@@ -7,6 +7,7 @@ Python between the operators. What an operator computes for a row depends on tha
 from __future__ import annotations
 
 import ctypes
+import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -175,11 +176,16 @@ class Rotary:
 
 @dataclass(frozen=True)
 class WeightedNorm:
-    """A norm of rows or heads. `kind` is of `calls`."""
+    """A norm of rows or heads. `kind` is of `calls`. Weights are [width]; as many biases are behind those of a
+    layer norm. Heads may have weights of their own, one behind the other."""
 
     weight: Weight
     kind: int
     epsilon: float
+
+    def has(self, heads: int, width: int) -> bool:
+        """Returns whether there are weights for so many heads."""
+        return self.weight.shape == (heads * width * (2 if self.kind == calls.LAYER else 1),)
 
 
 @dataclass(frozen=True)
@@ -254,6 +260,7 @@ class ComputePlan:
         """The step's tokens for tables of so many rows."""
         self._logit_rows = self._numbers(max_rows)
         self._positions = self._numbers(_MAX_AXES * max_rows).reshape(_MAX_AXES, max_rows)
+        self._num_positions = sys.maxsize
         self._of_pictures: list[calls.ScatterCall] = []
         self._made: Any = None
 
@@ -299,6 +306,16 @@ class ComputePlan:
             self._pick(table.weight.address, ids, out, table.weight)
         return out
 
+    def of_positions(self, table: Matrix | DenseMatrix, offset: int) -> Buffer:
+        """Returns the rows of a table that the step's positions have, from row `offset` on."""
+        self._require(isinstance(table, DenseMatrix), "a table of quants for positions")
+        assert isinstance(table, DenseMatrix)
+        self._num_positions = table.rows - offset
+        out = self.rows(table.columns)
+        start = table.weight.address + offset * table.columns * self.item_bytes
+        self._pick(start, self._positions, out, table.weight)
+        return out
+
     def that_get_logits(self, rows: Buffer) -> Buffer:
         """Returns those of the rows that get logits."""
         if rows.is_of_logits:
@@ -315,7 +332,7 @@ class ComputePlan:
     def norm(self, rows: Buffer, norm: WeightedNorm) -> Buffer:
         """Returns the norm of each row."""
         out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
-        self._require(rows.width == rows.stride and norm.weight.shape == (rows.width,), "a norm of other rows")
+        self._require(rows.width == rows.stride and norm.has(1, rows.width), "a norm of other rows")
         call = calls.NormCall(
             dtype=self.dtype, kind=norm.kind, width=rows.width, rows=rows.address, weight=norm.weight.address,
             out=out.address, epsilon=norm.epsilon,
@@ -354,6 +371,20 @@ class ComputePlan:
             bias=0 if matrix.bias is None else matrix.bias.address, out=out.address, out_row_stride=out.stride,
         )  # fmt: skip
         self._add(calls.DENSE, rows, call, matrix)
+
+    def of_groups(self, rows: Buffer, groups: int, first: int, width: int) -> Buffer:
+        """Returns `width` numbers, from number `first` on, of each of the equal groups of a row."""
+        if groups == 1:
+            return rows.part(first, width)
+        out = self.rows(groups * width)
+        self._require(rows.width % groups == 0 and first + width <= rows.width // groups, "groups of other rows")
+        call = calls.CopyCall(
+            num_heads=groups, num_bytes=width * self.item_bytes, source=rows.part(first, width).address,
+            row_bytes=rows.stride * self.item_bytes, head_bytes=rows.width // groups * self.item_bytes,
+            out=out.address, out_row_bytes=out.stride * self.item_bytes, out_head_bytes=width * self.item_bytes,
+        )  # fmt: skip
+        self._add(calls.COPY, rows, call)
+        return out
 
     def into_columns(self, rows: Buffer, matrices: HeadMatrices, behind: int) -> Buffer:
         """Returns the first numbers of each head times the columns of its matrix, and its last `behind` numbers as they
@@ -430,11 +461,14 @@ class ComputePlan:
         to: Location | None = None,
     ) -> None:
         """Changes rows of heads in place: each head gets its norm and is turned. Then it goes to memory `to`."""
-        self._require(rows.width % dim == 0 and (norm is None or norm.weight.shape == (dim,)), "heads of other rows")
+        num_heads = rows.width // dim
+        self._require(rows.width % dim == 0, "heads of other rows")
         call = calls.HeadsCall(
-            dtype=self.dtype, num_heads=rows.width // dim, dim=dim, row_stride=rows.stride, rows=rows.address, table=-1
+            dtype=self.dtype, num_heads=num_heads, dim=dim, row_stride=rows.stride, rows=rows.address, table=-1
         )
         if norm is not None:
+            self._require(norm.has(1, dim) or norm.has(num_heads, dim), "a norm of other heads")
+            call.norm_stride = 0 if norm.has(1, dim) else norm.weight.shape[0] // num_heads
             call.norm, call.norm_kind, call.epsilon = norm.weight.address, norm.kind, norm.epsilon
         if angles is not None:
             half = angles.cosines.width
@@ -673,7 +707,7 @@ class ComputePlan:
         """Computes a step: `logits` and `hidden` have its results until the next one.
 
         `ids` are int64 [rows], `positions` [1, rows] or [3, rows]. Memory must have room for the rows. Raises
-        `IndexError` for a token that is none, `MemoryError`.
+        `IndexError` for a token or a position that is none, `MemoryError`.
         """
         num_rows, num_logits = len(ids), sum(run.num_logits for run in runs)
         self._require(0 < num_rows <= self.max_rows and num_logits <= num_rows, "a step of more rows than the plan has")
@@ -681,6 +715,8 @@ class ComputePlan:
         logit_rows = [np.arange(end - run.num_logits, end) for end, run in zip(ends, runs, strict=True)]
         if not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise IndexError(f"a token is none of the {self.vocab_size}: {ids.min()} or {ids.max()}")
+        if positions.max() >= self._num_positions:
+            raise IndexError(f"a position is none of the {self._num_positions}: {positions.max()}")
         self._logit_rows[:num_logits] = np.concatenate(logit_rows)
         for count, found in self._ids_below.items():
             found[:num_rows] = np.where(ids < count, ids, 0)

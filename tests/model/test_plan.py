@@ -23,14 +23,18 @@ NUM_TOKENS = 70
 DENSE = """
     llama qwen2 qwen3 gemma gemma2 gemma3 gemma3n gemma4 mistral granite internlm3 iquestcoder cwm seed_oss
     qwen2_vl qwen2_5_vl qwen3_vl gemma4_unified olmo2 olmo3 exaone4 hunyuan_v1_dense ernie4_5 smollm3 ministral3
+    phi3 glm glm4 cohere cohere2 starcoder2 stablelm arcee nemotron jais2 helium phi vaultgemma
+    olmo granite_swa hyperclovax nanochat bitnet cohere_compass_text
+    gpt_neox persimmon gpt_bigcode gpt2 opt biogpt
 """
 
 MIXTURES = """
     qwen3_moe qwen2_moe mixtral gpt_oss minimax_m2 granitemoe granitemoeshared granitemoe_swa hunyuan_v1_moe dots1
     glm4_moe ernie4_5_moe olmoe flex_olmo mimo_v2_flash llama4 exaone_moe afmoe hy_v3 solar_open laguna mellum
+    phimoe cohere2_moe qwen3_vl_moe aria_text kolibri1 flint step3p7
 """
 
-LATENT = "youtu minicpm3 deepseek_v2 deepseek_v3 glm4_moe_lite"
+LATENT = "axk1 mistral4 youtu minicpm3 deepseek_v2 deepseek_v3 glm4_moe_lite"
 
 FAMILIES = [*DENSE.split(), *MIXTURES.split(), *LATENT.split()]
 
@@ -99,6 +103,24 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
         ),
+        ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}),
+        ("stablelm", {"use_parallel_residual": True}),
+        ("phi", {"qk_layernorm": True}),
+        ("cohere", {"use_qk_norm": True, "logit_scale": 0.25}),
+        ("cohere2", {"logit_scale": 0.25}),
+        (
+            "cohere2_moe",
+            {
+                "num_shared_experts": 1,
+                "expert_selection_fn": "sigmoid",
+                "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+                "prefix_dense_intermediate_size": 96,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+        ),
+        ("cohere2_moe", {"rms_norm_eps": 1e-6}),
+        ("gpt_neox", {"use_parallel_residual": False}),
+        ("gpt_bigcode", {"multi_query": False}),
         ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
         ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
@@ -157,8 +179,25 @@ def test_rows_without_logits_change_none(name: str) -> None:
     assert state == of_alone
 
 
-@pytest.mark.parametrize(("name", "option"), [("olmoe", {"clip_qkv": 8.0}), ("hunyuan_v1_moe", {"moe_topk": [1, 2]})])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2]}),
+        ("hyperclovax", {"use_post_norm": False}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("opt", {"do_layer_norm_before": False}),
+        ("opt", {"word_embed_proj_dim": 32}),
+    ],
+)
 def test_a_model_with_an_option_that_plans_lack_has_none(name: str, option: dict[str, Any]) -> None:
     model = tiny_model(name, torch.float32, **option)
     layout, _ = make_exact(model)
     assert plan_of(model, layout, PAGE_TOKENS) is None
+
+
+def test_a_position_that_the_table_lacks_is_refused() -> None:
+    model = tiny_model("gpt2", torch.float32, n_positions=NUM_TOKENS - 1)
+    layout = exact(model)
+    with pytest.raises(IndexError, match=f"a position is none of the {NUM_TOKENS - 1}: {NUM_TOKENS - 1}"):
+        computed(model, layout, one=[NUM_TOKENS])

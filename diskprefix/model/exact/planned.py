@@ -20,6 +20,7 @@ from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import (
     NAMES,
     SECTIONS_IN_ORDER,
+    TURN_BACK,
     has_plan,
     of_model,
     padded_tokens,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 _ROWS = 256
 """The rows that a plan is made for. A step of more makes a larger one."""
 _DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
-_NORMS = {"rms": calls.ROUNDED, "rms_unrounded": calls.UNROUNDED, "rms_plus_one": calls.ONE_MORE}
 
 
 class ModelPlan:
@@ -55,7 +55,7 @@ class ModelPlan:
         assert model is not None, "it runs"
         plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self._config.vocab_size, self._page_tokens)
         names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
-        decoder(plan, self._config, Slots(model, _NORMS[self._config.norm], self._config.epsilon, names))
+        decoder(plan, self._config, Slots(model, self._config.norm, self._config.epsilon, names))
         return plan
 
     def run(
@@ -121,9 +121,14 @@ def _encoded(ids: np.ndarray, pictures: Sequence[PictureRows | None], runs: Sequ
     return EncodedRows(numbers, encoded.data_ptr(), encoded.nbytes // max(1, len(encoded)), encoded)
 
 
+def _layers(model: PreTrainedModel) -> Any:
+    names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
+    return getattr(decoder_of(model), names.get("layers", "layers"), ())
+
+
 def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> DecoderConfig:
     """Returns the configuration of a model."""
-    layers = layout.layers[: len(decoder_of(model).layers)]
+    layers = layout.layers[: len(_layers(model))]
     places = [places_of(layout, page_tokens, number) for number in range(len(layers))]
     windows = [spec.window or 0 for spec in layers]
     config = model.config.get_text_config(decoder=True)
@@ -135,7 +140,7 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
     further = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     if found.latent is not None:
         # With a factor for scaled positions.
-        found = replace(found, scale=decoder_of(model).layers[0].self_attn.scaling)
+        found = replace(found, scale=_layers(model)[0].self_attn.scaling)
     return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(further))
 
 
@@ -154,15 +159,21 @@ def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Locatio
 
 
 def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
-    module: Any = decoder_of(model).rotary_emb
+    module: Any = getattr(decoder_of(model), "rotary_emb", None)
+    if module is None:
+        return {}
+    config = model.config.get_text_config(decoder=True)
     # One kind of RoPE for the whole model, or one for each kind of layer.
     kinds = {"": ""} if isinstance(module.rope_type, str) else {kind: f"{kind}_" for kind in module.rope_type}
     found = {}
     for kind, prefix in kinds.items():
         frequencies = getattr(module, f"{prefix}inv_freq").float().numpy()
-        axes = _axes(getattr(module, "mrope_section", None), len(frequencies), model)
+        sections: Any = getattr(module, "mrope_section", None)
+        axes = _axes(sections[kind] if isinstance(sections, dict) else sections, len(frequencies), model)
         factor = float(getattr(module, f"{prefix}attention_scaling"))
-        found[kind] = Rotary(frequencies, factor, pairing_of(model.config.get_text_config(decoder=True)), axes=axes)
+        if config.model_type in TURN_BACK:
+            frequencies = -frequencies
+        found[kind] = Rotary(frequencies, factor, pairing_of(config), axes=axes)
     for one in getattr(decoder_of(model), "rotary_embs", ()):
         theta = str(one.config.rope_parameters["rope_theta"])
         found[theta] = Rotary(one.inv_freq.float().numpy(), float(one.attention_scaling))
@@ -194,7 +205,7 @@ def is_planned(model: PreTrainedModel, layout: Layout) -> bool:
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
     """Returns the plan of a model that is exact at every token, None for one of no family."""
     # The self-check computes the first layers alone.
-    key = layout, page_tokens, operators(), len(getattr(decoder_of(model), "layers", ()))
+    key = layout, page_tokens, operators(), len(_layers(model))
     known, plan = _plans.get(model, (None, None))
     if known != key:
         plan = ModelPlan(model, layout, page_tokens) if is_planned(model, layout) else None

@@ -20,7 +20,7 @@ def expanded(plan: ComputePlan, slots: Slots, hidden: Buffer, count: int) -> lis
     return streams
 
 
-def joined(plan: ComputePlan, slots: Slots, streams: Sequence[Buffer]) -> Buffer:
+def mean_of_streams(plan: ComputePlan, slots: Slots, streams: Sequence[Buffer]) -> Buffer:
     """Returns the mean of streams."""
     if len(streams) == 1:
         return streams[0]

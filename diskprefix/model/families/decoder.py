@@ -1,13 +1,14 @@
 """Decoders: attention and gated products in each layer, and what takes their place in some.
 
 y = x + o(attention(q(n), k(n), v(n))), z = y + down(f(gate(m)) × up(m)), where n and m are norms of x and y. With norms
-around a part, what is added has a norm of its own.
+around a part, what is added has a norm of its own. If the parts are parallel, m is a norm of x, or n.
 """
 
 from __future__ import annotations
 
 from diskprefix.model.config import DecoderConfig, LayerConfig
-from diskprefix.model.families.altup import correct, expanded, joined, predicted
+from diskprefix.model.families.altup import correct, expanded, mean_of_streams, predicted
+from diskprefix.model.families.feed_forward import FEED_FORWARD
 from diskprefix.model.families.late_gemma import inputs_of_layers, laurel, layer_input, mixture_beside
 from diskprefix.model.families.latent_decoder import latent_attention
 from diskprefix.model.plan import Buffer, ComputePlan, Location, RotaryAngles
@@ -20,6 +21,10 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
     hidden = plan.embeddings(slots.table("embed_tokens"))
     if config.embedding_multiplier != 1:
         plan.scale(hidden, config.embedding_multiplier)
+    if config.position_offset is not None:
+        plan.add(hidden, plan.of_positions(slots.table("embed_positions"), config.position_offset))
+    if config.has_embedding_norm:
+        hidden = plan.norm(hidden, slots.norm("embedding_norm"))
     plan.pictures(hidden)
     inputs = inputs_of_layers(plan, config, slots, hidden) if config.has_layer_inputs else None
     streams = expanded(plan, slots, hidden, config.num_streams)
@@ -44,10 +49,10 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
                 plan.scale(streams[0], of_layer.factor("layer_scalar"))
         if number < config.deepstack:
             plan.pictures(hidden, number + 1)
-    plan.hidden = plan.norm(joined(plan, slots, streams), slots.norm("norm"))
+    plan.hidden = plan.norm(mean_of_streams(plan, slots, streams), slots.norm("norm"))
     plan.logits = plan.product(plan.that_get_logits(plan.hidden), slots.head())
-    if config.logits_divisor != 1:
-        plan.scale(plan.logits, 1 / config.logits_divisor)
+    if config.logits_multiplier != 1:
+        plan.scale(plan.logits, config.logits_multiplier)
     if config.logits_softcap:
         plan.logits = plan.gated(plan.logits, None, "tanh", config.logits_softcap)
 
@@ -61,7 +66,10 @@ def decoder_layer(
     angles: dict[str, RotaryAngles],
 ) -> None:
     """Adds what a layer computes to `hidden`."""
-    rows = plan.norm(hidden, slots.norm("input_layernorm")) if config.norms != "behind" else hidden
+    rows = normed = plan.norm(hidden, slots.norm("input_layernorm")) if config.norms != "behind" else hidden
+    before = "pre_feedforward_layernorm" if config.norms == "around" else "post_attention_layernorm"
+    if config.parallel == "two_norms":
+        normed = plan.norm(hidden, slots.norm(before))
     mixer = latent_attention if layer.mixer == "latent" else attention
     beside = laurel(plan, slots.within("laurel"), rows) if config.num_streams > 1 else None
     rows = mixer(plan, config, layer, slots.within("self_attn"), rows, angles)
@@ -71,12 +79,9 @@ def decoder_layer(
     if beside is not None:
         plan.add(hidden, beside)
         plan.scale(hidden, 2**-0.5)
-    before = "pre_feedforward_layernorm" if config.norms == "around" else "post_attention_layernorm"
-    rows = plan.norm(hidden, slots.norm(before)) if config.norms != "behind" else hidden
-    if layer.feed_forward == "mixture":
-        rows = mixture(plan, config, slots.within("mlp"), rows)
-    else:
-        rows = gated_products(plan, config, slots.within("mlp"), rows, layer.cut_off)
+    if not config.parallel:
+        normed = plan.norm(hidden, slots.norm(before)) if config.norms != "behind" else hidden
+    rows = FEED_FORWARD[layer.feed_forward](plan, config, layer, slots.within("mlp"), normed)
     if layer.feed_forward == "gated beside mixture":
         rows = mixture_beside(plan, config, slots, hidden, rows)
     if config.norms != "before":
@@ -96,8 +101,12 @@ def attention(
     keys, values, last = layer.places["keys"], layer.places["values"], slots.matrix("o_proj")
     dim = keys.dim
     turned = None if layer.rotary is None else angles[layer.rotary]
-    names = ("q_proj",) if layer.only_reads else ("q_proj", "k_proj", "v_proj")
-    query, *remembered = plan.products(rows, *(slots.matrix(name) for name in names if slots.has(name)))
+    if config.joined:
+        joined = plan.product(rows, slots.matrix("qkv_proj"))
+        query, *remembered = parted(plan, joined, keys.heads, dim, in_heads=config.joined == "in_heads")
+    else:
+        names = ("q_proj",) if layer.only_reads else ("q_proj", "k_proj", "v_proj")
+        query, *remembered = plan.products(rows, *(slots.matrix(name) for name in names if slots.has(name)))
     value_dim = last.columns // (query.width // dim)
     if remembered:
         key, value = remembered[0], plan.copy(remembered[0]) if len(remembered) == 1 else remembered[1]
@@ -125,6 +134,8 @@ def attention(
     )
     if config.attention_gate:
         attended = plan.gated(plan.product(rows, slots.matrix("gate_proj")), attended, config.attention_gate)
+    if config.has_inner_norms:
+        attended = plan.norm(attended, slots.norm("inner_norm"))
     return plan.product(attended, last)
 
 
@@ -151,31 +162,9 @@ def heads(
     return rows
 
 
-def gated_products(
-    plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer, cut_off: float = 0.0
-) -> Buffer:
-    """Returns down(f(gate) × up)."""
-    if config.has_joined_gate_up:
-        both = plan.product(rows, slots.matrix("gate_up_proj"))
-        gate, up = both.part(0, both.width // 2), both.part(both.width // 2, both.width // 2)
-    else:
-        gate, up = plan.products(rows, slots.matrix("gate_proj"), slots.matrix("up_proj"))
-    if cut_off:
-        plan.cut_off(gate, cut_off)
-    return plan.product(plan.gated(gate, up, config.activation), slots.matrix("down_proj"))
-
-
-def mixture(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
-    """Returns Σ weight × expert over the experts that the router chooses, plus the shared products."""
-    mix = config.mixture
-    assert mix is not None
-    is_float = mix.has_float_router
-    logits = plan.product(plan.widened(rows) if is_float else rows, slots.matrix("gate", is_float=is_float))
-    routes = plan.routes(logits, mix.router, slots.numbers("gate.e_score_correction_bias"))
-    found = plan.experts(rows, routes, slots.experts("experts"), mix.gating)
-    if mix.shared:
-        shared = gated_products(plan, config, slots.within("shared_experts"), rows)
-        if mix.shared == "weighed":
-            shared = plan.gated(plan.product(rows, slots.matrix("shared_expert_gate")), shared, "sigmoid")
-        plan.add(found, shared)
-    return found
+def parted(plan: ComputePlan, joined: Buffer, heads: int, dim: int, *, in_heads: bool) -> list[Buffer]:
+    """Returns queries, keys and values of rows in which they lie joined."""
+    groups, keys = (heads, dim) if in_heads else (1, heads * dim)
+    queries = joined.width // groups - 2 * keys
+    parts = (0, queries), (queries, keys), (queries + keys, keys)
+    return [plan.of_groups(joined, groups, first, width) for first, width in parts]

@@ -5,24 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal
 
 from diskprefix.model.config import DecoderConfig, LatentConfig, LayerConfig, Tempering
-from diskprefix.model.families.mixture_types import feed_forward_of, mixture_of
+from diskprefix.model.families.mixture_types import feed_forward_of, first_of, mixture_of
 from diskprefix.model.plan import Location, Rotary
 from diskprefix.native import calls
 
 _PLAIN = """
-    cwm ernie4_5 granite internlm3 iquestcoder llama ministral ministral3 mistral qwen2 qwen2_5_vl_text qwen2_vl_text
-    seed_oss smollm3
+    aria_text cwm ernie4_5 granite granite_swa internlm3 iquestcoder llama ministral ministral3 mistral qwen2
+    qwen2_5_vl_text qwen2_vl_text seed_oss smollm3
 """
 _MIXTURES = "glm4_moe granitemoe mimo_v2_flash mixtral qwen2_moe solar_open"
-_WITH_HEAD_NORMS = "dots1 exaone_moe hy_v3 mellum qwen3 qwen3_moe qwen3_vl_text"
+_WITH_HEAD_NORMS = "dots1 exaone_moe flint hy_v3 mellum qwen3 qwen3_moe qwen3_vl_moe_text qwen3_vl_text"
+_LATENT = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 mistral4 youtu"
 _NOTHING: Mapping[str, Any] = {}
 _HEAD_NORMS: Mapping[str, Any] = {"has_head_norms": True}
-_LATENT: Mapping[str, Any] = {}
 _OLMO: Mapping[str, Any] = {"has_row_norms": True, "norm": "rms_unrounded", "norms": "behind"}
 _HUNYUAN: Mapping[str, Any] = {"has_head_norms": True, "has_norms_behind_rotary": True}
+_COHERE = ("cohere", "cohere2", "cohere2_moe", "cohere_compass_text")
 _GEMMA: Mapping[str, Any] = {"norm": "rms_plus_one", "embedding_multiplier": "root of hidden_size"}
 _GEMMA_4: Mapping[str, Any] = {
     "norm": "rms_unrounded",
@@ -50,11 +51,37 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "minimax_m2": {"has_row_norms": True},
     "olmoe": {"has_row_norms": True},
     "llama4_text": {"has_norms_behind_rotary": True},
-    "youtu": _LATENT,
-    "minicpm3": _LATENT,
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "glm4_moe_lite": _LATENT,
+    **dict.fromkeys(_LATENT.split(), _NOTHING),
+    "glm": {"has_joined_gate_up": True},
+    "glm4": {"has_joined_gate_up": True, "norms": "around"},
+    "phi3": {"has_joined_gate_up": True, "joined": "in_parts"},
+    "arcee": _NOTHING,
+    "helium": {"norm": "rms_unrounded"},
+    "biogpt": {"norm": "layer", "position_offset": 2},
+    "gpt2": {"norm": "layer", "position_offset": 0, "joined": "in_parts"},
+    "gpt_bigcode": {"norm": "layer", "position_offset": 0, "joined": "in_heads"},
+    "gpt_neox": {"norm": "layer", "joined": "in_heads"},
+    "opt": {"norm": "layer", "position_offset": 2},
+    "persimmon": {"norm": "layer", "joined": "in_heads"},
+    "bitnet": {"has_inner_norms": True},
+    **{name: {"norm": "layer", "parallel": "one_norm"} for name in _COHERE},
+    "hyperclovax": {"norms": "around"},
+    "jais2": {"norm": "layer"},
+    "kolibri1": {"norms": "around", "has_head_norms": True},
+    "nanochat": {
+        "norm": "rms_unrounded",
+        "has_unweighted_norms": True,
+        "has_norms_behind_rotary": True,
+        "has_embedding_norm": True,
+    },
+    "olmo": {"norm": "layer"},
+    "phimoe": {"norm": "layer"},
+    "step3p5": {"norm": "rms_plus_one", "has_head_norms": True, "attention_gate": "sigmoid"},
+    "nemotron": {"norm": "layer_plus_one"},
+    "phi": {"norm": "layer", "parallel": "one_norm"},
+    "stablelm": {"norm": "layer"},
+    "starcoder2": {"norm": "layer"},
+    "vaultgemma": _GEMMA,
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "norms": "around"},
     "gemma3_text": {**_GEMMA, "norms": "around", "has_head_norms": True},
@@ -78,6 +105,32 @@ _HUNYUAN_NORMS = {
     "self_attn.q_norm": "self_attn.query_layernorm",
     "self_attn.k_norm": "self_attn.key_layernorm",
 }
+_LAYER_NORMS = {"self_attn.q_norm": "self_attn.q_layernorm", "self_attn.k_norm": "self_attn.k_layernorm"}
+_GLM_NORMS = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
+_GPT2 = {
+    "embed_tokens": "wte",
+    "embed_positions": "wpe",
+    "layers": "h",
+    "norm": "ln_f",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "self_attn.qkv_proj": "attn.c_attn",
+    "self_attn.o_proj": "attn.c_proj",
+    "mlp.up_proj": "mlp.c_fc",
+    "mlp.down_proj": "mlp.c_proj",
+}
+_NEOX = {"mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
+_OPT = {
+    "input_layernorm": "self_attn_layer_norm",
+    "post_attention_layernorm": "final_layer_norm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "mlp.up_proj": "fc1",
+    "mlp.down_proj": "fc2",
+}
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(["granitemoe", "granitemoe_swa", "granitemoeshared"], _GRANITE),
@@ -99,19 +152,90 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "mlp.gate": "feed_forward.router",
         "mlp.shared_experts": "feed_forward.shared_expert",
     },
+    "aria_text": {"mlp.gate": "mlp.router"},
+    "biogpt": {"norm": "layer_norm", **_OPT},
+    **dict.fromkeys(["gpt2", "gpt_bigcode"], _GPT2),
+    "gpt_neox": {
+        "embed_tokens": "embed_in",
+        "norm": "final_layer_norm",
+        "self_attn.qkv_proj": "attention.query_key_value",
+        "self_attn.o_proj": "attention.dense",
+        **_NEOX,
+    },
+    "opt": {"norm": "final_layer_norm", **_OPT},
+    "persimmon": {
+        "norm": "final_layernorm",
+        "self_attn.qkv_proj": "self_attn.query_key_value",
+        "self_attn.o_proj": "self_attn.dense",
+        **_NEOX,
+        **_LAYER_NORMS,
+    },
+    "bitnet": {"self_attn.inner_norm": "self_attn.attn_sub_norm", "mlp.inner_norm": "mlp.ffn_sub_norm"},
+    "flint": {"mlp.shared_experts": "mlp.shared_expert"},
+    **dict.fromkeys(["glm4", "kolibri1"], _GLM_NORMS),
+    "hyperclovax": {
+        "post_attention_layernorm": "post_norm1",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "post_norm2",
+    },
+    "nanochat": {"embedding_norm": "norm", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
+    "phimoe": {"mlp.gate": "mlp.router"},
+    "step3p5": {"self_attn.gate_proj": "self_attn.g_proj"},
+    "phi": {
+        "mlp.up_proj": "mlp.fc1",
+        "mlp.down_proj": "mlp.fc2",
+        "self_attn.o_proj": "self_attn.dense",
+        "norm": "final_layernorm",
+        **_LAYER_NORMS,
+    },
+    "stablelm": _LAYER_NORMS,
+    "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+    "vaultgemma": {"post_attention_layernorm": "pre_feedforward_layernorm"},
     "qwen2_moe": {"mlp.shared_experts": "mlp.shared_expert"},
 }
 """The names of the slots of layers, where they are not the usual ones."""
 
-_ROTARY_IN_WINDOWS = ("afmoe", "exaone4", "exaone_moe")
+_UNGATED = "arcee biogpt gpt2 gpt_bigcode gpt_neox jais2 nanochat nemotron opt persimmon phi starcoder2"
+"""Those whose feed-forward part is of two plain products."""
+
+_ROTARY_IN_WINDOWS = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1")
 """Those whose layers without a window have no positions."""
 
-_NEIGHBOURS_TURN = ("ernie4_5", "ernie4_5_moe", "llama4_text")
+_NEIGHBOURS_TURN = (
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "glm",
+    "glm4",
+    "helium",
+    "llama4_text",
+)
 """Those whose neighbouring numbers of a head turn together."""
+
+TURN_BACK = ("nanochat",)
+"""Those whose heads turn the other way."""
+
+_WITHOUT = {
+    "add_cross_attention": False,
+    "altup_active_idx": 0,
+    "altup_correct_scale": True,
+    "clip_qkv": None,
+    "do_layer_norm_before": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "swiglu_limits": None,
+    "swiglu_limits_shared": None,
+    "use_post_norm": True,
+    "_remove_final_layer_norm": False,
+}
+"""What fields say of a model without an option that plans lack."""
 
 _ACTIVATIONS = {
     "silu": "silu",
     "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "squared_relu",
@@ -127,13 +251,14 @@ def has_plan(config: Any) -> bool:
     counts = getattr(config, "num_experts_per_tok", None)
     is_even = not isinstance(counts, list) or len(set(counts)) == 1
     is_known = config.model_type in OPTIONS and _activation(config) in _ACTIVATIONS
-    has_usual_streams = not getattr(config, "altup_active_idx", 0) and getattr(config, "altup_correct_scale", True)
-    has_usual_streams &= getattr(config, "altup_num_inputs", 1) <= calls.MAX_STREAMS
-    return is_known and is_even and has_usual_streams and getattr(config, "clip_qkv", None) is None
+    has_usual_streams = getattr(config, "altup_num_inputs", 1) <= calls.MAX_STREAMS
+    without = _WITHOUT | {"word_embed_proj_dim": config.hidden_size}
+    is_known = is_known and is_even and has_usual_streams
+    return is_known and all(getattr(config, one, said) == said for one, said in without.items())
 
 
 def _activation(config: Any) -> str:
-    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or ""
+    return str(first_of(config, "hidden_activation hidden_act activation_function", ""))
 
 
 def pairing_of(config: Any) -> int:
@@ -155,6 +280,7 @@ def _latent(config: Any) -> LatentConfig | None:
     if getattr(config, "kv_lora_rank", None) is None:
         return None
     return LatentConfig(
+        config.num_attention_heads,
         config.kv_lora_rank,
         config.qk_nope_head_dim,
         config.qk_rope_head_dim,
@@ -173,22 +299,28 @@ def of_model(
     """Returns what a configuration of transformers' says of a decoder of text, with the window of each layer, 0
     without, and its places in memory."""
     options = {**OPTIONS[config.model_type]}
-    if options.get("embedding_multiplier") == "root of hidden_size" or getattr(config, "mup_enabled", False):
+    is_scaled = getattr(config, "mup_enabled", False) or getattr(config, "scale_embedding", False)
+    if options.get("embedding_multiplier") == "root of hidden_size" or is_scaled:
         options["embedding_multiplier"] = config.hidden_size**0.5
+    if config.model_type == "cohere2_moe" and config.rms_norm_eps is not None:
+        options["norm"] = "rms"
     activation = _ACTIVATIONS[_activation(config)]
     layer_input_dim = getattr(config, "hidden_size_per_layer_input", None) or 0
     residual = getattr(config, "residual_multiplier", 1.0)
     if hasattr(config, "scale_depth"):
         residual = config.scale_depth / config.num_hidden_layers**0.5
+    parallel = "two_norms" if config.model_type == "gpt_neox" else "one_norm"
+    scaling, is_multiplied = getattr(config, "logits_scaling", 1.0), config.model_type == "hyperclovax"
+    has_norms = getattr(config, "use_qk_norm", False) or getattr(config, "qk_layernorm", False)
     found: dict[str, Any] = {
         "vocab_size": config.vocab_size,
-        "num_attention_heads": config.num_attention_heads,
         "layers": tuple(_layer_of(config, number, windows, places, rotary) for number in range(len(places))),
         "rotary": rotary,
-        "epsilon": config.rms_norm_eps,
+        "epsilon": first_of(config, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps", 1e-5),
         "activation": activation,
-        "has_head_norms": getattr(config, "use_qk_norm", False) and config.model_type != "llama4_text",
-        "has_unweighted_norms": getattr(config, "use_qk_norm", False) and config.model_type == "llama4_text",
+        "parallel": parallel if getattr(config, "use_parallel_residual", False) else "",
+        "has_head_norms": has_norms and config.model_type != "llama4_text",
+        "has_unweighted_norms": has_norms and config.model_type == "llama4_text",
         "value_multiplier": getattr(config, "attention_value_scale", None) or 1.0,
         "mixture": mixture_of(config, activation),
         "latent": _latent(config),
@@ -199,7 +331,7 @@ def of_model(
         "has_layer_inputs": layer_input_dim > 0,
         "layer_input_multiplier": layer_input_dim**0.5,
         "num_streams": getattr(config, "altup_num_inputs", 1),
-        "logits_divisor": getattr(config, "logits_scaling", 1.0),
+        "logits_multiplier": first_of(config, "logit_scale", scaling if is_multiplied else 1 / scaling),
         "logits_softcap": getattr(config, "final_logit_softcapping", None) or 0.0,
         "sees_pictures": sees_pictures,
     }
@@ -233,12 +365,13 @@ def _layer_of(
     tempering = None
     if name is None and getattr(config, "attn_temperature_tuning", False):
         tempering = Tempering(1, config.floor_scale, config.attn_scale)
-    if config.model_type == "ministral3" and (beta := config.rope_parameters.get("llama_4_scaling_beta")):
+    if config.model_type in ("ministral3", "mistral4") and (beta := config.rope_parameters.get("llama_4_scaling_beta")):
         tempering = Tempering(0, config.rope_parameters["original_max_position_embeddings"], beta)
+    products: Literal["gated", "plain"] = "plain" if config.model_type in _UNGATED.split() else "gated"
     return LayerConfig(
         places[source],
         mixer="latent" if "latent" in places[source] else "attention",
-        feed_forward=feed_forward_of(config, number),
+        feed_forward=products if (found := feed_forward_of(config, number)) == "gated" else found,
         only_reads=only_reads,
         cut_off=NormalDist().inv_cdf(sparsity[number]) if sparsity and sparsity[number] else 0.0,
         window=0 if kind == "chunked_attention" else window,
@@ -253,6 +386,11 @@ def _rotary_of(config: Any, number: int, window: int, kind: str, rotary: Mapping
     with_rotary, thetas = getattr(config, "no_rope_layers", None), getattr(config, "layer_rope_theta", None)
     if (with_rotary and not with_rotary[number]) or (thetas and not thetas[number]):
         return None
-    if config.model_type in _ROTARY_IN_WINDOWS and not window and config.sliding_window is not None:
+    if not rotary or (getattr(config, "rope_parameters", None) or {}).get(kind, "") is None:
+        return None
+    is_dense = (
+        getattr(config, "prefix_dense_sliding_window_pattern", 0) == 1 and feed_forward_of(config, number) != "mixture"
+    )
+    if config.model_type in _ROTARY_IN_WINDOWS and not (window or is_dense) and config.sliding_window is not None:
         return None
     return str(thetas[number]) if thetas else "" if "" in rotary else kind
