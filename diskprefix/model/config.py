@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from diskprefix.model.plan import Location, Rotary, Router
+from diskprefix.model.plan import Location, Rotary, Router, StateLocation
 
 NormKind = Literal["rms", "rms_unrounded", "rms_plus_one"]
 
@@ -15,13 +15,14 @@ NormKind = Literal["rms", "rms_unrounded", "rms_plus_one"]
 class LayerConfig:
     """One layer. `mixer` is what computes from other tokens, `feed_forward` what follows. `window` is in tokens, 0
     without; `rotary` names its positions, None without. `places` are its parts in memory, by their names in the
-    layout."""
+    layout, `states` those that are states, by part and index."""
 
     places: Mapping[str, Location]
-    mixer: Literal["attention"] = "attention"
+    mixer: Literal["attention", "short_convolution"] = "attention"
     feed_forward: Literal["gated", "mixture"] = "gated"
     window: int = 0
     rotary: str | None = ""
+    states: Mapping[tuple[str, int], StateLocation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class MixtureConfig:
 class DecoderConfig:
     """A decoder. The fields have transformers' names where it has one. `norms` are before a part of a layer or around
     it. With `has_head_norms`, queries and keys have a norm a head. `sees_pictures`: in which layers the tokens of a
-    picture see each other. Behind the first `deepstack` layers, further levels of an encoder are added."""
+    picture see each other. Behind the first `deepstack` layers, further levels of an encoder are added. `names`
+    has other names of weights."""
 
     hidden_size: int
     vocab_size: int
@@ -62,3 +64,4 @@ class DecoderConfig:
     logits_softcap: float = 0.0
     sees_pictures: str = ""
     deepstack: int = 0
+    names: Mapping[str, str] = field(default_factory=dict)

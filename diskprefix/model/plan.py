@@ -162,14 +162,27 @@ class Location:
 
 
 @dataclass(frozen=True)
+class StateLocation:
+    """A state of one layer in the pages of a group of states: bytes before it, and its own."""
+
+    group: int
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class PlannedRun:
     """Consecutive tokens of one sequence: their first position, their number, the addresses of the page addresses of
-    each table, and the spans of pictures."""
+    each table, and the spans of pictures. `befores` and `states` are the addresses of the pages of states before the
+    step and behind it. `kept` has room for what `replay` needs, `kept_bytes` a row."""
 
     start: int
     num_rows: int
     tables: Sequence[int]
     spans: array[int]
+    befores: Sequence[int] = ()
+    states: Sequence[int] = ()
+    kept: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,6 +220,9 @@ class ComputePlan:
         self._positions = self._numbers(_MAX_AXES * max_rows).reshape(_MAX_AXES, max_rows)
         self._of_pictures: list[calls.ScatterCall] = []
         self._made: Any = None
+        self._of_states: list[tuple[int, bool, ctypes.Structure]] = []
+        self._replayed: Any = None
+        self.kept_bytes = 0
 
     @property
     def item_bytes(self) -> int:
@@ -460,6 +476,27 @@ class ComputePlan:
         )
         self._add(calls.SUM, out, call)
 
+    def convolution(
+        self, rows: Buffer, weight: Weight, bias: Weight | None, state: StateLocation, *, has_silu: bool = False
+    ) -> Buffer:
+        """Returns the causal convolution of each channel alone. `weight` is [channels, kernel], `bias` [channels]."""
+        (channels, kernel), size = weight.shape, self.item_bytes
+        self._require(
+            channels == rows.width == rows.stride and kernel <= calls.MAX_KERNEL and rows.item_bytes == size
+            and state.num_bytes == channels * kernel * size and (bias is None or bias.shape == (channels,)),
+            "a convolution of other rows",
+        )  # fmt: skip
+        out = self.rows(channels)
+        call = calls.ConvolutionCall(
+            dtype=self.dtype, channels=channels, kernel=kernel, has_silu=has_silu, rows=rows.address,
+            weight=weight.address, bias=0 if bias is None else bias.address, out=out.address,
+        )  # fmt: skip
+        planned = calls.PlannedConvolutionCall(call, state.group, state.offset, state.num_bytes, self.kept_bytes)
+        self.kept_bytes += channels * size
+        self._add(calls.CONVOLVE, rows, planned, weight, bias)
+        self._of_states.append(self._calls[-1])
+        return out
+
     def pictures(self, rows: Buffer, level: int = 0) -> None:
         """Puts the encoder's rows in the place of those of pictures, or adds those of a further level to them."""
         call = calls.ScatterCall(dtype=self.dtype, width=rows.width, adds=level > 0, rows=rows.address)
@@ -524,31 +561,51 @@ class ComputePlan:
             call.count = 0 if pictures is None else len(pictures.numbers)
             if pictures is not None:
                 call.numbers, call.from_ = _at(pictures.numbers), pictures.level(level)
-        tables = [array("Q", run.tables) for run in runs]
+        if self._made is None:
+            self._made = _operations(self._calls)
+        self._compute(self._made[1], runs, [run.num_rows for run in runs], num_logits, threads, is_replay=False)
+
+    def replay(self, run: PlannedRun, num_rows: int, threads: int) -> None:
+        """Computes the states behind the first rows of a run again, from those before it and what it kept."""
+        if self._replayed is None:
+            self._replayed = _operations(self._of_states)
+        self._compute(self._replayed[1], [run], [num_rows], 0, threads, is_replay=True)
+
+    def _compute(
+        self,
+        operations: calls.Operations,
+        runs: Sequence[PlannedRun],
+        num_rows: Sequence[int],
+        num_logits: int,
+        threads: int,
+        *,
+        is_replay: bool,
+    ) -> None:
+        lists = [[array("Q", one) for one in (run.tables, run.befores, run.states)] for run in runs]
         described = (calls.PlanRun * len(runs))()
-        for place, run, table in zip(described, runs, tables, strict=True):
-            spans = run.spans.buffer_info()[0]
-            place.__init__(run.start, run.num_rows, spans, len(run.spans) // 2, table.buffer_info()[0])
+        for place, run, of_run, count in zip(described, runs, lists, num_rows, strict=True):
+            addresses = [one.buffer_info()[0] for one in of_run]
+            kept = 0 if run.kept is None else _at(run.kept)
+            spans = run.spans.buffer_info()[0], len(run.spans) // 2
+            place.__init__(run.start, count, *spans, *addresses, kept, run.num_rows)
         step = calls.PlanStep(
-            *(num_rows, num_logits, len(runs), self._page_tokens, ctypes.addressof(described), threads),
+            *(sum(num_rows), num_logits, len(runs), self._page_tokens, is_replay, ctypes.addressof(described), threads),
             self._operators.parallel_for,
         )
-        if self._operators.run(bytes(self._operations()), bytes(step)):
+        if self._operators.run(bytes(operations), bytes(step)):
             raise MemoryError("there is no memory left for a step")
-
-    def _operations(self) -> calls.Operations:
-        if self._made is None:
-            found = (calls.Operation * len(self._calls))()
-            for place, (kind, is_of_logits, call) in zip(found, self._calls, strict=True):
-                place.kind, place.is_of_logits, place.call = kind, is_of_logits, ctypes.addressof(call)
-            self._made = found, calls.Operations(len(found), ctypes.addressof(found))
-        operations: calls.Operations = self._made[1]
-        return operations
 
     def copied(self, rows: Buffer, num_rows: int) -> np.ndarray:
         """Returns a copy of the first rows of a buffer, uint8 [rows, bytes of a row]."""
         size = num_rows * rows.width * rows.item_bytes
         return np.frombuffer(bytearray(ctypes.string_at(rows.address, size)), np.uint8).reshape(num_rows, -1)
+
+
+def _operations(made: Sequence[tuple[int, bool, ctypes.Structure]]) -> tuple[Any, calls.Operations]:
+    found = (calls.Operation * len(made))()
+    for place, (kind, is_of_logits, call) in zip(found, made, strict=True):
+        place.kind, place.is_of_logits, place.call = kind, is_of_logits, ctypes.addressof(call)
+    return found, calls.Operations(len(found), ctypes.addressof(found))
 
 
 def _at(numbers: np.ndarray) -> int:

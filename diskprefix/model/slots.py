@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,19 +18,30 @@ if TYPE_CHECKING:
 
 
 class Slots:
-    """The weights below one module of a model. `norm_kind` and `epsilon` are those of its norms."""
+    """The weights below one module of a model. `norm_kind` and `epsilon` are those of its norms, `names` what the model
+    calls them."""
 
-    def __init__(self, model: PreTrainedModel, norm_kind: int, epsilon: float, within: str = "") -> None:
-        self._model, self._norm, self._within = model, (norm_kind, epsilon), within
+    def __init__(
+        self, model: PreTrainedModel, norm_kind: int, epsilon: float, names: Mapping[str, str], within: str = ""
+    ) -> None:
+        self._model, self._norm, self._names, self._within = model, (norm_kind, epsilon), names, within
         self._module = model.get_decoder().get_submodule(within)
 
     def within(self, name: str) -> Slots:
         """Returns the slots of a module in this one."""
-        return Slots(self._model, *self._norm, f"{self._within}.{name}".lstrip("."))
+        return Slots(self._model, *self._norm, self._names, f"{self._within}.{self._named(name)}".lstrip("."))
+
+    def _named(self, name: str) -> str:
+        return self._names.get(name, name)
+
+    def convolution(self, name: str) -> tuple[Weight, Weight | None]:
+        """Returns the weight of a convolution, [channels, kernel], and its bias."""
+        module: Any = self._module.get_submodule(name)
+        return _weight(module.weight.squeeze(1)), None if module.bias is None else _weight(module.bias)
 
     def matrix(self, name: str, *, is_float: bool = False) -> Matrix | DenseMatrix:
         """Returns the matrix of a product, if it is so in float32."""
-        return _matrix(self._module.get_submodule(name), is_float=is_float)
+        return _matrix(self._module.get_submodule(self._named(name)), is_float=is_float)
 
     def numbers(self, name: str) -> Weight | None:
         """Returns a vector in float32, None if there is none."""
@@ -68,7 +80,7 @@ class Slots:
 
     def norm(self, name: str) -> WeightedNorm:
         """Returns a norm."""
-        weight: Any = self._module.get_submodule(name).weight
+        weight: Any = self._module.get_submodule(self._named(name)).weight
         return WeightedNorm(_weight(weight), *self._norm)
 
 

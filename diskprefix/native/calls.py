@@ -14,13 +14,13 @@ FUNCTIONS = {"identity": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "sq
 """Numbers of `Function`."""
 
 LOOK_UP, PICK, NORM, PRODUCT, DENSE, ANGLES, HEADS, ATTEND, GATE, SUM, SCATTER = range(11)
-ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN = range(11, 15)
+ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN, CONVOLVE = range(11, 16)
 """Numbers of `OperationKind`."""
 
 SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3}
 """Numbers of `Scores`."""
 
-MAX_MATRICES, MAX_GROUPS = 3, 64
+MAX_MATRICES, MAX_GROUPS, MAX_KERNEL = 3, 64, 16
 
 _TYPES = {"*": ctypes.c_void_p, "%": ctypes.c_double}
 _THREADS = " num_threads *parallel_for"
@@ -132,6 +132,14 @@ class WideningCall(ctypes.Structure):
     _fields_ = _fields("num_rows width *rows *out" + _THREADS)
 
 
+class ConvolutionCall(ctypes.Structure):
+    _fields_ = _fields("dtype num_runs num_rows channels kernel has_silu *rows *weight *bias *out" + _THREADS)
+
+
+class PlannedConvolutionCall(ctypes.Structure):
+    _fields_ = (("convolution", ConvolutionCall), *_fields("group offset state_bytes kept"))
+
+
 class Operation(ctypes.Structure):
     _fields_ = _fields("kind is_of_logits *call")
 
@@ -143,8 +151,8 @@ class Operations(ctypes.Structure):
 
 
 class PlanRun(ctypes.Structure):
-    _fields_ = _fields("start num_rows *spans num_spans *tables")
+    _fields_ = _fields("start num_rows *spans num_spans *tables *befores *states *kept kept_rows")
 
 
 class PlanStep(ctypes.Structure):
-    _fields_ = _fields("num_rows num_logits num_runs page_tokens *runs" + _THREADS)
+    _fields_ = _fields("num_rows num_logits num_runs page_tokens is_replay *runs" + _THREADS)

@@ -28,7 +28,11 @@ MIXTURES = """
     qwen3_moe
 """
 
-FAMILIES = [*DENSE.split(), *MIXTURES.split()]
+RECURRENT = """
+    lfm2
+"""
+
+FAMILIES = [*DENSE.split(), *MIXTURES.split(), *RECURRENT.split()]
 
 
 def tokens(name: str = "one") -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -18,7 +19,7 @@ from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.exact.vision_encoder import PictureRows
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import OPTIONS, SECTIONS_IN_ORDER, of_model
-from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary
+from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary, StateLocation
 from diskprefix.model.slots import Slots
 from diskprefix.native import calls
 from diskprefix.native.library import operators
@@ -46,7 +47,7 @@ class ModelPlan:
         assert compiled is not None, "a model of a plan is exact at every token"
         assert model is not None, "it runs"
         plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self._config.vocab_size, self._page_tokens)
-        decoder(plan, self._config, Slots(model, _NORMS[self._config.norm], self._config.epsilon))
+        decoder(plan, self._config, Slots(model, _NORMS[self._config.norm], self._config.epsilon, self._config.names))
         return plan
 
     def run(
@@ -74,7 +75,18 @@ class ModelPlan:
             if not has_room or table.complete_from > table.group.first_needed(run.start):
                 raise NotInvariant("attention to tokens that the memory does not keep")
         addresses = [table.addresses.buffer_info()[0] for table in sequence.tables]
-        return PlannedRun(run.start, run.num_rows, addresses, run.flat_spans)
+        states = [page.tensor.data_ptr() for page in sequence.states]
+        if run.replays is None:
+            return PlannedRun(run.start, run.num_rows, addresses, run.flat_spans, states, states)
+        befores = [page.tensor.data_ptr() for page in sequence.spares]
+        kept = np.empty(run.num_rows * self._plan.kept_bytes, np.uint8)
+        found = PlannedRun(run.start, run.num_rows, addresses, run.flat_spans, befores, states, kept)
+        run.replays.append(partial(self._replay, self._plan, found))
+        return found
+
+    @staticmethod
+    def _replay(plan: ComputePlan, run: PlannedRun, num_rows: int) -> None:
+        plan.replay(run, num_rows, torch.get_num_threads())
 
     def hidden(self, num_rows: int) -> torch.Tensor:
         """Returns the hidden states of the last step behind the last norm, [rows, hidden_size]."""
@@ -117,9 +129,10 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
     """Returns the configuration of a model."""
     layers = layout.layers[: len(model.get_decoder().layers)]
     places = [places_of(layout, page_tokens, number) for number in range(len(layers))]
+    states = [states_of(layout, number) for number in range(len(layers))]
     windows = [spec.window or 0 for spec in layers]
     config = model.config.get_text_config(decoder=True)
-    found = of_model(config, windows, places, _rotary(model), sees_pictures_whole(model.config))
+    found = of_model(config, windows, places, states, _rotary(model), sees_pictures_whole(model.config))
     # transformers multiplies by a number in the type of the model.
     rounded = float(torch.tensor(found.embedding_multiplier).to(model.dtype))
     further = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
@@ -136,6 +149,16 @@ def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Locatio
                 offset = index * group.heads * of_head * group.dtype.itemsize
                 found[spec.part] = Location(table, offset, of_head, group.head_dim)
     return found
+
+
+def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation]:
+    """Returns where the states of a layer are in pages of states, by part and index."""
+    return {
+        (spec.part, spec.index): StateLocation(number, index * spec.num_bytes, spec.num_bytes)
+        for number, group in enumerate(layout.states)
+        for index, spec in enumerate(group.specs)
+        if spec.layer == layer
+    }
 
 
 def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:

@@ -7,6 +7,7 @@ around a part, what is added has a norm of its own.
 from __future__ import annotations
 
 from diskprefix.model.config import DecoderConfig, LayerConfig
+from diskprefix.model.families.recurrent import short_convolution
 from diskprefix.model.plan import Buffer, ComputePlan, RotaryAngles
 from diskprefix.model.slots import Slots
 
@@ -42,7 +43,10 @@ def decoder_layer(
     """Adds what a layer computes to `hidden`."""
     is_around = config.norms == "around"
     rows = plan.norm(hidden, slots.norm("input_layernorm"))
-    rows = attention(plan, config, layer, slots.within("self_attn"), rows, angles)
+    if layer.mixer == "short_convolution":
+        rows = short_convolution(plan, layer, slots.within("conv"), rows)
+    else:
+        rows = attention(plan, config, layer, slots.within("self_attn"), rows, angles)
     if is_around:
         rows = plan.norm(rows, slots.norm("post_attention_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)

@@ -8,11 +8,24 @@ from typing import Any
 
 from diskprefix.model.config import DecoderConfig, LayerConfig
 from diskprefix.model.families.mixture_types import has_mixture, mixture_of
-from diskprefix.model.plan import Location, Rotary
+from diskprefix.model.plan import Location, Rotary, StateLocation
 
 _PLAIN = "cwm granite internlm3 iquestcoder llama ministral mistral qwen2 qwen2_5_vl_text qwen2_vl_text seed_oss"
 _NOTHING: Mapping[str, Any] = {}
 _GEMMA: Mapping[str, Any] = {"norm": "rms_plus_one", "embedding_multiplier": "root of hidden_size"}
+
+_LFM2_NAMES = {
+    "norm": "embedding_norm",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "q_norm": "q_layernorm",
+    "k_norm": "k_layernorm",
+    "o_proj": "out_proj",
+    "mlp": "feed_forward",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(_PLAIN.split(), _NOTHING),
@@ -22,6 +35,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "norms": "around"},
     "gemma3_text": {**_GEMMA, "norms": "around", "has_head_norms": True},
+    "lfm2": {"has_head_norms": True, "names": _LFM2_NAMES},
 }
 
 SECTIONS_IN_ORDER = ("qwen2_vl_text", "qwen2_5_vl_text")
@@ -40,11 +54,12 @@ def of_model(
     config: Any,
     windows: Sequence[int],
     places: Sequence[Mapping[str, Location]],
+    states: Sequence[Mapping[tuple[str, int], StateLocation]],
     rotary: Mapping[str, Rotary],
     sees_pictures: str,
 ) -> DecoderConfig:
     """Returns what a configuration of transformers' says of a decoder of text, with the window of each layer, 0
-    without, and its places in memory."""
+    without, and its places in memory and those of its states."""
     options = {**OPTIONS[config.model_type]}
     if options.get("embedding_multiplier") == "root of hidden_size":
         options["embedding_multiplier"] = config.hidden_size**0.5
@@ -60,15 +75,17 @@ def of_model(
         "layers": tuple(
             LayerConfig(
                 of_layer,
+                mixer="short_convolution" if kinds and kinds[number] == "conv" else "attention",
                 feed_forward="mixture" if has_mixture(config, number) else "gated",
                 window=window,
                 rotary="" if "" in rotary else kinds[number],
+                states=of_states,
             )
-            for number, (of_layer, window) in enumerate(zip(places, windows, strict=True))
+            for number, (of_layer, of_states, window) in enumerate(zip(places, states, windows, strict=True))
         ),
         "rotary": rotary,
-        "epsilon": config.rms_norm_eps,
-        "activation": _ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
+        "epsilon": config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps,
+        "activation": _ACTIVATIONS[getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")],
         "mixture": mixture_of(config),
         "scale": scale,
         "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,

@@ -353,9 +353,16 @@ struct Widening {
   ParallelFor parallel_for;
 };
 
+// A convolution of a plan. Its states are in pages of states number `group`, `state_bytes` each, behind `offset` bytes.
+// Where a run keeps its rows, they lie behind `kept` bytes for each row that it keeps.
+struct PlannedConvolution {
+  Convolution convolution;
+  int64_t group, offset, state_bytes, kept;
+};
+
 enum OperationKind : int64_t {
   LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10,
-  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14
+  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, CONVOLVE = 15
 };
 
 // A call of an operator, by its structure, over all rows of a step or over those that get logits.
@@ -369,16 +376,21 @@ struct Plan {
   const Operation* operations;
 };
 
-// A sequence of a step: a `Run`, with the addresses of the pages' addresses of each page table.
+// A sequence of a step: a `Run`, with the addresses of the pages' addresses of each page table, and
+// the pages of states before the step and behind it. Rows of state operations go to `kept`, if it is not null.
 struct PlanRun {
   int64_t start, num_rows;
   const Span* spans;
   int64_t num_spans;
   char* const* const* tables;
+  char *const *befores, *const *states;
+  char* kept;
+  int64_t kept_rows;
 };
 
+// With `is_replay`, the operations are those of states, and the one run has its rows in `kept`.
 struct PlanStep {
-  int64_t num_rows, num_logits, num_runs, page_tokens;
+  int64_t num_rows, num_logits, num_runs, page_tokens, is_replay;
   const PlanRun* runs;
   int64_t num_threads;
   ParallelFor parallel_for;

@@ -74,6 +74,8 @@ class PlannedStep {
         return dense_experts(*set<DenseExperts>(operation));
       case WIDEN:
         return widen(*set<Widening>(operation));
+      case CONVOLVE:
+        return convolve(*(PlannedConvolution*)operation.call);
     }
     return 1;
   }
@@ -139,6 +141,39 @@ class PlannedStep {
     call.attention.num_runs = step_.num_runs;
     call.attention.num_threads = step_.num_threads, call.attention.parallel_for = step_.parallel_for;
     return !runs || attention(&call.attention, runs);
+  }
+
+  int32_t convolve(const PlannedConvolution& planned) const {
+    static thread_local Memory memory;
+    const StateRun* runs = states_in(memory, planned.group, planned.offset, planned.state_bytes);
+    if (!runs) return 1;
+    Convolution call = planned.convolution;
+    call.num_rows = step_.num_rows, call.num_runs = step_.num_runs;
+    call.num_threads = step_.num_threads, call.parallel_for = step_.parallel_for;
+    call.rows = kept(call.rows, call.channels * (call.dtype == FLOAT32 ? 4 : 2), planned.kept);
+    return convolution(&call, runs);
+  }
+
+  // The rows of a state operation: runs that may be computed again keep theirs.
+  const void* kept(const void* rows, int64_t row_bytes, int64_t offset) const {
+    if (step_.is_replay) return step_.runs->kept + offset * step_.runs->kept_rows;
+    const char* from = (const char*)rows;
+    for (int64_t i = 0; i < step_.num_runs; from += step_.runs[i++].num_rows * row_bytes)
+      if (const PlanRun& run = step_.runs[i]; run.kept) memcpy(run.kept + offset * run.kept_rows, from, run.num_rows * row_bytes);
+    return rows;
+  }
+
+  // The states of one operation, zeros before the first token of a sequence; null if there is no memory.
+  const StateRun* states_in(Memory& memory, int64_t group, int64_t offset, int64_t num_bytes) const {
+    if (!memory.reserve(Memory::size_of<StateRun>(step_.num_runs))) return nullptr;
+    StateRun* runs = memory.take<StateRun>(step_.num_runs);
+    for (int64_t i = 0; i < step_.num_runs; ++i) {
+      const PlanRun& run = step_.runs[i];
+      char* before = run.befores[group] + offset;
+      if (!run.start) memset(before, 0, num_bytes);
+      runs[i] = {run.num_rows, before, run.states[group] + offset};
+    }
+    return runs;
   }
 
   // The sequences of the step with the memory of one layer, null if there is none for them.
