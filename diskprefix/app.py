@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from threading import Event, Thread
 from typing import TYPE_CHECKING
@@ -65,8 +66,7 @@ def _serve(settings: Settings, front: FrontLine | None = None) -> None:
 
 
 def prepare(settings: Settings, with_model: bool) -> None:
-    """Imports all modules for serving; `with_model` also reads small parts of the model. The process may fork then: no
-    thread is left, and no accelerator is used."""
+    """Imports all modules for serving; `with_model` reads small parts of the model. The process can fork then."""
     from diskprefix.model.load.imports import import_transformers
 
     import_transformers()
@@ -85,8 +85,7 @@ def prepare(settings: Settings, with_model: bool) -> None:
 
 
 def load_engine(settings: Settings, progress: Report) -> Engine:
-    """Loads the model and opens its prefix cache. `progress` takes lines of text for people. Raises `ModelError`,
-    `SettingsError` or `CacheError`, and releases the store's folder."""
+    """Loads the model and opens its prefix cache. Raises `ModelError`, `SettingsError` or `CacheError`."""
     started = time.perf_counter()
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
@@ -119,7 +118,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             buffer_bytes = loaded.fit.buffer_bytes(settings.kv_cache_write_buffer)
             if buffer_bytes < settings.kv_cache_write_buffer:
                 log.info("[disk-cache] the write buffer is %s, for want of memory", format_size(buffer_bytes))
-            settings = settings.with_constants(kv_cache_write_buffer=buffer_bytes)
+            settings = replace(settings, kv_cache_write_buffer=buffer_bytes)
         measurement = measured(loaded, settings)
         layout = measurement.layout
         if recorder is not None:

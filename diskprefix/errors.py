@@ -59,7 +59,7 @@ class DiskPrefixError(Exception):
         if for_all is not None:
             self.for_all = for_all
 
-    def told_to(self, *, sees_all: bool) -> DiskPrefixError:
+    def for_caller(self, *, sees_all: bool) -> DiskPrefixError:
         """Returns the error as a caller gets it."""
         if sees_all or self.for_all is None:
             return self

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from diskprefix.errors import SettingsError
 from diskprefix.printable import first_line
@@ -24,33 +24,18 @@ if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.chat.draft import Compress
     from diskprefix.model.load.picture_processor import PictureProcessor
-    from diskprefix.nouns import CacheOptions, CacheReport, Prompt
     from diskprefix.server.process.front_line import FrontLine
     from diskprefix.settings import Settings
     from diskprefix.tokens import TokenIds
+    from diskprefix.values import CacheOptions, CacheReport, Prompt
 
 log = logging.getLogger("diskprefix")
 
-_NAMES = (
-    "catalogue",
-    "clients",
-    "talk",
-    "setup",
-    "warm",
-    "watch",
-    "simulate",
-    "housekeeping",
-    "exchange",
-    "remote",
-    "front",
-    "compression",
-    "pictures",
-    "infill",
-    "embedding",
-    "ollama",
+_OWN = (
+    *("catalogue", "clients", "talk", "setup", "warm", "watch", "simulate", "housekeeping", "exchange", "remote"),
+    *("front", "compression", "pictures", "infill", "embedding", "ollama"),
 )
 """In the order of their commands in `diskprefix --help`."""
-_OWN = tuple(f"diskprefix.extras.{name}" for name in _NAMES)
 _GROUP = "diskprefix.extras"
 
 
@@ -58,12 +43,7 @@ class Recorder(Protocol):
     """Records requests, which its errors never fail. `know` and `forget` may be called in any thread."""
 
     def describe(
-        self,
-        *,
-        bytes_per_token: int,
-        state_bytes: int,
-        logits_bytes: int,
-        exact_at: Literal["token", "grid"],
+        self, *, bytes_per_token: int, state_bytes: int, logits_bytes: int, exact_at: Literal["token", "grid"]
     ) -> None:
         """Receives the sizes of the model's state: see `kv.layout.Layout`."""
 
@@ -94,20 +74,19 @@ class Recorder(Protocol):
 
 
 class RunFront(Protocol):
-    """Serves each model in a process of its own. Returns when the daemon has stopped. Raises `SettingsError`, and
-    `SystemExit` with the exit code of the only model's process."""
+    """Serves each model in its own process until the daemon stops. Raises `SettingsError`, and `SystemExit` with the
+    exit code of the only model's process."""
 
     def __call__(
         self, settings: Settings, prepare: Callable[[Settings, bool], None], work: Callable[[Settings, FrontLine], None]
     ) -> None:
-        """Calls `work` in each process, with the settings of its model. `prepare` imports the modules for that, and
-        with True reads small parts of the model."""
+        """Calls `work` in each process, with the settings of its model. `prepare` is `app.prepare`."""
 
 
 @cache
 def extras() -> tuple[ModuleType, ...]:
     """Returns the modules of all extras, the package's own first."""
-    return (*map(importlib.import_module, _OWN), *_others())
+    return (*(importlib.import_module(f"diskprefix.extras.{name}") for name in _OWN), *_others())
 
 
 def _others() -> Iterator[ModuleType]:
@@ -122,9 +101,9 @@ def _others() -> Iterator[ModuleType]:
 def commands() -> dict[str, str]:
     """Returns `COMMANDS` of all extras: `module:function` by the name of the command."""
     places: dict[str, str] = {}
-    for found in _all("COMMANDS"):
+    for commands_of in _all("COMMANDS"):
         # The first extra with a name wins: no other package replaces a command of this package.
-        places |= {name: place for name, place in found.items() if name not in places}
+        places |= {name: place for name, place in commands_of.items() if name not in places}
     return places
 
 
@@ -143,8 +122,7 @@ def add_routes(app: Any) -> None:
 
 def open_tier(settings: Settings) -> SharedTier | None:
     """Returns the shared tier, None if no extra has one for these settings. Raises `SettingsError`."""
-    tier: SharedTier | None = _only("open_tier", settings)
-    return tier
+    return cast("SharedTier | None", _only("open_tier", settings))
 
 
 def open_bucket(url: str, key_file: Path) -> Bucket:
@@ -156,10 +134,8 @@ def open_bucket(url: str, key_file: Path) -> Bucket:
 
 
 def open_recorder(settings: Settings, secret_of: Callable[[], int]) -> Recorder | None:
-    """Returns the recorder, None if no extra has one for these settings. `secret_of` returns the store's secret. Raises
-    `SettingsError`."""
-    recorder: Recorder | None = _only("open_recorder", settings, secret_of)
-    return recorder
+    """Returns the recorder, None without one. `secret_of` returns the store's secret. Raises `SettingsError`."""
+    return cast("Recorder | None", _only("open_recorder", settings, secret_of))
 
 
 def open_compression(settings: Settings, max_positions: int, served: int) -> Compress | None:
@@ -167,8 +143,7 @@ def open_compression(settings: Settings, max_positions: int, served: int) -> Com
 
     Of the model's `max_positions`, KV memory has room for `served`. Raises `SettingsError`.
     """
-    compress: Compress | None = _only("open_compression", settings, max_positions, served)
-    return compress
+    return cast("Compress | None", _only("open_compression", settings, max_positions, served))
 
 
 def open_pictures(
@@ -186,10 +161,8 @@ def open_pictures(
 
 
 def open_front(settings: Settings) -> RunFront | None:
-    """Returns the function that serves each model in a process of its own, None if no extra has one for these settings.
-    Raises `SettingsError`."""
-    run_front: RunFront | None = _only("open_front", settings)
-    return run_front
+    """Returns the function that serves each model in its own process, None without one. Raises `SettingsError`."""
+    return cast("RunFront | None", _only("open_front", settings))
 
 
 def _all(name: str) -> Iterator[Any]:
@@ -203,7 +176,7 @@ def _only(name: str, *args: Any) -> Any:
 
 def _first(results: Iterator[Any]) -> Any:
     """Returns the only result that is not None, None without any. Raises `SettingsError` for several."""
-    one, *others = [result for result in results if result is not None] or [None]
+    only, *others = [result for result in results if result is not None] or [None]
     if others:
         raise SettingsError("two extras answer for the same setting; uninstall one of them")
-    return one
+    return only

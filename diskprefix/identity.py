@@ -20,8 +20,7 @@ def identity_text(
 
 
 def identity_of_tenant(identity: str, tenant: str) -> str:
-    """Returns the identity of a tenant from that of another tenant. Raises `ValueError` for a text that is no
-    identity."""
+    """Returns the identity of a tenant from that of another. Raises `ValueError` for a text that is no identity."""
     values = json.loads(identity)
     if not isinstance(values, dict):
         raise ValueError("not an identity")

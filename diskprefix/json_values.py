@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import numpy as np
-
-MOST_PARTS, MOST_VALUES = 1 << 18, 1 << 21
+MAX_PARTS, MAX_VALUES = 1 << 18, 1 << 21
 """Limits for a request: objects, lists and texts (keys included), and values in all. Parsing holds Python's lock."""
 
 
@@ -23,9 +20,9 @@ class Counted(NamedTuple):
     @property
     def too_many(self) -> str:
         """The exceeded limit as a text for people, "" for none."""
-        if self.parts > MOST_PARTS:
-            return f"{self.parts} objects, lists and texts; at most {MOST_PARTS} are read"
-        return f"{self.values} values; at most {MOST_VALUES} are read" if self.values > MOST_VALUES else ""
+        if self.parts > MAX_PARTS:
+            return f"{self.parts} objects, lists and texts; at most {MAX_PARTS} are read"
+        return f"{self.values} values; at most {MAX_VALUES} are read" if self.values > MAX_VALUES else ""
 
 
 def count_values(texts: Sequence[bytes]) -> Counted:
@@ -43,18 +40,14 @@ def _sum(counted: Iterable[Counted]) -> Counted:
 
 
 def _count(text: bytes) -> Counted:
-    outside = _outside_of_strings(text)
-    parts = sum(int((outside == ord(mark)).sum()) for mark in '"[{')
-    return Counted(parts, int((outside == ord(",")).sum()) + parts)
-
-
-def _outside_of_strings(text: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Returns the characters of JSON that are not in strings, with the last quote of each."""
     # Not above: the front process, which reads bodies too, has no numpy.
     import numpy as np
 
     marks = np.frombuffer(text.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-    return marks[~np.logical_xor.accumulate(marks == ord('"'))]
+    # Without the characters in strings, but with the last quote of each.
+    outside = marks[~np.logical_xor.accumulate(marks == ord('"'))]
+    parts = sum(int((outside == ord(mark)).sum()) for mark in '"[{')
+    return Counted(parts, int((outside == ord(",")).sum()) + parts)
 
 
 _SURROGATES = re.compile(
@@ -71,4 +64,4 @@ def whole_characters(text: str) -> str:
     """
     if r"\ud" not in text and r"\uD" not in text:
         return text
-    return _SURROGATES.sub(lambda found: found[0] if found[2] else rf"{found[1]}\ufffd", text)
+    return _SURROGATES.sub(lambda match: match[0] if match[2] else rf"{match[1]}\ufffd", text)

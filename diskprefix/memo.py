@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from diskprefix.private_file import distrusted_by_root
 from diskprefix.settings import cache_home
-from diskprefix.trusted_path import distrusted_by_root
 
 
 class Memo:
@@ -50,8 +50,8 @@ class Memo:
     def _read(self) -> dict[str, Any]:
         file = cache_home() / f"{self._name}.json"
         try:
-            found = {} if distrusted_by_root(file) else json.loads(file.read_text(encoding="utf-8"))
+            content = {} if distrusted_by_root(file) else json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        is_known = isinstance(found, dict) and found.get("format") == self._version
-        return records if is_known and isinstance(records := found.get("records"), dict) else {}
+        is_known = isinstance(content, dict) and content.get("format") == self._version
+        return records if is_known and isinstance(records := content.get("records"), dict) else {}

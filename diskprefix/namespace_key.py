@@ -14,7 +14,7 @@ from pathlib import Path
 from diskprefix.errors import SettingsError
 from diskprefix.private_file import read_private
 
-_LEAST_BYTES, _MOST_BYTES = 16, 4096
+_MIN_BYTES, _MAX_BYTES = 16, 4096
 _FLAG = "--namespace-key-file"
 
 
@@ -45,9 +45,9 @@ class NamespaceKey:
 
         Raises `SettingsError`, also if other users may read the file: with the key they could plant state.
         """
-        secret = read_private(_FLAG, path, _MOST_BYTES).strip()
-        if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
-            sizes = f"{_LEAST_BYTES} to {_MOST_BYTES} bytes that nobody can guess"
+        secret = read_private(_FLAG, path, _MAX_BYTES).strip()
+        if not _MIN_BYTES <= len(secret) <= _MAX_BYTES:
+            sizes = f"{_MIN_BYTES} to {_MAX_BYTES} bytes that nobody can guess"
             command = f"(umask 077; openssl rand -base64 32 > {path})"
             raise SettingsError(f"{_FLAG}: {path} must hold {sizes}; write them for example with: {command}")
         return cls.of(secret)

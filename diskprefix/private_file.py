@@ -1,4 +1,4 @@
-"""Reads files with secrets. Refuses files that other users can read or write."""
+"""Reads files with secrets, which no other user may read or write, and finds paths that other users could exchange."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from diskprefix.errors import SettingsError
 
 
-def read_private(flag: str, path: Path, most_bytes: int) -> bytes:
-    """Returns the content of the file that `flag` names, up to `most_bytes` + 1 bytes.
+def read_private(flag: str, path: Path, max_bytes: int) -> bytes:
+    """Returns the content of the file that `flag` names, up to `max_bytes` + 1 bytes.
 
     Raises `SettingsError` if it cannot be read, or if other users may read or write it.
     """
@@ -20,7 +20,7 @@ def read_private(flag: str, path: Path, most_bytes: int) -> bytes:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if (problem := _problem(path, os.fstat(file.fileno()))) is not None:
                 raise SettingsError(f"{flag}: {problem}")
-            return file.read(most_bytes + 1)
+            return file.read(max_bytes + 1)
     except OSError as error:
         raise SettingsError(f"{flag}: cannot read {path}: {error.strerror}") from error
 
@@ -43,3 +43,20 @@ def _forbidden_bits(path: Path) -> int:
     credentials = os.environ.get("CREDENTIALS_DIRECTORY")
     is_credential = credentials is not None and path.resolve().parent == Path(credentials).resolve()
     return 0o037 if is_credential else 0o077
+
+
+def distrusted_by_root(path: Path) -> str | None:
+    """Describes the existing part of `path`, links followed, that another user could replace; None without one, and if
+    this process is not root's."""
+    place = Path(os.path.realpath(path))
+    for part in (place, *place.parents) if os.geteuid() == 0 else ():
+        if not part.exists():
+            continue
+        status = part.stat()
+        # Root's group is root's.
+        others_write = stat.S_IWOTH if status.st_gid == 0 else stat.S_IWGRP | stat.S_IWOTH
+        if status.st_uid != 0:
+            return f"{part} belongs to another user (uid {status.st_uid})"
+        if status.st_mode & others_write and not status.st_mode & stat.S_ISVTX:
+            return f"{part} may be written to by other users (mode {stat.S_IMODE(status.st_mode):o})"
+    return None

@@ -8,7 +8,6 @@ The command line merges defaults, policy file, environment and flags. A program 
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import re
@@ -16,13 +15,13 @@ import sys
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from diskprefix.errors import SettingsError
 from diskprefix.units import format_size, parse_size
 
 MIN_BUDGET, MAX_BUDGET = 16 * 1024**2, 2**46
-_LEAST_WRITTEN = 1024**2
+_MIN_WRITTEN = 1024**2
 Kind: TypeAlias = Literal["text", "integer", "size", "duration", "switch", "file", "folder"]
 """`size` is in bytes and `duration` in seconds. People write both with a unit."""
 
@@ -75,8 +74,7 @@ def _home(variable: str, folder: str) -> Path:
 
 
 def require_text(text: str, what: str) -> None:
-    """Raises `SettingsError` for a text of the command line or the environment with bytes outside the encoding of file
-    names: libraries cannot open such a path, and no reply could name it."""
+    """Raises `SettingsError` for a text with bytes that are not in the encoding of file names: no library opens it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -214,9 +212,7 @@ class Settings:
         unset="temperature=1; of the embedded model temperature=0.2,top_p=0.9",
     )
     host: str = _server(
-        "127.0.0.1",
-        "The address to listen on. Without --api-keys, everybody who reaches it is served.",
-        is_common=True,
+        "127.0.0.1", "The address to listen on. Without --api-keys, everybody who reaches it is served.", is_common=True
     )
     port: int = _server(
         8642, "The port to listen on. 0 takes a free port and logs it.", is_common=True, bounds=(0, 65535)
@@ -371,25 +367,19 @@ class Settings:
         choices=("seen-twice", "all", "off"),
     )
 
-    # No settings: nobody needs other numbers, but tests, and a machine with little memory.
-    kv_cache_write_buffer: ClassVar[int] = 1024**3
+    # Without a flag: nobody needs other numbers, but tests, and a machine with little memory.
+    kv_cache_write_buffer: int = 1024**3
     """Bytes for state that waits to be written, at most half of the memory left beside `kv_memory`."""
-    kv_cache_min_free: ClassVar[int] = 256 * 1024**2
+    kv_cache_min_free: int = 256 * 1024**2
     """Bytes of the disk that the store leaves free."""
-    kv_memory_keeps: ClassVar[bool] = True
+    kv_memory_keeps: bool = True
     """State stays in `kv_memory` when its request ends. The next turn continues from it without a read from disk."""
-    kv_cache_interval: ClassVar[int] = 10240
+    kv_cache_interval: int = 10240
     """Tokens between two checkpoints of a model with state that cannot be cut."""
-    kv_cache_cold_max: ClassVar[int] = 10240
+    kv_cache_cold_max: int = 10240
     """Such a model has one more checkpoint at the last message boundary within so many tokens."""
-    remote_deadline: ClassVar[float] = 10.0
+    remote_deadline: float = 10.0
     """The most seconds that a request waits for the bucket before it computes missing blocks."""
-
-    def with_constants(self, **values: float) -> Settings:
-        """Returns the same settings with other values of the numbers above."""
-        changed = copy.copy(self)
-        vars(changed).update(values)
-        return changed
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -401,21 +391,21 @@ class Settings:
     @property
     def sampling_values(self) -> dict[str, float]:
         """The numbers of `sampling` by the names that requests have for them. Raises `SettingsError`."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for part in (self.sampling or "").split(","):
             name, _, text = map(str.strip, part.partition("="))
             if not part.strip():
                 continue
             if name not in _SAMPLING:
                 raise SettingsError(f"--sampling: {name!r} is not one of {', '.join(_SAMPLING)}")
-            least, most = _SAMPLING[name]
+            minimum, maximum = _SAMPLING[name]
             try:
-                found[name] = type(least)(text)
+                values[name] = type(minimum)(text)
             except ValueError:
                 raise SettingsError(f"--sampling: {name}={text} is not a number; write for example {name}=1") from None
-            if not least <= found[name] <= most:
-                raise SettingsError(f"--sampling: {name}={text} is out of range ({least:g} to {most:g})")
-        return found
+            if not minimum <= values[name] <= maximum:
+                raise SettingsError(f"--sampling: {name}={text} is out of range ({minimum:g} to {maximum:g})")
+        return values
 
     @property
     def uses_draft_layer(self) -> bool:
@@ -435,23 +425,23 @@ class Settings:
             num_bytes = parse_size(size, param=flag)
         except SettingsError:
             raise SettingsError(f"{flag}: {text!r} is not off or a size a day; write for example 20GiB/day") from None
-        if not _LEAST_WRITTEN <= num_bytes <= MAX_BUDGET:
-            bounds = f"{format_size(_LEAST_WRITTEN)}/day to {format_size(MAX_BUDGET)}/day"
+        if not _MIN_WRITTEN <= num_bytes <= MAX_BUDGET:
+            bounds = f"{format_size(_MIN_WRITTEN)}/day to {format_size(MAX_BUDGET)}/day"
             raise SettingsError(f"{flag}: {text} is out of range ({bounds})")
         return num_bytes
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
             value = getattr(self, name)
-            flag, (least, most) = flag_of(name), setting.bounds
+            flag, (minimum, maximum) = flag_of(name), setting.bounds
             if isinstance(value, str | Path):
                 require_text(str(value), flag)
             if setting.choices and value not in setting.choices:
                 raise SettingsError(f"{flag}: {value!r} is not one of {', '.join(setting.choices)}")
             is_number = setting.kind in ("integer", "size", "duration") and value is not None
-            if is_number and not least <= value <= most:
+            if is_number and not minimum <= value <= maximum:
                 shown = format_size if setting.kind == "size" else str
-                raise SettingsError(f"{flag}: {value} is out of range ({shown(least)} to {shown(most)})")
+                raise SettingsError(f"{flag}: {value} is out of range ({shown(minimum)} to {shown(maximum)})")
         _ = self.sampling_values, self.write_budget_bytes
         if self.draft_model is not None and self.speculative == "off":
             raise SettingsError("--draft-model: it guesses nothing with --speculative off")
@@ -463,7 +453,7 @@ class Settings:
             raise SettingsError(f"--remote-tier needs --namespace-key-file: {reason}")
 
 
-SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in fields(Settings)}
+SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in fields(Settings) if field.metadata}
 """The `Setting` of each field by its name, in the order of the help."""
 
 PER_MODEL = frozenset(

@@ -26,8 +26,7 @@ TokenIds: TypeAlias = "npt.NDArray[np.int32]"
 HASH_BYTES = 16
 ID_BYTES = 4
 LEAST_TOKENS = 16
-"""Fewer common tokens are not worth a restore or a wait: every prompt of a template shares them, and they do not
-lengthen the step that computes them."""
+"""Fewer common tokens are not worth a restore or a wait: all prompts share them, and no step gets longer by them."""
 
 
 def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer[npt.NBitBase]]) -> TokenIds:
@@ -38,8 +37,8 @@ def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer[npt.NBitBase]]) -> 
 
 
 def picture_ids(name: bytes, num_tokens: int) -> TokenIds:
-    """Returns the token ids of a picture, made of its name, so that the names of its blocks depend on it. They are
-    negative, as no token of a vocabulary is. Each holds 31 bits of a hash of the name."""
+    """Returns the token ids of a picture: 31 bits each of a hash of its name, on which the names of its blocks then
+    depend. They are negative, as no token of a vocabulary is."""
     import numpy as np
 
     words = np.frombuffer(hashlib.shake_128(name).digest(ID_BYTES * num_tokens), "<i4")
@@ -94,19 +93,18 @@ class TokenPath:
 
 def beginning_hashes(secret: int, parent: bytes, token_ids: bytes, mark: bytes) -> list[bytes]:
     """Returns the `block_hash` of each beginning of the token ids (int32, little-endian), from the empty one on."""
-    hashed, found = xxhash.xxh3_128(parent, secret), []
+    hashed, digests = xxhash.xxh3_128(parent, secret), []
     for start in range(0, len(token_ids) + 1, ID_BYTES):
         ended = hashed.copy()
         ended.update(mark)
-        found.append(ended.digest())
+        digests.append(ended.digest())
         hashed.update(token_ids[start : start + ID_BYTES])
-    return found
+    return digests
 
 
 def prompt_digest(secret: int, root: bytes, token_ids: TokenIds) -> bytes:
     """Returns the digest (16 bytes) of a whole prompt under a root."""
-    (digest,) = prompt_digests(secret, root, token_ids, [len(token_ids)])
-    return digest
+    return prompt_digests(secret, root, token_ids, [len(token_ids)])[0]
 
 
 def prompt_digests(secret: int, root: bytes, token_ids: TokenIds, lengths: Sequence[int]) -> list[bytes]:
@@ -154,8 +152,7 @@ def checksum(payload: bytes | memoryview, seed: int = 0) -> int:
 
 
 def file_digest(path: Path, before_piece: Callable[[], None] = lambda: None) -> str:
-    """Returns the 128-bit xxh3 of a file's content as 32 hex digits. Calls `before_piece` before each read. Raises
-    `OSError`."""
+    """Returns the 128-bit xxh3 of a file as 32 hex digits. Calls `before_piece` before each read. Raises `OSError`."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(8 << 20):

@@ -9,7 +9,7 @@ from decimal import Decimal
 from diskprefix.errors import SettingsError
 from diskprefix.printable import shown
 
-_MOST_CHARS = 100
+_MAX_CHARS = 100
 """A longer text is no size or duration; matching a pattern against megabytes takes seconds."""
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{u}b": n for u, n in _UNITS.items() if u not in ("", "b")}
@@ -23,7 +23,7 @@ def parse_size(text: str | int, *, param: str) -> int:
     """Returns the bytes of `4GiB`, `500mb`, `1.5 GiB` or a number of bytes. Raises `SettingsError`."""
     if isinstance(text, int) and not isinstance(text, bool):
         return text
-    match = _SIZE.fullmatch(text) if len(text := str(text)) <= _MOST_CHARS else None
+    match = _SIZE.fullmatch(text) if len(text := str(text)) <= _MAX_CHARS else None
     if not match or match[2].lower() not in _UNITS:
         raise SettingsError(f"{param}: {shown(text)!r} is not a size; write for example 4GiB, 500MB or 1073741824")
     return int(Decimal(match[1]) * _UNITS[match[2].lower()])
@@ -34,7 +34,7 @@ def parse_duration(text: str | float, *, param: str) -> float:
 
     The unit must be in lower case, because many people read `M` as months.
     """
-    match = _DURATION.fullmatch(text) if len(text := str(text)) <= _MOST_CHARS else None
+    match = _DURATION.fullmatch(text) if len(text := str(text)) <= _MAX_CHARS else None
     if not match:
         examples = "90s, 15m, 12h, 7d or 2w, in lower case"
         raise SettingsError(f"{param}: {shown(text)!r} is not a duration; write for example {examples}")

@@ -14,9 +14,8 @@ import secrets
 from pathlib import Path
 
 from diskprefix.errors import SettingsError
-from diskprefix.private_file import read_private
+from diskprefix.private_file import distrusted_by_root, read_private
 from diskprefix.settings import cache_home
-from diskprefix.trusted_path import distrusted_by_root
 
 _BYTES = 32
 _SECRET = re.compile(r"[0-9a-f]{64}\n")
@@ -30,8 +29,7 @@ def user_key(daemon: str | None = None) -> str:
 
 
 def user_token() -> str:
-    """Returns the secret of the owner's token, the same at each start, so that an open dashboard keeps working. Raises
-    as `user_key`."""
+    """Returns the secret of the owner's token, which stays, as open dashboards use it. Raises as `user_key`."""
     return _secret("token")
 
 

@@ -105,6 +105,15 @@ def engine() -> Any:
     return ScriptedEngine()
 
 
+@pytest.fixture(scope="module")
+def agent(agent_model: Path, engine: Any) -> Iterator[Any]:
+    """The application of that model over the scripted engine."""
+    from tests.server.scripted import scripted_app
+
+    with scripted_app(agent_model, engine) as running:
+        yield running
+
+
 @pytest.fixture(scope="session")
 def daemon(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """A daemon for the whole session. Tests that stop or disturb one start their own."""

@@ -25,10 +25,9 @@ from diskprefix.model.exact.invariant import uninstall
 from diskprefix.model.exact.runner import Rows, run
 from diskprefix.model.exact.self_check import make_exact, rehearse
 from diskprefix.model.exact.vision_encoder import VisionEncoder
-from diskprefix.nouns import CacheOptions, CacheReport, Picture, Prompt
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
-from tests.made_settings import made_settings
+from diskprefix.values import CacheOptions, CacheReport, Picture, Prompt
 from tests.waiting import wait_for
 
 Pictures: TypeAlias = dict[int, Picture]
@@ -59,7 +58,7 @@ def random_prompt(seed: int, num_tokens: int) -> TokenIds:
 
 
 def tiny_settings(folder: Path, **changes: object) -> Settings:
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "block_size": BLOCK,
         "kv_cache_min_tokens": BLOCK,
         "kv_cache_budget": 64 << 20,
@@ -68,7 +67,7 @@ def tiny_settings(folder: Path, **changes: object) -> Settings:
         # Which of the two is faster differs from run to run for a tiny model.
         "kv_cache_gate": "off",
     }
-    return made_settings(**(values | changes))
+    return Settings(**(values | changes))
 
 
 @dataclass

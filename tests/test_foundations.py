@@ -17,12 +17,12 @@ from diskprefix import progress
 from diskprefix.errors import SettingsError
 from diskprefix.memo import Memo
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.nouns import SHARED, CacheReport, Scope, Selection, Tenant
 from diskprefix.printable import escaped, printable_only, shown
 from diskprefix.progress import progress_bar
 from diskprefix.server.keys import OwnerToken
 from diskprefix.tenant_ids import matches
 from diskprefix.user_key import user_key
+from diskprefix.values import SHARED, CacheReport, Scope, Selection, Tenant
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=300)
 
@@ -288,12 +288,6 @@ def test_ids_stay_what_they_are() -> None:
     assert str(Tenant.of_key(KEY)) == "b644dd215dc06ecbcbd44d346405d0e1"
 
 
-def test_the_shared_tenant_has_no_text() -> None:
-    assert str(SHARED) == ""
-    assert Tenant.parse("") == SHARED
-    assert SHARED.with_salt(SALT) == SHARED.with_salt(SALT)
-
-
 def test_neither_key_nor_salt_can_be_read_from_a_tenant() -> None:
     tenant = Tenant.of_key(KEY).with_salt(SALT)
     assert KEY not in f"{tenant!r}{tenant}"
@@ -316,9 +310,8 @@ def test_no_salt_names_the_tenant_of_a_key(salt: str) -> None:
         assert key.with_salt(chosen).ids[0] == key.ids[0]
 
 
-@given(st.lists(_NAMES, max_size=3))
-def test_a_tenant_is_read_back_from_its_text(salts: list[str]) -> None:
-    tenant = Tenant.of_key(KEY)
+@given(st.lists(_NAMES, max_size=3), st.sampled_from([SHARED, Tenant.of_key(KEY)]))
+def test_a_tenant_is_read_back_from_its_text(salts: list[str], tenant: Tenant) -> None:
     for salt in salts:
         tenant = tenant.with_salt(salt)
     assert Tenant.parse(str(tenant)) == tenant
@@ -330,39 +323,25 @@ def test_other_texts_are_no_tenants(text: str) -> None:
         Tenant.parse(text)
 
 
-def test_a_key_means_its_tenant_and_all_its_users() -> None:
-    key = Tenant.of_key(KEY)
-    for wanted in (KEY, str(key), str(key)[:8], str(key).upper()):
-        assert matches(str(key), wanted)
-        assert matches(str(key.with_salt(SALT)), wanted)
-        assert not matches(str(Tenant.of_key(KEY + "x").with_salt(SALT)), wanted)
-        assert not matches(str(SHARED), wanted)
+KEYED, SALTED = Tenant.of_key(KEY), SHARED.with_salt(SALT)
+BOTH, OTHER = KEYED.with_salt(SALT), Tenant.of_key(KEY + "x").with_salt(SALT)
+TENANTS = (SHARED, KEYED, SALTED, BOTH, OTHER, KEYED.with_salt("user-2"))
+SHORTENED = (lambda text: text[:7], lambda text: text[1:], lambda text: text + "/", lambda _: "")
 
 
-def test_a_salt_means_the_users_with_it_and_nobody_else() -> None:
-    key, salted = Tenant.of_key(KEY), SHARED.with_salt(SALT)
-    for wanted in (SALT, str(salted), str(salted)[:12]):
-        assert matches(str(salted), wanted)
-        assert matches(str(key.with_salt(SALT)), wanted)
-        assert not matches(str(key), wanted)
-        assert not matches(str(key.with_salt("user-2")), wanted)
-
-
-def test_the_user_of_one_key_is_named_by_both_ids() -> None:
-    one, other = (Tenant.of_key(key).with_salt(SALT) for key in (KEY, KEY + "x"))
-    for wanted in (str(one), "/".join(part[:8] for part in one.ids)):
-        assert matches(str(one), wanted)
-        assert not matches(str(other), wanted)
-        assert not matches(str(Tenant.of_key(KEY)), wanted)
-
-
-@pytest.mark.parametrize("tenant", [SHARED, SHARED.with_salt(SALT), Tenant.of_key(KEY).with_salt(SALT)])
 @pytest.mark.parametrize(
-    "shorten", [lambda text: text[:7], lambda text: text[1:], lambda text: text + "/", lambda _: ""]
+    ("wanted", "meant"),
+    [
+        *((text, {KEYED, BOTH, TENANTS[-1]}) for text in (KEY, str(KEYED), str(KEYED)[:8], str(KEYED).upper())),
+        *((text, {SALTED, BOTH, OTHER}) for text in (SALT, str(SALTED), str(SALTED)[:12])),
+        *((text, {BOTH}) for text in (str(BOTH), "/".join(part[:8] for part in BOTH.ids))),
+        *((shorten(str(tenant)), set[Tenant]()) for tenant in (SHARED, SALTED, BOTH) for shorten in SHORTENED),
+    ],
 )
-def test_less_than_eight_digits_other_parts_and_nothing_mean_nobody(tenant: Tenant, shorten: object) -> None:
-    assert callable(shorten)
-    assert not matches(str(tenant), shorten(str(tenant)))
+def test_a_key_or_a_salt_means_all_tenants_with_it_and_less_than_eight_digits_mean_nobody(
+    wanted: str, meant: set[Tenant]
+) -> None:
+    assert {tenant for tenant in TENANTS if matches(str(tenant), wanted)} == meant
 
 
 # The debug log's line about one request holds everything that the response leaves out.
@@ -399,7 +378,7 @@ def test_the_log_line_of_a_hit_holds_every_figure_once() -> None:
     assert report.log_line() == (
         "[disk-cache] restored=1280 source=disk matched=1502 refused=no_logits"
         " restore_ms=9.13 saved=queued replayed=0 scope=auto:30 prompt_tokens=1502"
-        " reason=best_checkpoints selected=1432 aligned=1280 keep_tail=false keeps_reply=false"
+        " reason=best_checkpoints selected=1432 aligned=1280 keep_tail=false saves_reply=false"
         " checkpoints=512,1280 votes=3,1 window=30 recent=12 common=1440 seen=1280 price=256 lost=7"
         " trials=11 again=4"
     )

@@ -21,10 +21,10 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 BELOW: dict[str, frozenset[str]] = {}
 """For each package, those that it may import: all in the rows before its own, but not its neighbours."""
 for _row in (
-    "errors identity json_values printable progress trusted_path version",
+    "errors identity json_values printable progress version",
     "units",
     "private_file settings tenant_ids tokens",
-    "nouns",
+    "values",
     "namespace_key memo native user_key",
     "store",
     "kv",
@@ -70,7 +70,7 @@ WITHOUT_TORCH = {
     "settings",
     "namespace_key",
     "user_key",
-    "nouns",
+    "values",
     "tenant_ids",
     "tokens",
     "memo",

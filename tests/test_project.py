@@ -21,8 +21,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import diskprefix
-from diskprefix.nouns import ACCEPTED, SCOPE_WORDS
 from diskprefix.server.threads import Kind
+from diskprefix.values import ACCEPTED, SCOPE_WORDS
 from tools.releasing.release import released_version
 
 ROOT = Path(__file__).parent.parent

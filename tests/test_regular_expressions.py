@@ -26,9 +26,9 @@ from diskprefix.api.responses_writer import OutputItems
 from diskprefix.chat.normalisers import NORMALISERS
 from diskprefix.chat.output.call_patterns import strings_of
 from diskprefix.chat.output.call_values import OfferedTools, python_calls
-from diskprefix.chat.output.choose_format import FamilyFormat
+from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.families import FAMILIES, Family
-from diskprefix.chat.output.format import ContentDelta, OutputFormat
+from diskprefix.chat.output.format import ContentDelta
 
 PACKAGE = Path(diskprefix.__file__).parent
 USES = ("match", "fullmatch", "search", "sub", "split", "finditer", "findall")
@@ -213,7 +213,7 @@ class Parsed:
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"text": {"type": "string"}}}}}]
-FORMATS: dict[str, tuple[OutputFormat, Family]] = {family.name: (FamilyFormat(family), family) for family in FAMILIES}
+FORMATS: dict[str, tuple[OutputFormat, Family]] = {family.name: (OutputFormat(family), family) for family in FAMILIES}
 
 
 def written_call(family: Family) -> str:
@@ -294,7 +294,7 @@ def parser_takes() -> Callable[[str], object]:
 
 
 def items_take() -> Callable[[str], object]:
-    items = OutputItems("r", reasoning_is_summary=False)
+    items = OutputItems("r")
     return lambda text: items.add([ContentDelta(text)])
 
 

@@ -22,7 +22,7 @@ from diskprefix.api.openai_chat import Chat
 from diskprefix.api.parsed_request import ParsedRequest
 from diskprefix.app import load_engine
 from diskprefix.cache import choosing
-from diskprefix.cache.matching import Matcher, Restored
+from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.restoration import Restoration
 from diskprefix.cache.tiers.tier import View
 from diskprefix.chat import renderer
@@ -32,11 +32,11 @@ from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.kv.layout import dtype_name
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.nouns import Selection
 from diskprefix.settings import Settings
 from diskprefix.store.save import Save
 from diskprefix.store.store import Publication
 from diskprefix.store.writer import Writer
+from diskprefix.values import Selection
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import reply_to, text_of, wait_until
 from tests.server.scripted import started_app
@@ -110,7 +110,7 @@ def names(_: None, matcher: Matcher[View]) -> list[str]:
     return [f"{short(nodes.path.root)}: root", *blocks]
 
 
-def restored(found: Restored | None, _: Restoration, sequence: KVSequence, *__: Any) -> list[str]:
+def restored(found: RestoreResult | None, _: Restoration, sequence: KVSequence, *__: Any) -> list[str]:
     if found is None:
         # It was matched, and is to be loaded.
         return []
@@ -129,7 +129,7 @@ def restored(found: Restored | None, _: Restoration, sequence: KVSequence, *__: 
 def selection(chosen: Selection, *_: Any) -> list[str]:
     return [
         f"common {chosen.common}, recent {chosen.recent}, reason {chosen.reason}",
-        f"kept {chosen.kept} of {chosen.prompt_tokens}, keeps_reply {chosen.keeps_reply}",
+        f"kept {chosen.kept} of {chosen.prompt_tokens}, saves_reply {chosen.saves_reply}",
     ]
 
 

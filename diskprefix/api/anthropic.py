@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from diskprefix.api.anthropic_content import AnthropicMessageBody, TextBlock, neutral_messages
 from diskprefix.api.anthropic_writer import MessageWriter
@@ -26,7 +26,8 @@ from diskprefix.api.fields import (
     OneOf,
     RequestBody,
     StopString,
-    require_fields,
+    Typed,
+    optional,
     sampling_params,
 )
 from diskprefix.api.parsed_request import ParsedRequest, TextFormat, ToolChoice, note_left_out
@@ -42,7 +43,7 @@ _RUN_BY_ANTHROPIC = ("web_search_", "web_fetch_", "code_execution_", "tool_searc
 class CustomTool(NamedTool):
     """A tool that the client runs."""
 
-    type: Literal["custom"] | None = Field(default=None, description="`custom`, or absent.")
+    type: Literal["custom"] | None = optional("`custom`, or absent.")
     input_schema: JsonObject = Field(description="JSON schema of its arguments.")
 
     @property
@@ -70,38 +71,30 @@ def served_tools(tools: Sequence[CustomTool | AnthropicDefinedTool]) -> list[tup
     `InvalidRequest` if there are no others, and for other tools that Anthropic defines, whose arguments are not known.
     """
     served = [(index, tool) for index, tool in enumerate(tools) if isinstance(tool, CustomTool)]
-    skipped = set()
-    for index, tool in enumerate(tools):
-        if not isinstance(tool, AnthropicDefinedTool):
-            continue
-        path, kind = f"tools.{index}.type", shown(tool.type)
-        if not tool.type.startswith(_RUN_BY_ANTHROPIC):
-            problem = f"{kind!r} is not known here; define the tool by name, description and input_schema"
-            raise InvalidRequest.at(path, problem)
-        if not served:
-            raise InvalidRequest.at(path, f"{kind!r} is run by Anthropic's servers, and no other tool is offered")
-        skipped.add(kind)
-    note_left_out(skipped, "Anthropic's servers")
+    others = [(index, tool.type) for index, tool in enumerate(tools) if isinstance(tool, AnthropicDefinedTool)]
+    for index, kind in others:
+        problem = "" if served else "is run by Anthropic's servers, and no other tool is offered"
+        if not kind.startswith(_RUN_BY_ANTHROPIC):
+            problem = "is not known here; define the tool by name, description and input_schema"
+        if problem:
+            raise InvalidRequest.at(f"tools.{index}.type", f"{shown(kind)!r} {problem}")
+    note_left_out({shown(kind) for _, kind in others}, "Anthropic's servers")
     return served
 
 
-class AnthropicToolChoice(Body):
+class AnthropicToolChoice(Typed):
     """The choice of tools."""
 
+    needs: ClassVar = {"tool": ("name",)}
     type: Literal["auto", "any", "tool", "none"] = Field(description="`any`: some tool; `tool`: the one of `name`.")
-    name: str | None = Field(default=None, min_length=1, description="With the type `tool`: its name.")
-    disable_parallel_tool_use: bool | None = Field(default=None, description="`true`: at most one call in a reply.")
-
-    @model_validator(mode="after")
-    def _has_a_name(self) -> AnthropicToolChoice:
-        require_fields(self, *(("name",) if self.type == "tool" else ()))
-        return self
+    name: str | None = optional("With the type `tool`: its name.", min_length=1)
+    disable_parallel_tool_use: bool | None = optional("`true`: at most one call in a reply.")
 
     @property
     def neutral(self) -> ToolChoice:
-        many = not self.disable_parallel_tool_use
         if self.type == "tool" and self.name is not None:
             return ToolChoice("required", frozenset({self.name}), many=False)
+        many = not self.disable_parallel_tool_use
         return ToolChoice("required" if self.type == "any" else "none" if self.type == "none" else "auto", many=many)
 
 
@@ -116,14 +109,8 @@ class ThinkingBody(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"] = Field(
         description="`adaptive` and `between_tools`: as the chat template has it."
     )
-    budget_tokens: Count | None = Field(default=None, description="Most tokens of the thoughts; then they are ended.")
-    display: Literal["summarized", "omitted"] | None = Field(
-        default=None, description="`omitted`: the thought is left out of the reply. Otherwise all of it is shown."
-    )
-
-    @property
-    def switch(self) -> bool | None:
-        return {"enabled": True, "disabled": False}.get(self.type)
+    budget_tokens: Count | None = optional("Most tokens of the thoughts; then they are ended.")
+    display: Literal["summarized", "omitted"] | None = optional("`omitted`: no thought is shown. Otherwise all of it.")
 
 
 class JsonFormat(Body):
@@ -136,34 +123,28 @@ class JsonFormat(Body):
 class OutputConfig(Body):
     """Options of the reply."""
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        default=None, description="Told to chat templates that know it, as `reasoning_effort`."
-    )
-    format: JsonFormat | None = Field(default=None, description="What the text of the reply must be.")
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = optional("`reasoning_effort` of chat templates.")
+    format: JsonFormat | None = optional("What the text of the reply must be.")
 
 
 class CountTokensRequest(RequestBody, Markable):
     """`POST /v1/messages/count_tokens`: what makes the prompt."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"example": {"messages": [{"role": "user", "content": "Name three rivers."}]}}
-    )
+    model_config = ConfigDict(json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello!"}]}})
 
     messages: list[AnthropicMessageBody] = Field(
         min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest message first."
     )
-    system: System | None = Field(default=None, description="The system prompt, as text or text blocks.")
-    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = Field(
-        default=None, description="Tools offered to the model by its template."
-    )
-    tool_choice: AnthropicToolChoice | None = Field(default=None, description="Whether a tool must be called.")
-    thinking: ThinkingBody | None = Field(default=None, description="Absent: as the chat template has it.")
-    output_config: OutputConfig | None = Field(default=None, description="Effort, and JSON of a schema.")
-    output_format: JsonFormat | None = Field(default=None, description="The older name of `output_config.format`.")
-    mcp_servers: NotServed = Field(default=None, description="Not supported.")
-    container: None = Field(default=None, description="Not supported.")
-    compaction: None = Field(default=None, description="Not supported.")
-    thread: JsonObject | None = Field(default=None, description="Not supported; the client then sends all messages.")
+    system: System | None = optional("The system prompt, as text or text blocks.")
+    tools: list[AnthropicTool] | None = optional("Tools offered to the model by its template.", max_length=MAX_TOOLS)
+    tool_choice: AnthropicToolChoice | None = optional("Whether a tool must be called.")
+    thinking: ThinkingBody | None = optional("Absent: as the chat template has it.")
+    output_config: OutputConfig | None = optional("Effort, and JSON of a schema.")
+    output_format: JsonFormat | None = optional("The older name of `output_config.format`.")
+    mcp_servers: NotServed = optional("Not supported.")
+    container: None = optional("Not supported.")
+    compaction: None = optional("Not supported.")
+    thread: JsonObject | None = optional("Not supported; the client then sends all messages.")
 
     @field_validator("thread", mode="after")
     @classmethod
@@ -183,7 +164,7 @@ class CountTokensRequest(RequestBody, Markable):
             tool_marks=tuple((index, tool.mark) for index, (_, tool) in enumerate(offered) if tool.mark is not None),
             tool_paths=[f"tools.{index}.input_schema" for index, _ in offered],
             reasoning_effort=None if self.output_config is None else self.output_config.effort,
-            thinking=None if self.thinking is None else self.thinking.switch,
+            thinking=None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type),
             special_tokens_in_text=self.special_tokens_in_text or False,
             ending="continue" if self.messages[-1].is_prefill else "reply",
         )
@@ -199,19 +180,15 @@ class MessagesRequest(CountTokensRequest):
     """`POST /v1/messages`."""
 
     model_config = ConfigDict(
-        json_schema_extra={
-            "example": {"max_tokens": 64, "messages": [{"role": "user", "content": "Name three rivers."}]}
-        }
+        json_schema_extra={"example": {"max_tokens": 64, "messages": [{"role": "user", "content": "Hello!"}]}}
     )
 
     max_tokens: LimitOrNothing = Field(
         description="Most tokens of the reply. -1, or more than fit: as many as fit. 0: the prompt is computed and "
         "kept, and there is no reply."
     )
-    temperature: float | None = Field(default=None, ge=0, le=1, description="Below 0.00001 it is greedy; default 1.")
-    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = Field(
-        default=None, description="Texts that end the reply; they are not part of it."
-    )
+    temperature: float | None = optional("Below 0.00001 it is greedy; default 1.", ge=0, le=1)
+    stop_sequences: list[StopString] | None = optional("Texts that end the reply, without them.", max_length=MAX_STOPS)
 
     @property
     def text_format(self) -> TextFormat | None:

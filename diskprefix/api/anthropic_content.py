@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from diskprefix.api.fields import MAX_PARTS, Body, Markable, OneOf, empty_as, require_content
+from diskprefix.api.fields import MAX_PARTS, Body, Markable, OneOf, empty_as, optional, require_content
 from diskprefix.chat.messages import (
     CacheMark,
     ContentPart,
@@ -80,7 +80,7 @@ class ContentSource(Body):
 
 
 class Citations(Body):
-    enabled: Literal[False] | None = Field(default=None, description="Only `false`: replies cite nothing.")
+    enabled: Literal[False] | None = optional("Only `false`: replies cite nothing.")
 
 
 class DocumentBlock(Markable):
@@ -88,8 +88,8 @@ class DocumentBlock(Markable):
 
     type: Literal["document"] = Field(description="`document`.")
     source: Annotated[TextSource | ContentSource | Base64Source | UrlSource, OneOf("an object of type text or content")]
-    title: str | None = Field(default=None, description="Stands before the text.")
-    context: str | None = Field(default=None, description="Stands before the text.")
+    title: str | None = optional("Stands before the text.")
+    context: str | None = optional("Stands before the text.")
     citations: Citations | None = None
 
     def parts(self, path: str) -> Iterator[ContentPart]:
@@ -100,7 +100,7 @@ class DocumentBlock(Markable):
         if isinstance(source, TextSource):
             yield TextPart(source.data, f"{path}.source.data")
         elif isinstance(source, ContentSource):
-            yield from content_parts(source.content, f"{path}.source.content", _OF_RESULTS)
+            yield from content_parts(source.content, f"{path}.source.content")
         else:
             yield OtherPart("document", path)
 
@@ -144,14 +144,14 @@ class ToolResultBlock(Markable):
 
     type: Literal["tool_result"] = Field(description="`tool_result`.")
     tool_use_id: str = Field(min_length=1, description="The call that it answers.")
-    content: TextOrBlocks | None = Field(default=None, description="Text, or blocks.")
-    is_error: bool | None = Field(default=None, description="`true`: the model reads `Error:` before the content.")
+    content: TextOrBlocks | None = optional("Text, or blocks.")
+    is_error: bool | None = optional("`true`: the model reads `Error:` before the content.")
 
     def parts(self, path: str) -> Iterator[ContentPart]:
         if self.is_error:
             yield TextPart("Error:", path)
         if self.content is not None:
-            yield from content_parts(self.content, f"{path}.content", _OF_RESULTS)
+            yield from content_parts(self.content, f"{path}.content")
 
 
 class ThinkingBlock(Body):
@@ -204,15 +204,13 @@ def require_served(block: Block, path: str, allowed: frozenset[str], place: str)
     raise InvalidRequest.at(f"{path}.type", problem)
 
 
-def content_parts(
-    content: str | Sequence[Block], path: str, allowed: frozenset[str] = _OF_RESULTS
-) -> Iterator[ContentPart]:
+def content_parts(content: str | Sequence[Block], path: str) -> Iterator[ContentPart]:
     """Returns content of a document or a result. Raises `InvalidRequest` for a block that may not stand there."""
     if isinstance(content, str):
         yield TextPart(content, path)
         return
     for index, block in enumerate(content):
-        require_served(block, f"{path}.{index}", allowed, "this content")
+        require_served(block, f"{path}.{index}", _OF_RESULTS, "this content")
         yield from parts_of(block, f"{path}.{index}")
 
 
@@ -222,23 +220,12 @@ def parts_of(block: Block, path: str) -> Iterator[ContentPart]:
         yield from block.parts(path)
 
 
-def mark_of(blocks: Sequence[Block]) -> CacheMark | None:
-    """Returns the last mark on blocks other than text, whose marks are on their parts. It is one on the message."""
-    marks = [block.mark for block in blocks if isinstance(block, Markable) and not isinstance(block, TextBlock)]
-    return next((mark for mark in reversed(marks) if mark is not None), None)
-
-
-_JOINED = ("system", "user", "assistant")
-
-
 class AnthropicMessageBody(Body):
     """One message of the conversation. A `system` message may stand anywhere, and stays there."""
 
     role: Literal["user", "assistant", "system"] = Field(description="Who speaks.")
-    content: Annotated[TextOrBlocks | None, AfterValidator(require_content)] = Field(
-        default=None,
-        validate_default=True,
-        description="Text, or a list of content blocks. An assistant may have none.",
+    content: Annotated[TextOrBlocks | None, AfterValidator(require_content)] = optional(
+        "Text, or a list of content blocks. An assistant may have none.", validate_default=True
     )
 
     def neutral(self, path: str) -> Iterator[Message]:
@@ -264,12 +251,14 @@ class AnthropicMessageBody(Body):
         blocks = [block for block, _ in said]
         thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]
         calls = (block for block in blocks if isinstance(block, ToolUseBlock))
+        # The marks of text are on its parts. Of the others, the last one is on the message.
+        marks = [block.mark for block in blocks if isinstance(block, Markable) and not isinstance(block, TextBlock)]
         return Message(
             role=self.role,
             content=tuple(part for block, block_path in said for part in parts_of(block, block_path)),
             tool_calls=tuple(ToolCall(call.id, call.name, call.input) for call in calls),
             reasoning="\n".join(thoughts) or None,
-            mark=mark_of(blocks),
+            mark=next((mark for mark in reversed(marks) if mark is not None), None),
             path=path,
         )
 
@@ -292,14 +281,14 @@ def neutral_messages(
     system: str | Sequence[TextBlock] | None, messages: Sequence[AnthropicMessageBody], end_mark: CacheMark | None
 ) -> list[Message]:
     """Returns the conversation. `end_mark` is a mark on its last message."""
-    found = [*_system(system)]
+    conversation = [*_system(system)]
     for index, message in enumerate(messages):
-        found.extend(message.neutral(f"messages.{index}"))
+        conversation.extend(message.neutral(f"messages.{index}"))
     # As Anthropic's API does. Tool results stay apart.
-    found = join_neighbours((message, message.role in _JOINED) for message in found)
+    conversation = join_neighbours((message, message.role != "tool") for message in conversation)
     if end_mark is not None:
-        found[-1] = replace(found[-1], mark=end_mark)
-    return found
+        conversation[-1] = replace(conversation[-1], mark=end_mark)
+    return conversation
 
 
 def _system(system: str | Sequence[TextBlock] | None) -> Iterator[Message]:

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
 from diskprefix.api.error_forms import anthropic_error
 from diskprefix.api.figures import figures_reply, written_tokens
-from diskprefix.api.reply import CallBegin, EndEvent, ReplyDelta, ReplyEvent, WholeChoice, WholeReply
+from diskprefix.api.reply import EndEvent, ReplyDelta, ReplyEvent, WholeChoice, WholeReply
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent, ProgressEvent
 from diskprefix.errors import DiskPrefixError
@@ -50,8 +50,8 @@ class MessageWriter:
 
     def events(self, event: ReplyEvent) -> Sequence[ServerSentEvent]:
         if isinstance(event, ProgressEvent):
-            return self._begun(_usage(event.total, event.cached, max(0, event.kept - event.cached), 0))
-        begun = self._begun(_usage(self._head.prompt_tokens, 0, 0, 0))
+            return self._first_events(_usage(event.total, event.cached, max(0, event.kept - event.cached), 0))
+        begun = self._first_events(_usage(self._head.prompt_tokens, 0, 0, 0))
         if isinstance(event, DoneEvent):
             return [*begun, *self._closed(), *self._last(event)]
         if isinstance(event, EndEvent):
@@ -90,14 +90,14 @@ class MessageWriter:
         ]
         return content
 
-    def _stop_reason(self, end: WholeChoice | EndEvent) -> StopReason:
+    def _stop_reason(self, end: EndEvent) -> StopReason:
         if end.stop is not None:
             return "stop_sequence"
         if end.reason == "length":
             return "max_tokens" if self._head.clamped_to is None else "model_context_window_exceeded"
         return "tool_use" if end.reason == "tool_calls" else "end_turn"
 
-    def _begun(self, usage: Json) -> list[ServerSentEvent]:
+    def _first_events(self, usage: Json) -> list[ServerSentEvent]:
         if self._has_begun:
             return []
         self._has_begun = True
@@ -111,7 +111,7 @@ class MessageWriter:
             return self._text(delta.text)
         if isinstance(delta, ToolCallDelta):
             return self._added("input_json_delta", "partial_json", delta.arguments)
-        return self._call(delta)
+        return [*self._closed(), *self._opened("tool_use", {"id": delta.id, "name": delta.name, "input": {}})]
 
     def _text(self, text: str) -> list[ServerSentEvent]:
         if self._open != "text" and not text.strip():
@@ -120,9 +120,6 @@ class MessageWriter:
         text = "".join([*self._blanks, text])
         self._blanks.clear()
         return [*self._opened("text", {"text": ""}), *self._added("text_delta", "text", text)]
-
-    def _call(self, call: CallBegin) -> list[ServerSentEvent]:
-        return [*self._closed(), *self._opened("tool_use", {"id": call.id, "name": call.name, "input": {}})]
 
     def _opened(self, kind: str, block: Json) -> list[ServerSentEvent]:
         """Returns what begins a block, unless one of its kind is open."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from pydantic import ConfigDict, Field
-
 from diskprefix.api.dialect import Head, Json
+from diskprefix.api.fields import optional
 from diskprefix.api.reply import WholeReply
 from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.api.responses_items import MessageItem, item_id, stored_form
-from diskprefix.api.responses_writer import ResponseWriter
+from diskprefix.api.responses_writer import OutputItems, ResponseWriter
 
 _MAX_CHARS = 20_000
 """The most characters of the user's messages beside the summary."""
@@ -20,9 +19,7 @@ _MAX_CHARS = 20_000
 class CompactRequest(ResponseRequest):
     """`POST /v1/responses/compact`."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"input": [{"role": "user", "content": "Name a river."}]}})
-
-    stream: Literal[False] | None = Field(default=None, description="Not supported.")
+    stream: Literal[False] | None = optional("Not supported.")
 
 
 class Compaction(Responses):
@@ -42,7 +39,7 @@ class CompactionWriter(ResponseWriter):
     """Writes the summary behind the user's newest messages."""
 
     def __init__(self, head: Head, newest: list[Json]) -> None:
-        super().__init__(head, {}, reasoning_is_summary=False, keep=None, compacts=True)
+        super().__init__(head, {}, OutputItems(head.id, compacts=True))
         self._newest = newest
 
     def whole(self, reply: WholeReply) -> Json:

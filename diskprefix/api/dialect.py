@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -21,8 +20,6 @@ from diskprefix.errors import DiskPrefixError
 from diskprefix.store.notes import TenantNotes
 from diskprefix.tokens import TokenIds
 
-log = logging.getLogger("diskprefix")
-
 Json: TypeAlias = dict[str, Any]
 B = TypeVar("B", bound=RequestBody)
 
@@ -35,9 +32,9 @@ class Head:
     created: int
     """Seconds since 1970."""
     model: str
-    fingerprint: str
-    prompt_tokens: int
-    request_id: str
+    fingerprint: str = ""
+    prompt_tokens: int = 0
+    request_id: str = ""
     max_positions: int = 0
     """Most tokens of prompt and reply together that the model takes here."""
     waited_ms: float = 0.0
@@ -134,8 +131,7 @@ class EarlyDialect(Protocol):
     """An API whose streams begin with events of their own while the model loads: its clients do not count comments."""
 
     def early(self, body: Any, reply_id: str, /) -> ReplyWriter | None:
-        """Returns the writer of these events, None if the request will be refused. The stream's own writer goes on
-        where it ends."""
+        """Returns the writer of these events, which the stream's own writer continues; None for a refused request."""
 
 
 @runtime_checkable
@@ -143,5 +139,4 @@ class LoadingDialect(Protocol):
     """An API in which a request without a prompt only has the model loaded."""
 
     def without_prompt(self, body: Any, model: str, /, *, may_unload: bool) -> Json | None:
-        """Returns the answer to a request without a prompt, None for other requests. `may_unload`: `keep_alive` has an
-        effect."""
+        """Returns the answer to a request without a prompt, else None. `may_unload`: `keep_alive` has an effect."""

@@ -19,7 +19,7 @@ _CODES = {
     413: "body_too_large",
     415: "unsupported_media_type",
 }
-_MOST_MESSAGE_CHARS = 1000
+_MAX_MESSAGE_CHARS = 1000
 """Most messages cut what they repeat of a request. This limits messages of libraries that do not."""
 
 
@@ -52,14 +52,14 @@ def error_body(scope: Mapping[str, Any], error: DiskPrefixError, request_id: str
     """Returns an error in the form of the API that was called. Anthropic's clients name theirs on every route."""
     if scope["path"].startswith(OLLAMA_PATH):
         return {"error": one_line(error.message)}
-    if scope["path"].startswith(ANTHROPIC_PATH) or any(one == b"anthropic-version" for one, _ in scope["headers"]):
+    if scope["path"].startswith(ANTHROPIC_PATH) or any(name == b"anthropic-version" for name, _ in scope["headers"]):
         return anthropic_error(error, request_id)
     return openai_error(error)
 
 
 def one_line(message: str) -> str:
     """Returns a message on one line, cut to a readable length."""
-    return shown(message, _MOST_MESSAGE_CHARS)
+    return shown(message, _MAX_MESSAGE_CHARS)
 
 
 class HttpError(DiskPrefixError):

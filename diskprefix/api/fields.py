@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -33,9 +33,9 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.messages import CacheMark, JsonObject
 from diskprefix.engine.request import SamplingParams
 from diskprefix.errors import InvalidRequest, SettingsError
-from diskprefix.nouns import MAX_VALUE, CacheOptions, Scope, Tenant
 from diskprefix.tenant_ids import group_of
 from diskprefix.units import parse_duration
+from diskprefix.values import MAX_VALUE, CacheOptions, Scope, Tenant
 
 if TYPE_CHECKING:
     from diskprefix.model.load.picture_processor import Detail
@@ -62,8 +62,8 @@ def _as_json(schema: Any) -> None:
 
 
 def _take_points(integer: Any) -> None:
-    """Changes the schema of an integer in place: it also takes a float without a fraction, which JSON Schema calls an
-    integer. Plain integers are tried first: a prompt may be a million of them."""
+    """Makes the schema of an integer also take a float without a fraction, as JSON Schema does. Plain integers are
+    tried first: a prompt may be a million of them."""
     plain = integer | {"strict": True}
     floats = core_schema.chain_schema([core_schema.float_schema(strict=True), integer | {"strict": False}])
     either = core_schema.union_schema([(plain, "~int"), (floats, "~float")], mode="left_to_right")
@@ -86,11 +86,23 @@ class Body(BaseModel):
         return schema
 
 
-def require_fields(body: Any, *names: str) -> None:
-    """Raises a validation error for the first of these fields that is absent, though the type of `body` needs it."""
-    for name in names:
-        if getattr(body, name) is None:
-            raise PydanticCustomError(REFUSED, f"of type {body.type} needs the field {name.rstrip('_')}")
+def optional(description: str, **limits: Any) -> Any:
+    """Returns a field that may be absent or null."""
+    return Field(default=None, description=description, **limits)
+
+
+class Typed(Body):
+    """An object whose `type` needs some of the other fields: `needs` has their names."""
+
+    needs: ClassVar[Mapping[str, Sequence[str]]] = {}
+    type: str
+
+    @model_validator(mode="after")
+    def _has_needed_fields(self) -> Self:
+        for name in self.needs.get(self.type, ()):
+            if getattr(self, name) is None:
+                raise PydanticCustomError(REFUSED, f"of type {self.type} needs the field {name.rstrip('_')}")
+        return self
 
 
 def require_content(content: T, info: ValidationInfo) -> T:
@@ -160,7 +172,7 @@ class OneOf:
             return (dict,)
         if isinstance(plain, type) and issubclass(plain, BaseModel):
             kind = plain.model_fields["type"].annotation
-            return [name for one in (kind, *get_args(kind)) if get_origin(one) is Literal for name in get_args(one)]
+            return [name for part in (kind, *get_args(kind)) if get_origin(part) is Literal for name in get_args(part)]
         return (str,) if get_origin(plain) is Literal else (get_origin(plain) or plain,)
 
 
@@ -173,9 +185,9 @@ NonEmpty: TypeAlias = Annotated[str, Field(min_length=1)]
 class StructuredOutputs(Body, extra="forbid"):
     """The format of the text, in the form of vLLM. Exactly one of the fields is given; its others are refused."""
 
-    json_: TextOrObject | None = Field(default=None, alias="json", description="A JSON schema, or its text.")
-    json_object: Literal[True] | None = Field(default=None, description="Any JSON object.")
-    choice: list[NonEmpty] | None = Field(default=None, min_length=1, description="One of these texts.")
+    json_: TextOrObject | None = optional("A JSON schema, or its text.", alias="json")
+    json_object: Literal[True] | None = optional("Any JSON object.")
+    choice: list[NonEmpty] | None = optional("One of these texts.", min_length=1)
 
     @model_validator(mode="after")
     def _exactly_one(self) -> StructuredOutputs:
@@ -198,7 +210,7 @@ class CacheControl(Body):
     """A mark in the form of Anthropic's API."""
 
     type: Literal["ephemeral"] = Field(description="`ephemeral`.")
-    ttl: Literal["5m", "1h"] | None = Field(default=None, description="Time to live after the last use.")
+    ttl: Literal["5m", "1h"] | None = optional("Time to live after the last use.")
 
     @property
     def mark(self) -> CacheMark:
@@ -208,9 +220,7 @@ class CacheControl(Body):
 class Markable(Body):
     """An object that may carry a mark."""
 
-    cache_control: CacheControl | None = Field(
-        default=None, description="Asks the disk cache to keep the prompt up to the end of this object."
-    )
+    cache_control: CacheControl | None = optional("Asks the disk cache to keep the prompt up to here.")
 
     @property
     def mark(self) -> CacheMark | None:
@@ -226,13 +236,16 @@ def _no_mark(value: object) -> object:
 class Unmarkable(Body):
     """An object that cannot carry a mark. A mark on it is refused, because it would have no effect."""
 
-    cache_control: Annotated[None, BeforeValidator(_no_mark)] = Field(default=None, description="Not allowed here.")
+    cache_control: Annotated[None, BeforeValidator(_no_mark)] = optional("Not allowed here.")
 
 
-ImageDetail: TypeAlias = Literal["auto", "low", "high", "original"]
+ImageDetail: TypeAlias = Annotated[
+    Literal["auto", "low", "high", "original"] | None,
+    Field(description="`low`: at most 512 pixels wide and high; `auto`: 2048; `high`: as large as it is."),
+]
 
 
-def detail_of(detail: ImageDetail | None) -> Detail:
+def detail_of(detail: ImageDetail) -> Detail:
     """Returns the detail with which an image is read. `original` is read as `high`."""
     return "high" if detail == "original" else detail or "auto"
 
@@ -244,8 +257,7 @@ MAX_BIASES = 1024
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 """Text that may be the beginning of a stop string is not sent yet, which bounds the length."""
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 8192, 1024, 1024
-"""Most messages or items of a conversation, content parts of a message, and tools. Chat templates write each of them,
-and what each adds is looked for in the prompt."""
+"""Most messages or items of a conversation, content parts of a message, and tools. Each takes time to render."""
 MAX_NAME_CHARS = 128
 """Most characters of a tool's name. OpenAI and Anthropic take no longer ones, and MCP advises against them."""
 MAX_SALT_CHARS = 256
@@ -275,17 +287,15 @@ class NamedTool(Markable):
     """A tool that the client runs."""
 
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] = Field(description="Name of the tool.")
-    description: str | None = Field(default=None, description="What it does, for the model to read.")
-    strict: bool | None = Field(
-        default=None, description="`true`: the arguments follow the schema, also where no call is forced."
-    )
+    description: str | None = optional("What it does, for the model to read.")
+    strict: bool | None = optional("`true`: the arguments follow the schema, also where no call is forced.")
 
 
 class ReasoningLimits(Body):
     """The effort and the length of thinking."""
 
     effort: Effort = None
-    max_tokens: Count | None = Field(default=None, description="Most tokens of the thoughts; then they are ended.")
+    max_tokens: Count | None = optional("Most tokens of the thoughts; then they are ended.")
 
 
 MIN_TTL_S, MAX_TTL_S = 1, 2**31 - 1
@@ -300,9 +310,7 @@ def _checked_salt(value: object) -> object:
 
 
 Salt: TypeAlias = Annotated[
-    Any,
-    AfterValidator(_checked_salt),
-    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS}),
+    Any, AfterValidator(_checked_salt), WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS})
 ]
 
 
@@ -317,19 +325,14 @@ class PrefixCacheOptions(Body, extra="forbid"):
         Any,
         AfterValidator(lambda value: parse_scope(_without_point(value), param="prefix_cache.scope")),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1, "maximum": MAX_VALUE}]}),
-    ] = Field(
-        default=None,
-        description="`off`, `full`, `auto`, `auto:N` (window of N recent prompts) or N (the first N prompt tokens).",
+    ] = optional(
+        "`off`, `full`, `auto`, `auto:N` (window of N recent prompts) or N (the first N prompt tokens).",
         examples=["auto:8", "full", 1000],
     )
     window: int = Field(  # type: ignore[assignment]  # absent is None, but null is refused
         default=None, ge=1, le=MAX_VALUE, description="Replaces the N of `auto:N`; for `auto` only.", examples=[8]
     )
-    salt: Salt = Field(
-        default=None,
-        description="Only requests with the same salt find this request's state, and they find nothing else.",
-        examples=["user-7f3a"],
-    )
+    salt: Salt = optional("Requests find only the state of requests with the same salt.", examples=["user-7f3a"])
     replay: bool = Field(
         default=True,
         description="`false`: the chat template writes all earlier replies anew, and this reply is not remembered.",
@@ -338,9 +341,8 @@ class PrefixCacheOptions(Body, extra="forbid"):
     ttl: Annotated[
         Any,
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number", "minimum": MIN_TTL_S, "maximum": MAX_TTL_S}]}),
-    ] = Field(
-        default=None,
-        description="Time to live after the last use: `90s`, `15m`, `12h`, `7d`, `2w` or seconds, up to 68 years. Wins "
+    ] = optional(
+        "Time to live after the last use: `90s`, `15m`, `12h`, `7d`, `2w` or seconds, up to 68 years. Wins "
         "over `prompt_cache_retention`.",
         examples=["1h", 300],
     )
@@ -364,44 +366,41 @@ class PrefixCacheOptions(Body, extra="forbid"):
 class CacheFields(Body):
     """Fields about the cache, in every API."""
 
-    prefix_cache: PrefixCacheOptions | None = Field(default=None, description="The disk cache, for this request only.")
-    prompt_cache_key: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_KEY_CHARS)] | None = Field(
-        default=None, description="Names a group of requests, which have an `auto` window of their own. Not a salt."
+    prefix_cache: PrefixCacheOptions | None = optional("The disk cache, for this request only.")
+    prompt_cache_key: str | None = optional(
+        "Names a group of requests with an `auto` window of its own. Not a salt.",
+        min_length=1,
+        max_length=MAX_CACHE_KEY_CHARS,
     )
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
-        default=None, description="As `prefix_cache.ttl`: an hour (on disk all the same), or a day."
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = optional(
+        "As `prefix_cache.ttl`: an hour (on disk all the same), or a day."
     )
-    cache_salt: Salt = Field(default=None, description="As `prefix_cache.salt`; the name that vLLM gives it.")
+    cache_salt: Salt = optional("As `prefix_cache.salt`; the name that vLLM gives it.")
 
 
 class SamplingFields(Body):
     """Fields about sampling, in every API: OpenAI's and vLLM's."""
 
-    temperature: float | None = Field(default=None, ge=0, le=2, description="Below 0.00001 it is greedy; default 1.")
-    top_p: float | None = Field(
-        default=None, ge=0, le=1, description="Nucleus sampling: smallest set with this mass; 0 is greedy."
-    )
-    top_k: int | None = Field(default=None, ge=-1, le=MAX_COUNT, description="Only the k likeliest; 0 or -1: all.")
-    min_p: float | None = Field(default=None, ge=0, le=1, description="Least probability, relative to the likeliest.")
-    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1, description="Makes sampling repeatable.")
+    temperature: float | None = optional("Below 0.00001 it is greedy; default 1.", ge=0, le=2)
+    top_p: float | None = optional("Nucleus sampling: smallest set with this mass; 0 is greedy.", ge=0, le=1)
+    top_k: int | None = optional("Only the k likeliest; 0 or -1: all.", ge=-1, le=MAX_COUNT)
+    min_p: float | None = optional("Least probability, relative to the likeliest.", ge=0, le=1)
+    seed: int | None = optional("Makes sampling repeatable.", ge=-(2**63), le=2**63 - 1)
     # Logits are multiplied and divided by it: outside of this range float32 may overflow to infinity and NaN.
-    repetition_penalty: float | None = Field(
-        default=None, ge=0.01, le=100, description="Above 1: tokens that were used before become less likely."
-    )
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="Flat penalty on tokens used before.")
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, description="Penalty for every earlier use.")
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        default=None, max_length=MAX_BIASES, description="Token id (as a string) → number added to its logit."
+    repetition_penalty: float | None = optional("Above 1: used tokens become less likely.", ge=0.01, le=100)
+    presence_penalty: float | None = optional("Flat penalty on tokens used before.", ge=-2, le=2)
+    frequency_penalty: float | None = optional("Penalty for every earlier use.", ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = optional(
+        "Token id (as a string) → number added to its logit.", max_length=MAX_BIASES
     )
 
 
 class TextFields(Body):
     """The field about the texts of a request, in every API."""
 
-    special_tokens_in_text: bool | None = Field(
-        default=None,
-        description="`true`: a text that spells a special token, such as `<|im_end|>`, becomes that token. Absent: it "
-        "stays text, so that no file or web page that a message quotes begins a turn.",
+    special_tokens_in_text: bool | None = optional(
+        "`true`: a text that spells a special token, such as `<|im_end|>`, becomes that token. Absent: it "
+        "stays text, so that no file or web page that a message quotes begins a turn."
     )
 
 
@@ -411,11 +410,9 @@ StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_C
 class RequestBody(CacheFields, SamplingFields, TextFields):
     """The fields of every request for a reply."""
 
-    model: str | None = Field(default=None, description="Name of the served model. Absent: the served model.")
-    stream: bool | None = Field(default=None, description="Send the reply as server-sent events while it is made.")
-    structured_outputs: StructuredOutputs | None = Field(
-        default=None, description="What the text of the reply must be: vLLM's field."
-    )
+    model: str | None = optional("Name of the served model. Absent: the served model.")
+    stream: bool | None = optional("Send the reply as server-sent events while it is made.")
+    structured_outputs: StructuredOutputs | None = optional("What the text of the reply must be: vLLM's field.")
 
     @property
     def needs_stored_items(self) -> bool:

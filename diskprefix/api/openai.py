@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
 from diskprefix.api.error_forms import openai_error
@@ -21,6 +21,7 @@ from diskprefix.api.fields import (
     RequestBody,
     StopString,
     Unmarkable,
+    optional,
     sampling_params,
 )
 from diskprefix.api.figures import figures_reply
@@ -41,20 +42,16 @@ Stop: TypeAlias = Annotated[
 class StreamOptions(Body):
     """Options of a stream."""
 
-    include_usage: bool | None = Field(
-        default=None, description="Send one more chunk with `usage` (and no choices) before `[DONE]`."
-    )
+    include_usage: bool | None = optional("Send one more chunk with `usage` (and no choices) before `[DONE]`.")
 
 
 class OpenAIBody(RequestBody, Unmarkable):
     """The fields of both bodies."""
 
-    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream: true`.")
-    max_tokens: Limit | None = Field(
-        default=None, description="Most tokens of a choice. Absent, -1, or more than fit: as many as fit."
-    )
-    stop: Stop | None = Field(default=None, description="Text that ends the reply; it is not part of it.")
-    n: int | None = Field(default=None, ge=1, le=16, description="How many choices to generate.")
+    stream_options: StreamOptions | None = optional("Only with `stream: true`.")
+    max_tokens: Limit | None = optional("Most tokens of a choice. Absent, -1, or more than fit: as many as fit.")
+    stop: Stop | None = optional("Text that ends the reply; it is not part of it.")
+    n: int | None = optional("How many choices to generate.", ge=1, le=16)
 
     @property
     def include_usage(self) -> bool:
@@ -119,7 +116,7 @@ class OpenAIWriter(EventWriter, ABC):
 
     def whole(self, reply: WholeReply) -> Json:
         choices = [
-            {"index": choice.index, **self.whole_choice(choice), "finish_reason": choice.reason}
+            {"index": choice.choice, **self.whole_choice(choice), "finish_reason": choice.reason}
             for choice in reply.choices
         ]
         return {
@@ -191,7 +188,7 @@ def _progress(event: ProgressEvent) -> Json:
 
 MAX_PROMPTS = 256
 """The most prompts of a request."""
-_MOST_TOKENS = 16
+_MAX_TOKENS = 16
 """The default limit of a choice's tokens, as in OpenAI's API."""
 
 TokenList: TypeAlias = Annotated[list[int], Field(min_length=1)]
@@ -206,10 +203,8 @@ def _kind_of_prompt(value: object) -> str | None:
     return "~several" if value and isinstance(value[0], str | list) else "~tokens"
 
 
-class CompletionRequest(OpenAIBody):
+class CompletionRequest(OpenAIBody, json_schema_extra={"example": {"prompt": "The three longest rivers are"}}):
     """`POST /v1/completions`."""
-
-    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The three longest rivers are"}})
 
     prompt: Annotated[
         Annotated[str, Tag("~text")]
@@ -221,15 +216,11 @@ class CompletionRequest(OpenAIBody):
             custom_error_message="Input should be a string or a list of token ids, or a list of such prompts",
         ),
     ] = Field(description=f"Text, or token ids; or a list of up to {MAX_PROMPTS} such prompts.")
-    max_tokens: LimitOrNothing | None = Field(
-        default=None, description=f"Most tokens of a choice; 0: only the prompt; -1: any. Absent: {_MOST_TOKENS}."
-    )
-    logprobs: int | None = Field(
-        default=None, ge=0, le=20, description="So many alternatives for every token, and the token itself."
-    )
-    echo: Literal[False] | None = Field(default=None, description="Not supported.")
-    suffix: str | None = Field(default=None, description="Text behind the gap that the reply fills; `prompt` is text.")
-    best_of: int | None = Field(default=None, ge=1, le=16, description="Not supported, unless equal to `n`.")
+    max_tokens: LimitOrNothing | None = optional(f"Most tokens of a choice; 0: none; -1: any. Absent: {_MAX_TOKENS}.")
+    logprobs: int | None = optional("So many alternatives for every token, and the token itself.", ge=0, le=20)
+    echo: Literal[False] | None = optional("Not supported.")
+    suffix: str | None = optional("Text behind the gap that the reply fills; `prompt` is text.")
+    best_of: int | None = optional("Not supported, unless equal to `n`.", ge=1, le=16)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -253,7 +244,7 @@ class Completions:
     def read(self, body: CompletionRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> ParsedRequest:
         if body.best_of not in (None, body.n or 1):
             raise InvalidRequest.at("best_of", "must be equal to n")
-        max_tokens = _MOST_TOKENS if body.max_tokens is None else body.max_tokens
+        max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if body.special_tokens_in_text is False and not body.suffix:
             raise InvalidRequest.at("special_tokens_in_text", "needs a suffix; a prompt without one spells tokens")
         first, *more = [self._prompt(prompt, body) for prompt in body.prompts]
@@ -318,7 +309,7 @@ def _logprobs(tokens: Sequence[TokenLogprob], offsets: _Offsets) -> Json:
         "tokens": [_named(token) for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
         # The sampled token need not be among the likeliest.
-        "top_logprobs": [{_named(one): one.logprob for one in (*token.top, token)} for token in tokens],
+        "top_logprobs": [{_named(other): other.logprob for other in (*token.top, token)} for token in tokens],
         "text_offset": [offsets.before(token) for token in tokens],
     }
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, cast
+from typing import Literal, cast
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from diskprefix.api.dialect import Head, Json
-from diskprefix.api.fields import MAX_MESSAGES, MAX_TOOLS, Effort, Limit, NotServed, ReasoningLimits
+from diskprefix.api.fields import MAX_MESSAGES, MAX_TOOLS, Effort, Limit, NotServed, ReasoningLimits, optional
 from diskprefix.api.openai import OpenAIBody, OpenAIWriter
-from diskprefix.api.openai_messages import (
-    MessageBody,
-    ResponseFormat,
-    ToolAsSent,
-    ToolChoiceField,
-    conversation_of,
-)
+from diskprefix.api.openai_messages import MessageBody, ResponseFormat, ToolAsSent, ToolChoiceField, conversation_of
 from diskprefix.api.parsed_request import ParsedRequest, TextFormat, ToolChoice, openai_choice
 from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyDelta, WholeChoice, logprob_reply
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
@@ -26,47 +20,32 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.store.notes import TenantNotes
 
 
-class ChatRequest(OpenAIBody):
+class ChatRequest(OpenAIBody, json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello!"}]}}):
     """`POST /v1/chat/completions`."""
-
-    model_config = ConfigDict(
-        json_schema_extra={"example": {"messages": [{"role": "user", "content": "Name three rivers."}]}}
-    )
 
     messages: list[MessageBody] = Field(
         min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest message first."
     )
-    max_completion_tokens: Limit | None = Field(default=None, description="Takes precedence over `max_tokens`.")
-    logprobs: bool | None = Field(default=None, description="Return the log probability of every token of the reply.")
-    top_logprobs: int | None = Field(default=None, ge=0, le=20, description="And of its most likely alternatives.")
-    tools: Annotated[list[ToolAsSent], Field(max_length=MAX_TOOLS)] | None = Field(
-        default=None, description="Functions offered to the model by its template."
-    )
-    tool_choice: ToolChoiceField | None = Field(
-        default=None, description="`auto`, `none`, `required`, a function, or `allowed_tools`."
-    )
-    parallel_tool_calls: bool | None = Field(default=None, description="`false`: at most one call in a reply.")
-    response_format: ResponseFormat | None = Field(default=None, description="JSON, or JSON of a schema.")
+    max_completion_tokens: Limit | None = optional("Takes precedence over `max_tokens`.")
+    logprobs: bool | None = optional("Return the log probability of every token of the reply.")
+    top_logprobs: int | None = optional("And of its most likely alternatives.", ge=0, le=20)
+    tools: list[ToolAsSent] | None = optional("Functions offered to the model by its template.", max_length=MAX_TOOLS)
+    tool_choice: ToolChoiceField | None = optional("`auto`, `none`, `required`, a function, or `allowed_tools`.")
+    parallel_tool_calls: bool | None = optional("`false`: at most one call in a reply.")
+    response_format: ResponseFormat | None = optional("JSON, or JSON of a schema.")
     reasoning_effort: Effort = None
-    reasoning: ReasoningLimits | None = Field(default=None, description="Effort and length of thinking, as OpenRouter.")
-    chat_template_kwargs: JsonObject | None = Field(default=None, description="Variables for the chat template.")
-    add_generation_prompt: bool | None = Field(
-        default=None, description="`false`: the prompt does not end with the start of a reply."
+    reasoning: ReasoningLimits | None = optional("Effort and length of thinking, as OpenRouter.")
+    chat_template_kwargs: JsonObject | None = optional("Variables for the chat template.")
+    add_generation_prompt: bool | None = optional("`false`: the prompt does not end with the start of a reply.")
+    continue_final_message: bool | None = optional(
+        "The reply goes on with the last message. Absent: it does so if that is an assistant's text."
     )
-    continue_final_message: bool | None = Field(
-        default=None,
-        description="The reply goes on with the last message. Absent: it does so if that is an assistant's text.",
-    )
-    return_progress: bool | None = Field(
-        default=None, description="Tell in the stream how much of the prompt is computed, as `prompt_progress`."
-    )
-    modalities: list[Literal["text"]] | None = Field(default=None, description="Only `text`.")
-    audio: None = Field(default=None, description="Not supported.")
-    web_search_options: None = Field(default=None, description="Not supported.")
-    functions: NotServed = Field(default=None, description="Not supported (deprecated by OpenAI): use `tools`.")
-    function_call: NotServed = Field(
-        default=None, description="Not supported (deprecated by OpenAI): use `tool_choice`."
-    )
+    return_progress: bool | None = optional("Send events with `prompt_progress` while the prompt is computed.")
+    modalities: list[Literal["text"]] | None = optional("Only `text`.")
+    audio: None = optional("Not supported.")
+    web_search_options: None = optional("Not supported.")
+    functions: NotServed = optional("Not supported (deprecated by OpenAI): use `tools`.")
+    function_call: NotServed = optional("Not supported (deprecated by OpenAI): use `tool_choice`.")
 
     @property
     def conversation(self) -> Conversation:
@@ -95,7 +74,11 @@ class ChatRequest(OpenAIBody):
     def _ending(self) -> Ending:
         last = self.messages[-1]
         if self.continue_final_message:
-            self._require_continuable(last)
+            param = "continue_final_message"
+            if self.add_generation_prompt:
+                raise InvalidRequest.at(param, "is not allowed beside add_generation_prompt")
+            if last.role != "assistant" or not last.content or last.tool_calls:
+                raise InvalidRequest.at(param, "needs a last message of role assistant with text alone")
             return "continue"
         if self.add_generation_prompt is False:
             return "none"
@@ -103,14 +86,6 @@ class ChatRequest(OpenAIBody):
         if is_begun and self.add_generation_prompt is None and self.continue_final_message is None:
             return "continue"
         return "reply"
-
-    def _require_continuable(self, last: MessageBody) -> None:
-        """Raises `InvalidRequest` if the reply cannot go on with the last message."""
-        param = "continue_final_message"
-        if self.add_generation_prompt:
-            raise InvalidRequest.at(param, "is not allowed beside add_generation_prompt")
-        if last.role != "assistant" or not last.content or last.tool_calls:
-            raise InvalidRequest.at(param, "needs a last message of role assistant with text alone")
 
 
 class Chat:
@@ -144,7 +119,7 @@ class ChatWriter(OpenAIWriter):
 
     def __init__(self, head: Head, *, include_usage: bool, with_logprobs: bool) -> None:
         super().__init__(head, include_usage=include_usage, with_logprobs=with_logprobs)
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
         """The choices that have begun."""
 
     def whole_choice(self, choice: WholeChoice) -> Json:
@@ -167,9 +142,9 @@ class ChatWriter(OpenAIWriter):
         choices: list[Json] = [{"delta": delta, "logprobs": None} for delta in deltas]
         if event.tokens:
             choices[0]["logprobs"] = _logprobs(event.tokens)
-        if event.choice in self._begun:
+        if event.choice in self._started:
             return choices
-        self._begun.add(event.choice)
+        self._started.add(event.choice)
         return [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}, *choices]
 
     def end_choice(self, _event: EndEvent) -> Json:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field
 
 from diskprefix.api.fields import (
     AS_SENT,
@@ -17,10 +17,11 @@ from diskprefix.api.fields import (
     NamedTool,
     OneOf,
     TextOrObject,
+    Typed,
     Unmarkable,
     detail_of,
+    optional,
     require_content,
-    require_fields,
 )
 from diskprefix.api.parsed_request import OF_ONE_OF, TextFormat, ToolChoice
 from diskprefix.chat.messages import (
@@ -52,9 +53,7 @@ class ImageUrl(Unmarkable):
     """An image that is sent inside the request."""
 
     url: str = Field(description="`data:image/png;base64,…`: PNG, JPEG, WebP, GIF or BMP. No other URL is fetched.")
-    detail: ImageDetail | None = Field(
-        default=None, description="`low`: at most 512 pixels wide and high; `auto`: 2048; `high`: as large as it is."
-    )
+    detail: ImageDetail = None
 
 
 class ImagePartBody(Markable):
@@ -99,15 +98,13 @@ class FunctionCall(Unmarkable):
     """The function that the assistant called."""
 
     name: str = Field(min_length=1, description="Name of the function.")
-    arguments: TextOrObject | None = Field(
-        default=None, description="Its arguments: JSON text, as OpenAI sends it, or an object. Absent or empty: none."
-    )
+    arguments: TextOrObject | None = optional("Its arguments: JSON text, as OpenAI sends it, or an object.")
 
 
 class ToolCallBody(Unmarkable):
     """A tool call of an earlier assistant message."""
 
-    id: str | None = Field(default=None, description="The `tool_call_id` of the tool's answer refers to it.")
+    id: str | None = optional("The `tool_call_id` of the tool's answer refers to it.")
     type: Literal["function"] = Field(default="function", description="Always `function`.")
     function: FunctionCall
 
@@ -125,19 +122,15 @@ class MessageBody(Markable):
     )
 
     role: Role = Field(description="Who speaks. `developer` becomes `system` unless the chat template knows it.")
-    content: Annotated[Content | None, AfterValidator(require_content)] = Field(
-        default=None,
-        validate_default=True,
-        description="Text, or a list of content parts. An assistant's message and a tool's may have none.",
+    content: Annotated[Content | None, AfterValidator(require_content)] = optional(
+        "Text, or a list of content parts. An assistant's message and a tool's may have none.", validate_default=True
     )
-    refusal: str | None = Field(default=None, description="The assistant's refusal, if there is no `content`.")
-    name: str | None = Field(default=None, description="Name of the speaker, for chat templates that render it.")
-    tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_PARTS)] | None = Field(
-        default=None, description="Tool calls of an assistant message."
-    )
-    tool_call_id: str | None = Field(default=None, description="In a tool message: the call that it answers.")
-    reasoning_content: str | None = Field(default=None, description="The reasoning of the assistant.")
-    reasoning: str | None = Field(default=None, description="The same, as other servers name it.")
+    refusal: str | None = optional("The assistant's refusal, if there is no `content`.")
+    name: str | None = optional("Name of the speaker, for chat templates that render it.")
+    tool_calls: list[ToolCallBody] | None = optional("Tool calls of an assistant message.", max_length=MAX_PARTS)
+    tool_call_id: str | None = optional("In a tool message: the call that it answers.")
+    reasoning_content: str | None = optional("The reasoning of the assistant.")
+    reasoning: str | None = optional("The same, as other servers name it.")
 
     def neutral(self, path: str) -> Message:
         """Returns the message. `path` is where it stood in the body."""
@@ -164,7 +157,7 @@ class MessageBody(Markable):
 class ToolFunction(NamedTool, extra="allow"):
     """A function that the model may call. A mark on it counts as a mark on its tool."""
 
-    parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
+    parameters: JsonObject | None = optional("JSON schema of its arguments.")
 
 
 class Tool(Markable, extra="allow"):
@@ -222,17 +215,13 @@ class AllowedTools(Body):
     tools: list[FunctionReference] = Field(min_length=1, description="Those that may be called.")
 
 
-class ToolChoiceBody(Body):
+class ToolChoiceBody(Typed):
     """The function that must be called, or those that may be."""
 
+    needs: ClassVar = {"function": ("function",), "allowed_tools": ("allowed_tools",)}
     type: Literal["function", "allowed_tools"] = Field(description="Which of the other fields is given.")
-    function: NamedFunction | None = Field(default=None, description="The one that must be called.")
-    allowed_tools: AllowedTools | None = Field(default=None, description="Those that may be called.")
-
-    @model_validator(mode="after")
-    def _has_what_its_type_says(self) -> ToolChoiceBody:
-        require_fields(self, self.type)
-        return self
+    function: NamedFunction | None = optional("The one that must be called.")
+    allowed_tools: AllowedTools | None = optional("Those that may be called.")
 
     def neutral(self, *, many: bool) -> ToolChoice:
         if self.function is not None:
@@ -243,8 +232,7 @@ class ToolChoiceBody(Body):
 
 
 ToolChoiceField: TypeAlias = Annotated[
-    Literal["auto", "none", "required"] | ToolChoiceBody,
-    OneOf("auto, none, required or an object", ToolChoiceBody),
+    Literal["auto", "none", "required"] | ToolChoiceBody, OneOf("auto, none, required or an object", ToolChoiceBody)
 ]
 
 
@@ -252,22 +240,18 @@ class JsonSchemaFormat(Body):
     """A reply that follows a JSON schema."""
 
     schema_: JsonObject = Field(alias="schema", description="The JSON schema. Every reply follows it.")
-    strict: bool | None = Field(default=None, description=OF_ONE_OF)
+    strict: bool | None = optional(OF_ONE_OF)
 
 
-class ResponseFormat(Body):
+class ResponseFormat(Typed):
     """The format of the reply's text."""
 
+    needs: ClassVar = {"json_schema": ("json_schema",)}
     type: Literal["text", "json_object", "json_schema"] = Field(description="`text` is any text.")
-    json_schema: JsonSchemaFormat | None = Field(default=None, description="With the type `json_schema`.")
-    schema_: JsonObject | None = Field(
-        default=None, alias="schema", description="With the type `json_object`: its JSON schema, as llama.cpp has it."
+    json_schema: JsonSchemaFormat | None = optional("With the type `json_schema`.")
+    schema_: JsonObject | None = optional(
+        "With the type `json_object`: its JSON schema, as llama.cpp has it.", alias="schema"
     )
-
-    @model_validator(mode="after")
-    def _has_a_schema(self) -> ResponseFormat:
-        require_fields(self, *(("json_schema",) if self.type == "json_schema" else ()))
-        return self
 
     @property
     def text_format(self) -> TextFormat | None:

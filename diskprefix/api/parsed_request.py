@@ -8,11 +8,12 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation, JsonObject
-from diskprefix.chat.output.format import OutputFormat, ReasoningDelta, ThoughtWatch
+from diskprefix.chat.output.choose_format import OutputFormat
+from diskprefix.chat.output.format import ReasoningDelta, ThoughtWatch
 from diskprefix.engine.kept_schema import MOST_CHARS, Loosened, with_any_of
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.engine.thought_limit import ThoughtBudget
@@ -21,7 +22,7 @@ from diskprefix.printable import shown
 
 log = logging.getLogger("diskprefix")
 
-_MOST_KINDS = 32
+_MAX_KINDS = 32
 _logged: defaultdict[str, set[str]] = defaultdict(set)
 """The texts that were logged with each message."""
 _SHOWN_CHARS = 200
@@ -100,10 +101,9 @@ def note_left_out(kinds: Collection[str], whose: str) -> None:
 
 
 def _log_once(message: str, texts: Collection[str], *more: str) -> None:
-    """Logs texts of clients. Each is logged once, as agents send it in every request, and only the first 32 of a
-    message are, as a client may invent any number."""
+    """Logs each text of clients once, because agents repeat them, and at most 32 of a message."""
     logged = _logged[message]
-    new = sorted({shown(text, _SHOWN_CHARS) for text in texts} - logged)[: _MOST_KINDS - len(logged)]
+    new = sorted({shown(text, _SHOWN_CHARS) for text in texts} - logged)[: _MAX_KINDS - len(logged)]
     if new:
         logged.update(new)
         log.info(f"[server] {message}", *more, ", ".join(new))
@@ -163,12 +163,8 @@ class ParsedRequest:
         return self.text_format is not None or (choice.mode != "auto" and has_tools) or bool(choice.strict)
 
 
-class ConstraintCheck(Protocol):
-    """See `engine.trial.Trials.run`."""
-
-    def __call__(
-        self, constraint: Constraint, *, param: str, parts: Mapping[str, str] = ..., strict: Collection[str] = ...
-    ) -> Mapping[str, Loosened]: ...
+ConstraintCheck: TypeAlias = Callable[..., Mapping[str, Loosened]]
+"""See `engine.trial.Trials.run`."""
 
 
 def constraint_of(
@@ -214,8 +210,12 @@ def constraint_of(
     if not tools or constraint.kind == "choice":
         return constraint
 
+    schema: JsonObject = json.loads(constraint.source) if constraint.kind == "json_schema" else {"type": "object"}
+    compact = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+
     def either(tools: Sequence[JsonObject]) -> str:
-        return _either(output_format.call_grammar(tools, many=choice.many), constraint)
+        calls = _START.sub("calls", output_format.call_grammar(tools, many=choice.many))
+        return f"{calls}\nstart: calls | json_text\njson_text: %json {json.dumps(schema | compact)}\n"
 
     return _checked_calls(conversation, choice, either, thought, check)
 
@@ -223,8 +223,7 @@ def constraint_of(
 def thought_budget_of(
     max_tokens: int | None, output_format: OutputFormat, prompt_end: str, encode: Callable[[str], list[int]]
 ) -> ThoughtBudget | None:
-    """Returns what ends the reply's thoughts after `max_tokens` tokens; None without a limit, or a format without
-    thoughts. `encode` returns the tokens of a tag."""
+    """Returns what ends the reply's thoughts after `max_tokens` tokens; None without a limit or thoughts."""
     tags = output_format.thought
     if max_tokens is None or tags is None:
         return None
@@ -313,16 +312,11 @@ def _checked_calls(
         for path, (schema, left_out) in loosened.items():
             function = tools[path]["function"] | {"parameters": json.loads(schema)}
             tools[path] = tools[path] | {"function": function}
-            _log_once("no grammar holds %s", [f"{path}.{one}" if one[0] != ":" else f"{path}{one}" for one in left_out])
+            _log_once(
+                "no grammar holds %s",
+                [f"{path}.{place}" if place[0] != ":" else f"{path}{place}" for place in left_out],
+            )
 
 
 def _name(tool: JsonObject) -> str:
-    name: str = tool["function"]["name"]
-    return name
-
-
-def _either(calls: str, text: Constraint) -> str:
-    """Returns the grammar of what `calls` describes, or the JSON of `text`."""
-    schema: JsonObject = json.loads(text.source) if text.kind == "json_schema" else {"type": "object"}
-    compact = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-    return f"{_START.sub('calls', calls)}\nstart: calls | json_text\njson_text: %json {json.dumps(schema | compact)}\n"
+    return str(tool["function"]["name"])

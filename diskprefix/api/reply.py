@@ -18,6 +18,7 @@ from diskprefix.chat.output.format import (
     ToolCallBegin,
     ToolCallDelta,
 )
+from diskprefix.chat.replay import ReplyMemory, Turn
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, ProgressEvent, TextEvent, TokenLogprob
 from diskprefix.json_values import whole_characters
 
@@ -25,12 +26,10 @@ EndReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True)
-class CallBegin:
-    """A tool call begins. `index` counts the calls of a choice."""
+class CallBegin(ToolCallBegin):
+    """The beginning of a tool call, with its id."""
 
-    index: int
     id: str
-    name: str
 
 
 ReplyDelta: TypeAlias = ReasoningDelta | ContentDelta | CallBegin | ToolCallDelta
@@ -81,17 +80,13 @@ class WholeCall:
 
 
 @dataclass(frozen=True)
-class WholeChoice:
+class WholeChoice(EndEvent):
     """One of the replies to a request, as a whole."""
 
-    index: int
-    content: str
-    reasoning: str
-    calls: tuple[WholeCall, ...]
-    tokens: tuple[TokenLogprob, ...]
-    reason: EndReason
-    stop: str | None = None
-    reasoning_tokens: int = 0
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[WholeCall, ...] = ()
+    tokens: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,19 +102,33 @@ class WholeReply:
 
 
 class ReplyReader:
-    """Turns the engine's events of one request into those of a reply. `new_parser` makes the parser of one choice."""
+    """Turns the engine's events of one request into those of a reply. `new_parser` makes the parser of one choice.
 
-    def __init__(self, new_parser: Callable[[], OutputParser], call_id_prefix: str, *, many_calls: bool = True) -> None:
+    With a `memory`, each choice is remembered when it ends, before the client knows that it did, unless its tokens hold
+    text that the client does not get.
+    """
+
+    def __init__(
+        self,
+        new_parser: Callable[[], OutputParser],
+        call_id_prefix: str,
+        memory: ReplyMemory | None = None,
+        *,
+        many_calls: bool = True,
+    ) -> None:
         self._new_parser = new_parser
         self._call_id_prefix = call_id_prefix
+        self._memory = memory
         self._many_calls = many_calls
         self._parsers: dict[int, OutputParser] = {}
-        self.shortened: set[int] = set()
+        self._shortened: set[int] = set()
         """The choices of which some calls are left out."""
         self._called: set[int] = set()
         """The choices that called a tool."""
         self._thoughts: defaultdict[int, ThoughtWatch] = defaultdict(ThoughtWatch)
         self._reasoning_tokens: defaultdict[int, int] = defaultdict(int)
+        self._to_remember: defaultdict[int, tuple[list[ReplyDelta], list[int]]] = defaultdict(lambda: ([], []))
+        """The deltas and the tokens of each choice so far, if there is a memory."""
 
     def read(self, event: Event) -> list[ReplyEvent]:
         """Returns the events of the reply that follow from an event of the engine."""
@@ -130,10 +139,14 @@ class ReplyReader:
         return [event] if isinstance(event, ProgressEvent | DoneEvent) else []
 
     def _text(self, event: TextEvent) -> list[ReplyEvent]:
-        is_first = event.choice not in self._parsers
-        parser = self._parsers.setdefault(event.choice, self._new_parser()) if is_first else self._parsers[event.choice]
-        deltas = self._deltas(event.choice, parser.feed(event.text))
-        self._count_reasoning(event, deltas)
+        if is_first := event.choice not in self._parsers:
+            self._parsers[event.choice] = self._new_parser()
+        deltas = self._deltas(event.choice, self._parsers[event.choice].feed(event.text))
+        # All tokens of an event that ends in reasoning count, and none of the others.
+        if self._thoughts[event.choice].see(deltas):
+            self._reasoning_tokens[event.choice] += len(event.token_ids)
+        if self._memory is not None:
+            self._to_remember[event.choice][1].extend(event.token_ids)
         return [DeltaEvent(event.choice, deltas, event.logprobs)] if deltas or event.logprobs or is_first else []
 
     def _finish(self, event: FinishEvent) -> list[ReplyEvent]:
@@ -142,26 +155,25 @@ class ReplyReader:
         reason: EndReason = event.finish_reason
         if reason == "stop" and event.choice in self._called:
             reason = "tool_calls"
+        if self._memory is not None and event.stop is None and event.choice not in self._shortened:
+            said, token_ids = self._to_remember[event.choice]
+            call_ids = [delta.id for delta in said if isinstance(delta, CallBegin)]
+            self._memory.remember(Turn.of_deltas(said), call_ids, token_ids)
         held: list[ReplyEvent] = [DeltaEvent(event.choice, deltas)] if deltas else []
         return [*held, EndEvent(event.choice, reason, event.stop, self._reasoning_tokens[event.choice])]
-
-    def _count_reasoning(self, event: TextEvent, deltas: Sequence[ReplyDelta]) -> None:
-        """Counts all tokens of an event that ends in reasoning, and none of the others."""
-        if self._thoughts[event.choice].see(deltas):
-            self._reasoning_tokens[event.choice] += len(event.token_ids)
 
     def _deltas(self, choice: int, deltas: list[OutputDelta]) -> tuple[ReplyDelta, ...]:
         named: list[ReplyDelta] = []
         for delta in deltas:
             if isinstance(delta, ToolCallBegin | ToolCallDelta) and delta.index and not self._many_calls:
-                self.shortened.add(choice)
-                continue
-            if isinstance(delta, ToolCallBegin):
+                self._shortened.add(choice)
+            elif isinstance(delta, ToolCallBegin):
                 self._called.add(choice)
-                call_id = f"{self._call_id_prefix}{uuid.uuid4().hex[:24]}"
-                named.append(CallBegin(delta.index, call_id, delta.name))
+                named.append(CallBegin(delta.index, delta.name, f"{self._call_id_prefix}{uuid.uuid4().hex[:24]}"))
             else:
                 named.append(delta)
+        if self._memory is not None:
+            self._to_remember[choice][0].extend(named)
         return tuple(named)
 
 
@@ -180,23 +192,14 @@ def whole_reply(events: Sequence[ReplyEvent]) -> WholeReply:
 def whole_choice(end: EndEvent, events: Sequence[DeltaEvent]) -> WholeChoice:
     """Returns a choice that ended, of its events or the last of them."""
     deltas = [delta for event in events for delta in event.deltas]
-    arguments: defaultdict[int, list[str]] = defaultdict(list)
-    for delta in deltas:
-        if isinstance(delta, ToolCallDelta):
-            arguments[delta.index].append(delta.arguments)
+    ids = [delta.id for delta in deltas if isinstance(delta, CallBegin)]
+    turn = Turn.of_deltas(deltas)
     return WholeChoice(
-        end.choice,
-        content="".join(delta.text for delta in deltas if isinstance(delta, ContentDelta)),
-        reasoning="".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)),
-        calls=tuple(
-            WholeCall(delta.id, delta.name, "".join(arguments[delta.index]))
-            for delta in deltas
-            if isinstance(delta, CallBegin)
-        ),
+        **vars(end),
+        content=turn.content,
+        reasoning=turn.reasoning,
+        calls=tuple(WholeCall(id_, *call) for id_, call in zip(ids, turn.calls, strict=True)),
         tokens=tuple(token for event in events for token in event.tokens),
-        reason=end.reason,
-        stop=end.stop,
-        reasoning_tokens=end.reasoning_tokens,
     )
 
 

@@ -26,8 +26,7 @@ MAX_STORED_BYTES = 4 << 20
 """The largest stored response, before compression. Compressing it takes about 20 ms."""
 
 MAX_CONVERSATION_BYTES = 16 << 20
-"""The most bytes of stored responses and items that one request continues or refers to.
-They take twenty times as much memory, and on disk they may be a thousandth of it."""
+"""The most bytes of stored responses and items that a request may load. They take twenty times as much memory."""
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 ItemAt: TypeAlias = tuple[SpokenItem, str]
@@ -66,10 +65,10 @@ class ResponseStore:
 
     def get(self, id_: str) -> StoredResponse:
         """Raises `ResponseNotFound`, also for a response of another tenant."""
-        found = _stored(self.notes.get(NoteKind.RESPONSE, id_))
-        if found is None:
+        stored = _stored(self.notes.get(NoteKind.RESPONSE, id_))
+        if stored is None:
             raise ResponseNotFound(f"response {shown(id_)!r} is not stored here")
-        return found
+        return stored
 
     def delete(self, id_: str) -> None:
         """Raises `ResponseNotFound`, or `StoreUnavailable` if the response may come back when the process is killed."""
@@ -80,8 +79,7 @@ class ResponseStore:
             raise ResponseNotFound(f"response {shown(id_)!r} is not stored here")
 
     def put(self, response: Json, input_json: bytes, prompt: TokenIds | None = None) -> None:
-        """Store a response. `input_json` is the JSON text of the items of its input, `prompt` what was made of the
-        whole conversation: the response goes with it."""
+        """Stores a response, with the JSON text of the items of its input. It is deleted with its `prompt`."""
         head = json_text({"response": response, "previous": response["previous_response_id"]})
         content = head[:-1] + b',"input":' + input_json + b"}"
         is_kept = len(content) <= MAX_STORED_BYTES and self.notes.put(
@@ -107,12 +105,12 @@ class ResponseStore:
         response_id, param = response_of(item.id), f"{path}.id"
         if response_id not in self._items:
             stored = self._counted(response_id, param)
-            self._items[response_id] = {} if stored is None else {one["id"]: one for one in stored.items}
-        found = self._items[response_id].get(item.id)
-        if found is None:
+            self._items[response_id] = {} if stored is None else {item["id"]: item for item in stored.items}
+        stored_item = self._items[response_id].get(item.id)
+        if stored_item is None:
             raise InvalidRequest.at(param, f"item {shown(item.id)!r} is not stored here")
-        self._count(len(json_text(found)), param)
-        return _parsed([found])[0], path
+        self._count(len(json_text(stored_item)), param)
+        return _parsed([stored_item])[0], path
 
     def _conversation(self, id_: str | None) -> list[Json]:
         """Returns the items up to and with a response's output. Raises `InvalidRequest` if a part of them is gone."""

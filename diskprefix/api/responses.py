@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Annotated, Literal, TypeAlias, cast
+from typing import Annotated, ClassVar, Literal, TypeAlias, cast
 
 import msgspec
-from pydantic import ConfigDict, Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
 from diskprefix.api.dialect import Head, Json, json_text
 from diskprefix.api.fields import (
@@ -27,8 +27,9 @@ from diskprefix.api.fields import (
     OneOf,
     ReasoningLimits,
     RequestBody,
+    Typed,
     Unmarkable,
-    require_fields,
+    optional,
     sampling_params,
 )
 from diskprefix.api.parsed_request import OF_ONE_OF, ParsedRequest, TextFormat, ToolChoice, note_left_out, openai_choice
@@ -45,7 +46,7 @@ from diskprefix.api.responses_items import (
     messages_of,
     stored_form,
 )
-from diskprefix.api.responses_writer import ResponseWriter
+from diskprefix.api.responses_writer import OutputItems, ResponseWriter
 from diskprefix.chat.messages import CacheMark, Conversation, JsonObject, Message, TextPart
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
@@ -57,7 +58,7 @@ class FunctionTool(NamedTool):
     """A function that the model may call."""
 
     type: Literal["function"] = Field(description="`function`. Tools of other types are skipped.")
-    parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
+    parameters: JsonObject | None = optional("JSON schema of its arguments.")
 
 
 class TextFormatBody(Body):
@@ -72,7 +73,7 @@ class TextTool(NamedTool):
     """A tool that takes a text. The model knows it as a function with one argument."""
 
     type: Literal["custom"]
-    format: TextFormatBody | None = Field(default=None, description="The format of its text.")
+    format: TextFormatBody | None = optional("The format of its text.")
 
 
 _REQUIRED_OF_FUNCTIONS: JsonObject = {"description": None, "parameters": None, "strict": None}
@@ -97,8 +98,7 @@ class Namespace(Body):
 
 
 ToolAsSent: TypeAlias = Annotated[
-    Annotated[FunctionTool | TextTool | Namespace | HostedTool, OneOf("an object", HostedTool)],
-    AS_SENT,
+    Annotated[FunctionTool | TextTool | Namespace | HostedTool, OneOf("an object", HostedTool)], AS_SENT
 ]
 
 
@@ -164,18 +164,14 @@ class ChosenFunction(Body):
     name: str = Field(min_length=1, description="Name of an offered function.")
 
 
-class ResponseToolChoice(Body):
+class ResponseToolChoice(Typed):
     """The function that must be called, or those that may be."""
 
+    needs: ClassVar = {"function": ("name",), "custom": ("name",), "allowed_tools": ("mode", "tools")}
     type: Literal["function", "custom", "allowed_tools"] = Field(description="Tools of other types are not served.")
-    name: str | None = Field(default=None, min_length=1, description="The function that must be called.")
-    mode: Literal["auto", "required"] | None = Field(default=None, description="Whether one of `tools` must be called.")
-    tools: list[ChosenFunction] | None = Field(default=None, min_length=1, description="Those that may be called.")
-
-    @model_validator(mode="after")
-    def _has_what_its_type_says(self) -> ResponseToolChoice:
-        require_fields(self, *(("mode", "tools") if self.type == "allowed_tools" else ("name",)))
-        return self
+    name: str | None = optional("The function that must be called.", min_length=1)
+    mode: Literal["auto", "required"] | None = optional("Whether one of `tools` must be called.")
+    tools: list[ChosenFunction] | None = optional("Those that may be called.", min_length=1)
 
     def neutral(self, *, many: bool) -> ToolChoice:
         if self.name is not None and self.type != "allowed_tools":
@@ -196,21 +192,15 @@ MetadataKey: TypeAlias = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue: TypeAlias = Annotated[str, StringConstraints(max_length=512)]
 
 
-class FormatBody(Body):
+class FormatBody(Typed):
     """The format of the reply's text."""
 
+    needs: ClassVar = {"json_schema": ("schema_",)}
     type: Literal["text", "json_object", "json_schema"] = Field(description="`text` is any text.")
-    name: str | None = Field(default=None, description="Accepted and ignored.")
-    description: str | None = Field(default=None, description="Accepted and ignored.")
-    schema_: JsonObject | None = Field(
-        default=None, alias="schema", description="With `json_schema`, or with `json_object`: the schema."
-    )
-    strict: bool | None = Field(default=None, description=OF_ONE_OF)
-
-    @model_validator(mode="after")
-    def _has_a_schema(self) -> FormatBody:
-        require_fields(self, *(("schema_",) if self.type == "json_schema" else ()))
-        return self
+    name: str | None = optional("Accepted and ignored.")
+    description: str | None = optional("Accepted and ignored.")
+    schema_: JsonObject | None = optional("With `json_schema`, or with `json_object`: the schema.", alias="schema")
+    strict: bool | None = optional(OF_ONE_OF)
 
     @property
     def text_format(self) -> TextFormat | None:
@@ -227,63 +217,49 @@ class FormatBody(Body):
 class TextBody(Body):
     """The format of the text."""
 
-    format: FormatBody | None = Field(default=None, description="JSON, or JSON of a schema.")
-    verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="Accepted and ignored.")
+    format: FormatBody | None = optional("JSON, or JSON of a schema.")
+    verbosity: Literal["low", "medium", "high"] | None = optional("Accepted and ignored.")
 
 
 class ReasoningBody(ReasoningLimits):
     """The effort of thinking, and its form in the response."""
 
-    summary: Literal["auto", "concise", "detailed"] | None = Field(
-        default=None, description="With any value, the whole reasoning is the `summary` of its item, not the `content`."
+    summary: Literal["auto", "concise", "detailed"] | None = optional(
+        "With any value, the whole reasoning is the `summary` of its item, not the `content`."
     )
-    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(default=None, description="As `summary`.")
+    generate_summary: Literal["auto", "concise", "detailed"] | None = optional("As `summary`.")
 
 
 class ResponseStreamOptions(Body):
     """Options of a stream."""
 
-    include_obfuscation: bool | None = Field(default=None, description="Accepted and ignored.")
+    include_obfuscation: bool | None = optional("Accepted and ignored.")
 
 
-class ResponseRequest(RequestBody, Unmarkable):
+class ResponseRequest(RequestBody, Unmarkable, json_schema_extra={"example": {"input": "Name three rivers."}}):
     """`POST /v1/responses`."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"input": "Name three rivers."}})
-
-    input: Input | None = Field(default=None, description="A user's text, or the items of a conversation.")
-    instructions: str | None = Field(default=None, description="A system message before everything else.")
-    previous_response_id: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None, description="A stored response, whose input and output come before `input`."
-    )
-    store: bool | None = Field(default=None, description="`false`: the response is not stored. Default: true.")
-    max_output_tokens: Limit | None = Field(
-        default=None, description="Most tokens of the reply. Absent, -1, or more than fit: as many as fit."
-    )
-    tools: Annotated[list[ToolAsSent], Field(max_length=MAX_TOOLS)] | None = Field(
-        default=None, description="Functions, custom tools, and namespaces of them. Tools of other types are skipped."
-    )
-    tool_choice: ToolChoiceField | None = Field(
-        default=None, description="`auto`, `none`, `required`, a function, or `allowed_tools`."
-    )
-    parallel_tool_calls: bool | None = Field(default=None, description="`false`: at most one call in a reply.")
-    text: TextBody | None = Field(default=None, description="The format of the text.")
-    reasoning: ReasoningBody | None = Field(default=None, description="Reasoning.")
-    include: list[str] | None = Field(default=None, description=f"`{_LOGPROBS}`; others are accepted and ignored.")
-    top_logprobs: int | None = Field(default=None, ge=0, le=20, description=f"With `include: [{_LOGPROBS}]`.")
-    max_tool_calls: Count | None = Field(default=None, description="Accepted and ignored: limits OpenAI's own tools.")
-    safety_identifier: str | None = Field(default=None, description="Comes back with the response.")
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = Field(
-        default=None, description="Comes back with the response."
-    )
-    stream_options: ResponseStreamOptions | None = Field(default=None, description="Only with `stream: true`.")
-    truncation: Literal["disabled"] | None = Field(
-        default=None, description="`disabled`: a conversation that does not fit is an error."
-    )
-    background: Literal[False] | None = Field(default=None, description="Not supported.")
-    conversation: None = Field(default=None, description="Not supported: use `previous_response_id`.")
-    prompt: None = Field(default=None, description="Not supported.")
-    modalities: list[Literal["text"]] | None = Field(default=None, description="Only `text`.")
+    input: Input | None = optional("A user's text, or the items of a conversation.")
+    instructions: str | None = optional("A system message before everything else.")
+    previous_response_id: str | None = optional("A stored response, which `input` continues.", min_length=1)
+    store: bool | None = optional("`false`: the response is not stored. Default: true.")
+    max_output_tokens: Limit | None = optional("Most tokens of the reply. Absent, -1, or too many: as many as fit.")
+    tools: list[ToolAsSent] | None = optional("Functions, custom tools, and namespaces of them.", max_length=MAX_TOOLS)
+    tool_choice: ToolChoiceField | None = optional("`auto`, `none`, `required`, a function, or `allowed_tools`.")
+    parallel_tool_calls: bool | None = optional("`false`: at most one call in a reply.")
+    text: TextBody | None = optional("The format of the text.")
+    reasoning: ReasoningBody | None = optional("Reasoning.")
+    include: list[str] | None = optional(f"`{_LOGPROBS}`; others are accepted and ignored.")
+    top_logprobs: int | None = optional(f"With `include: [{_LOGPROBS}]`.", ge=0, le=20)
+    max_tool_calls: Count | None = optional("Accepted and ignored: limits OpenAI's own tools.")
+    safety_identifier: str | None = optional("Comes back with the response.")
+    metadata: dict[MetadataKey, MetadataValue] | None = optional("Comes back with the response.", max_length=16)
+    stream_options: ResponseStreamOptions | None = optional("Only with `stream: true`.")
+    truncation: Literal["disabled"] | None = optional("`disabled`: a conversation that does not fit is an error.")
+    background: Literal[False] | None = optional("Not supported.")
+    conversation: None = optional("Not supported: use `previous_response_id`.")
+    prompt: None = optional("Not supported.")
+    modalities: list[Literal["text"]] | None = optional("Only `text`.")
 
     @property
     def is_stored(self) -> bool:
@@ -399,23 +375,13 @@ class Responses:
         self._echo = _echo_of(body)
         prompt = self.conversation(body, ResponseStore(notes()))
         sampling = sampling_params(body, vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs)
+        parsed = ParsedRequest(prompt=prompt, sampling=sampling, limit_path="max_output_tokens")
         if self.compacts:
             # The tools stay in the prompt, whose beginning is that of the conversation so far.
-            most = min(sampling.max_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
-            return ParsedRequest(
-                prompt=prompt,
-                sampling=replace(sampling, max_tokens=most),
-                tool_choice=ToolChoice("none"),
-                limit_path="max_output_tokens",
-            )
-        return ParsedRequest(
-            prompt=prompt,
-            sampling=sampling,
-            tool_choice=body.choice,
-            text_format=body.text_format,
-            thinking_budget=None if body.reasoning is None else body.reasoning.max_tokens,
-            limit_path="max_output_tokens",
-        )
+            limit = min(sampling.max_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
+            return replace(parsed, sampling=replace(sampling, max_tokens=limit), tool_choice=ToolChoice("none"))
+        budget = None if body.reasoning is None else body.reasoning.max_tokens
+        return replace(parsed, tool_choice=body.choice, text_format=body.text_format, thinking_budget=budget)
 
     def conversation(self, body: ResponseRequest, store: ResponseStore) -> Conversation:
         """Returns what the prompt is rendered from. Waits for the disk.
@@ -423,7 +389,10 @@ class Responses:
         Raises `InvalidRequest` for what is not stored.
         """
         self._store = store
-        messages = [*_instructions(body), *messages_of(self._items(body, store))]
+        messages = messages_of(self._items(body, store))
+        if body.instructions is not None:
+            said = TextPart(body.instructions, "instructions")
+            messages.insert(0, Message(role="system", content=(said,), path="instructions"))
         return Conversation(
             messages=[*messages, _ASK_FOR_SUMMARY] if self.compacts else messages,
             tools=body.offered.functions or None,
@@ -437,17 +406,10 @@ class Responses:
     def early(self, body: ResponseRequest, reply_id: str) -> ResponseWriter | None:
         """Returns the writer of `response.created` and `response.in_progress` before the model is loaded."""
         with suppress(InvalidRequest):
-            head = Head(
-                id=reply_id,
-                created=int(time.time()),
-                model=body.model or "",
-                fingerprint="",
-                prompt_tokens=0,
-                request_id="",
-            )
+            head = Head(id=reply_id, created=int(time.time()), model=body.model or "")
             # It writes whether the response will be stored, and never a whole response.
-            keep = _is_not_called if body.is_stored else None
-            self._early = ResponseWriter(head, _echo_of(body), reasoning_is_summary=False, keep=keep)
+            keep = (lambda _: None) if body.is_stored else None
+            self._early = ResponseWriter(head, _echo_of(body), OutputItems(reply_id), keep=keep)
         return self._early
 
     def writer(self, body: ResponseRequest, head: Head) -> ResponseWriter:
@@ -457,17 +419,14 @@ class Responses:
         keep = None
         if self._store is not None and self._input is not None:
             keep = partial(self._store.put, input_json=self._input, prompt=head.prompt)
-        summary = body.summary is not None
-        return ResponseWriter(
-            head,
-            self._echo,
-            reasoning_is_summary=summary,
-            keep=keep,
+        items = OutputItems(
+            head.id,
+            reasoning_is_summary=body.summary is not None,
             compacts=self.compacts,
             namespaces=body.offered.namespaces,
             custom=body.offered.custom,
-            num_events=num_events,
         )
+        return ResponseWriter(head, self._echo, items, keep=keep, num_events=num_events)
 
     def _items(self, body: ResponseRequest, store: ResponseStore) -> list[ItemAt]:
         """Returns the items of the conversation. Raises `InvalidRequest` for what is not stored."""
@@ -488,12 +447,12 @@ class Responses:
         if not earlier and not own:
             raise InvalidRequest.at("input", "must not be empty")
         if body.is_stored and not self.compacts:
-            self._input = _storable([item for item, _ in own])
+            text = json_text([stored_form(item) for item, _ in own])
+            if len(text) <= MAX_STORED_BYTES:
+                self._input = text
+            else:
+                log.info("[server] a response is not stored: its input has %s", format_size(len(text)))
         return [*earlier, *own]
-
-
-def _is_not_called(_response: Json) -> None:
-    raise AssertionError("the response is written by another writer")
 
 
 def _echo_of(body: ResponseRequest) -> Mapping[str, msgspec.Raw]:
@@ -504,18 +463,3 @@ def _echo_of(body: ResponseRequest) -> Mapping[str, msgspec.Raw]:
         said = f"the response repeats them, and would have {format_size(num_bytes)}; send {limit} at most"
         raise InvalidRequest.at(max(echo, key=lambda name: len(bytes(echo[name]))), said)
     return echo
-
-
-def _storable(items: list[SpokenItem]) -> bytes | None:
-    """Returns the JSON text of items, or None if it is too large to be stored."""
-    text = json_text([stored_form(item) for item in items])
-    if len(text) <= MAX_STORED_BYTES:
-        return text
-    log.info("[server] a response is not stored: its input has %s", format_size(len(text)))
-    return None
-
-
-def _instructions(body: ResponseRequest) -> list[Message]:
-    if body.instructions is None:
-        return []
-    return [Message(role="system", content=(TextPart(body.instructions, "instructions"),), path="instructions")]

@@ -22,31 +22,19 @@ from diskprefix.api.fields import (
     OneOf,
     detail_of,
     empty_as,
+    optional,
     require_content,
 )
-from diskprefix.api.openai_messages import Refusal
-from diskprefix.chat.messages import (
-    ContentPart,
-    ImagePart,
-    JsonObject,
-    Message,
-    OtherPart,
-    TextPart,
-    ToolCall,
-    joined,
-)
+from diskprefix.api.openai_messages import OtherPartBody, Refusal, TextPartBody
+from diskprefix.chat.messages import ContentPart, ImagePart, JsonObject, Message, TextPart, ToolCall, joined
 from diskprefix.errors import InvalidRequest
 from diskprefix.json_values import whole_characters
 
 
-class TextContent(Markable):
-    """Text."""
+class TextContent(TextPartBody):
+    """Text: `input_text`, or `output_text` of an assistant."""
 
-    type: Literal["input_text", "output_text"] = Field(description="`input_text`, or `output_text` of an assistant.")
-    text: str = Field(description="The text itself.")
-
-    def neutral(self, path: str) -> ContentPart:
-        return TextPart(self.text, f"{path}.text", self.mark)
+    type: Literal["input_text", "output_text"]  # type: ignore[assignment]
 
 
 class ImageContent(Body):
@@ -54,21 +42,16 @@ class ImageContent(Body):
 
     type: Literal["input_image"] = Field(description="`input_image`.")
     image_url: str = Field(description="`data:image/png;base64,…`. No other URL is fetched.")
-    detail: ImageDetail | None = Field(
-        default=None, description="`low`: at most 512 pixels wide and high; `auto`: 2048; `high`: as large as it is."
-    )
+    detail: ImageDetail = None
 
     def neutral(self, path: str) -> ContentPart:
         return ImagePart(self.image_url, path, f"{path}.image_url", detail_of(self.detail))
 
 
-class OtherContent(Body):
-    """A content part that no model here takes. It is read so that the error can name its type."""
-
-    type: Literal["input_text", "output_text", "refusal", "input_image", "input_audio", "input_file"]
-
-    def neutral(self, path: str) -> ContentPart:
-        return OtherPart(self.type.removeprefix("input_"), path)
+class OtherContent(OtherPartBody):
+    type: Literal[  # type: ignore[assignment]
+        "input_text", "output_text", "refusal", "input_image", "input_audio", "input_file"
+    ]
 
 
 PartBody: TypeAlias = Annotated[
@@ -88,8 +71,8 @@ class MessageItem(Markable):
     role: Literal["user", "assistant", "system", "developer"] = Field(
         description="Who speaks. `developer` becomes `system` unless the chat template knows it."
     )
-    content: Annotated[Content | None, AfterValidator(require_content)] = Field(
-        default=None, validate_default=True, description="Text, or a list of content parts. An assistant may have none."
+    content: Annotated[Content | None, AfterValidator(require_content)] = optional(
+        "Text, or a list of content parts. An assistant may have none.", validate_default=True
     )
 
     def neutral(self, path: str) -> Message:
@@ -109,7 +92,7 @@ class CallItem(Body):
     id: str | None = None
     call_id: str = Field(min_length=1, description="The output of the function refers to it.")
     name: str = Field(min_length=1, description="Name of the function.")
-    namespace: str | None = Field(default=None, description="The namespace that it was offered in.")
+    namespace: str | None = optional("The namespace that it was offered in.")
     arguments: Annotated[str, empty_as("")] = Field(default="", description="Its arguments as JSON text.")
 
     def neutral(self, path: str) -> Message:
@@ -137,7 +120,7 @@ class CustomCallItem(Body):
     id: str | None = None
     call_id: str = Field(min_length=1, description="The output of the tool refers to it.")
     name: str = Field(min_length=1, description="Name of the tool.")
-    namespace: str | None = Field(default=None, description="The namespace that it was offered in.")
+    namespace: str | None = optional("The namespace that it was offered in.")
     input: Annotated[str, empty_as("")] = Field(default="", description="Its text.")
 
     def neutral(self, path: str) -> Message:
@@ -165,8 +148,7 @@ class OutputItem(Body):
 
 
 class ActionItem(Body):
-    """An action of the assistant on a computer, or a command. To the model it is a call of a function, `computer` or
-    `local_shell`."""
+    """An action on a computer, or a command. To the model it is a call of the function `computer` or `local_shell`."""
 
     type: Literal["computer_call", "local_shell_call"]
     id: str | None = None
@@ -209,10 +191,8 @@ class ReasoningItem(Body):
     summary: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS), empty_as([])] = Field(
         default=[], description="Used if there is no `content`."
     )
-    content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = Field(
-        default=None, description="The reasoning itself."
-    )
-    encrypted_content: str | None = Field(default=None, description="Ignored: this server does not encrypt.")
+    content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = optional("The reasoning itself.")
+    encrypted_content: str | None = optional("Ignored: this server does not encrypt.")
 
     def neutral(self, path: str) -> Message:
         text = "".join(part.text for part in self.content or self.summary)
@@ -285,17 +265,17 @@ class OtherItem(Body):
     ]
 
 
-def _type_of_item(value: JsonObject) -> str:
-    """Returns the type of an item without one: a message, or a reference if it has an id alone."""
-    return "item_reference" if "role" not in value and "id" in value else "message"
-
-
 SpokenItem: TypeAlias = (
     MessageItem | CallItem | CustomCallItem | OutputItem | ActionItem | ScreenshotItem | ReasoningItem | CompactionItem
 )
 Item: TypeAlias = Annotated[
     SpokenItem | HostedItem | ReferenceItem | TriggerItem | OtherItem,
-    OneOf("an item, which is an object", OtherItem, _type_of_item),
+    # An item without a type is a message, or a reference if it has an id alone.
+    OneOf(
+        "an item, which is an object",
+        OtherItem,
+        lambda value: "item_reference" if "role" not in value and "id" in value else "message",
+    ),
 ]
 Input: TypeAlias = Annotated[
     str | Annotated[list[Item], Field(max_length=MAX_MESSAGES)], OneOf("a string or a list of items")

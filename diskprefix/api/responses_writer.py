@@ -70,14 +70,14 @@ class _OpenItem:
 
 
 class OutputItems:
-    """Makes items and events from deltas. The events lack `sequence_number`. `done` are the items that are closed.
-    With `compacts`, the text of the reply becomes one item of type `compaction`."""
+    """Makes items and events, without `sequence_number`, from deltas. `done` are the closed items. With `compacts`, the
+    text of the reply becomes one item of type `compaction`."""
 
     def __init__(
         self,
         response_id: str,
         *,
-        reasoning_is_summary: bool,
+        reasoning_is_summary: bool = False,
         compacts: bool = False,
         namespaces: Mapping[str, str] | None = None,
         custom: Collection[str] = (),
@@ -222,32 +222,23 @@ class ResponseWriter:
         self,
         head: Head,
         echo: Mapping[str, object],
+        items: OutputItems,
         *,
-        reasoning_is_summary: bool,
-        keep: Callable[[Json], None] | None,
-        compacts: bool = False,
-        namespaces: Mapping[str, str] | None = None,
-        custom: Collection[str] = (),
+        keep: Callable[[Json], None] | None = None,
         num_events: int = 0,
     ) -> None:
         self.head = head
         self._echo = echo
         self._keep = keep
-        self._items = OutputItems(
-            head.id,
-            reasoning_is_summary=reasoning_is_summary,
-            compacts=compacts,
-            namespaces=namespaces,
-            custom=custom,
-        )
+        self._items = items
         self.num_events = num_events
         """The events that were sent, also before there was this writer."""
         self._end = EndEvent(0, "stop")
 
     def whole(self, reply: WholeReply) -> Json:
-        choice = reply.choices[0]
+        [choice] = reply.choices
         self._items.add(_deltas(choice), choice.tokens)
-        self._end = EndEvent(0, choice.reason, choice.stop, choice.reasoning_tokens)
+        self._end = choice
         self._items.end(_item_status(choice.reason))
         return self._complete(reply.done)
 
@@ -288,12 +279,13 @@ class ResponseWriter:
         return sent
 
     def _complete(self, done: DoneEvent) -> Json:
-        is_cut = self._end.reason == "length"
+        is_cut, usage = self._end.reason == "length", done.usage
+        counts = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
         response = self._response("incomplete" if is_cut else "completed") | {
             "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._items.done,
-            "usage": _usage(done, self._end.reasoning_tokens),
+            "usage": _counts(*counts, written_tokens(done), self._end.reasoning_tokens),
             **figures_reply(done, self.head.clamped_to),
         }
         if self._keep is not None:
@@ -327,19 +319,12 @@ def _deltas(choice: WholeChoice) -> list[ReplyDelta]:
     deltas: list[ReplyDelta] = [ReasoningDelta(choice.reasoning)] if choice.reasoning else []
     deltas += [ContentDelta(choice.content)] if choice.content else []
     for index, call in enumerate(choice.calls):
-        deltas += [CallBegin(index, call.id, call.name), ToolCallDelta(index, call.arguments)]
+        deltas += [CallBegin(index, call.name, call.id), ToolCallDelta(index, call.arguments)]
     return deltas
 
 
 def _item_status(reason: EndReason) -> ItemStatus:
     return "incomplete" if reason == "length" else "completed"
-
-
-def _usage(done: DoneEvent, reasoning_tokens: int) -> Json:
-    usage = done.usage
-    return _counts(
-        usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, written_tokens(done), reasoning_tokens
-    )
 
 
 def _counts(prompt: int, completion: int = 0, cached: int = 0, written: int = 0, reasoning: int = 0) -> Json:

@@ -23,7 +23,6 @@ from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.errors import CacheError, StoreUnavailable
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.nouns import SHARED, CacheOptions, Tenant
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
 from diskprefix.store.notes import TenantNotes
@@ -34,6 +33,7 @@ from diskprefix.store.schema import Kind, ModelRecord, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import TokenIds, root_hash
+from diskprefix.values import SHARED, CacheOptions, Tenant
 
 log = logging.getLogger("diskprefix")
 
@@ -96,7 +96,7 @@ class PrefixCache:
     @property
     def on_forget(self) -> list[Callable[[], None]]:
         """Called when something was purged, by any process, or may have expired: memories of it must go too."""
-        return self.writer.house.on_forget
+        return self.writer.housekeeping.on_forget
 
     def notes(self, tenant: Tenant) -> TenantNotes:
         """Returns the notes of a tenant; for any thread."""
@@ -264,8 +264,8 @@ class PrefixCache:
             "unaffordable": self.counters["unaffordable"],
             "dropped": self.writer.dropped,
             "evicted_blocks": self.writer.evicted,
-            "expired_blocks": self.writer.house.expired,
-            "quarantined": self.writer.house.quarantined,
+            "expired_blocks": self.writer.housekeeping.expired,
+            "quarantined": self.writer.housekeeping.quarantined,
             "saved_s": self.writer.savings.saved_s,
             "savings": _savings_dict(savings, self.store.clock()),
             "gate": self.cost_model.as_dict(),

@@ -15,14 +15,14 @@ import torch
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.context import RequestContext
 from diskprefix.cache.fetch import Fetch
-from diskprefix.cache.matching import Restored
+from diskprefix.cache.matching import RestoreResult
 from diskprefix.cache.policy.select import AT_ANY_TOKEN
 from diskprefix.cache.saving import Saver
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.nouns import Break, CacheOptions, CacheReport, MissReason, Prompt, Selection, outcome_of
 from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import TokenIds
+from diskprefix.values import Break, CacheOptions, CacheReport, MissReason, Prompt, Selection, outcome_of
 
 log = logging.getLogger("diskprefix")
 
@@ -48,7 +48,7 @@ class CachedRequest:
         """The prompt was computed to its end."""
         self.reply = self.prompt.token_ids[:0]
         """The tokens of the reply that were run through the model. Set by `publish_reply`."""
-        self.restored = Restored()
+        self.restored = RestoreResult()
         """The result of the first fetch. Set by `take`."""
         self._is_chosen = False
         self._load_s = 0.0
@@ -74,7 +74,7 @@ class CachedRequest:
         """The part of the prompt that is kept. Set by `choose`."""
         return self._saver.selection
 
-    def restore(self, sequence: KVSequence, have: int = 0) -> Restored:
+    def restore(self, sequence: KVSequence, have: int = 0) -> RestoreResult:
         """Runs all steps of a fetch, and `choose`, for a sequence that has the first `have` tokens."""
         fetch = self.begin_fetch(sequence, self.prompt.token_ids, have)
         fetch.run_step("prefetch")
@@ -103,12 +103,12 @@ class CachedRequest:
         of the reply: of these the last one is left to compute. Does not wait."""
         context = self._context
         if len(token_ids) > len(self.prompt.token_ids):
-            options = replace(self.options, leaves_last=True)
+            options = replace(self.options, computes_last=True)
             context = replace(context, prompt=Prompt(token_ids), options=options)
         nodes = self.nodes if token_ids is self.nodes.token_ids else self.nodes.extended(token_ids)
         return Fetch(context, nodes, sequence, have, logits, on_logits, on_block, is_wanted)
 
-    def take(self, fetch: Fetch, *, gave_up: bool = False) -> Restored:
+    def take(self, fetch: Fetch, *, gave_up: bool = False) -> RestoreResult:
         """Takes over the result of a fetch, no step of which runs any more, and returns it. What replies restore after
         `choose` shows in their sequences alone. With `gave_up`, the sequence has what it had before: any step but
         `load` may still run. For the engine's thread."""

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from diskprefix.cache.policy.seen import SeenPrompts, Sighting
 from diskprefix.cache.policy.select import Rules, select
 from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.nouns import DEFAULT_WINDOW, CacheOptions, Mark, Prompt, Selection
+from diskprefix.values import DEFAULT_WINDOW, CacheOptions, Mark, Prompt, Selection
 
 
-def look(seen: SeenPrompts, prompt: Prompt, options: CacheOptions, block_names: Sequence[bytes]) -> Sighting:
+def sighting_of(seen: SeenPrompts, prompt: Prompt, options: CacheOptions, block_names: Sequence[bytes]) -> Sighting:
     """Returns what earlier prompts say about a prompt. `block_names` are the names of its full blocks."""
     window = options.scope.value if options.scope.kind == "auto" else DEFAULT_WINDOW
-    return seen.look(prompt.token_ids, block_names, window, options.group)
+    return seen.sighting_of(prompt.token_ids, block_names, window, options.group)
 
 
 def choose_kept(sighting: Sighting, rules: Rules, prompt: Prompt, options: CacheOptions, stored: int) -> Selection:

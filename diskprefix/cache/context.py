@@ -10,9 +10,9 @@ from functools import partial
 from typing import Literal
 
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.choosing import choose_kept, look, ttl_at
+from diskprefix.cache.choosing import choose_kept, sighting_of, ttl_at
 from diskprefix.cache.cost_model import Use
-from diskprefix.cache.matching import Restored
+from diskprefix.cache.matching import RestoreResult
 from diskprefix.cache.namespaces import TenantNamespace
 from diskprefix.cache.policy.breaks import find_break, same_behind
 from diskprefix.cache.policy.seen import Sighting
@@ -23,11 +23,11 @@ from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Upload
 from diskprefix.errors import CacheError
 from diskprefix.kv.layout import is_out_of_memory
-from diskprefix.nouns import Break, CacheOptions, MissReason, Prompt, Selection
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.save import Save
 from diskprefix.store.savings import Tally
 from diskprefix.tokens import LEAST_TOKENS
+from diskprefix.values import Break, CacheOptions, MissReason, Prompt, Selection
 
 log = logging.getLogger("diskprefix")
 
@@ -91,13 +91,13 @@ class RequestContext:
         """Returns the notes of the tenant; see `PrefixCache.notes_of`."""
         return self.cache.notes_of(self.namespace.root, self.namespace.record, ttl_s, self.epoch)
 
-    def choose(self, nodes: PromptNodes, restored: Restored) -> Selection:
+    def choose(self, nodes: PromptNodes, restored: RestoreResult) -> Selection:
         """Returns the part of the prompt to keep, by the policy and by the measured speeds. For the engine thread."""
         cache = self.cache
         rules = Rules.of(cache.settings, cache.layout.state_kind, cache.layout.state_bytes)
         self.spending = cache.spending(self.options.tenant)
         prompt, options, stored = self.prompt, self.options, restored.stored_tokens
-        self._sighting = look(self.namespace.seen, prompt, options, nodes.path.block_names)
+        self._sighting = sighting_of(self.namespace.seen, prompt, options, nodes.path.block_names)
         selection = choose_kept(self._sighting, rules, prompt, options, stored)
         had = max(restored.num_tokens, stored)
         selection = within_budget(
@@ -115,7 +115,7 @@ class RequestContext:
             cache.spend(options.tenant, self.spending.cost(selection, stored))
         return selection
 
-    def find_break(self, restored: Restored, selection: Selection) -> Break | None:
+    def find_break(self, restored: RestoreResult, selection: Selection) -> Break | None:
         """Returns the break that kept more of the prompt from being found. None if there is none, or if the prompt has
         no source text."""
         if self.prompt.source is None:
@@ -124,7 +124,7 @@ class RequestContext:
         recent = (one.prompt.token_ids for one in self._sighting.recent if one.prompt.num_tokens > known)
         return find_break(self.prompt.token_ids, recent, known)
 
-    def why_missed(self, restored: Restored, selection: Selection, broken: Break | None) -> MissReason:
+    def why_missed(self, restored: RestoreResult, selection: Selection, broken: Break | None) -> MissReason:
         """Returns the reason why no more was restored. `not_stored` if the next block was seen before, which could
         have been restored if it were stored. `image` if the prompt leaves an earlier one before that, and each has
         another picture there. `diverged` if it leaves one within the system message, or if it is `broken`. Every prompt
@@ -154,7 +154,7 @@ class RequestContext:
             for other in earlier
         )
 
-    def record_savings(self, restored: Restored) -> None:
+    def record_savings(self, restored: RestoreResult) -> None:
         """Counts a request that asked the cache, with the seconds that it saved."""
         cache, namespace, num_tokens = self.cache, self.namespace, restored.num_tokens
         prefill_s = restored.prefill_s or num_tokens * (cache.cost_model.prefill_s_per_token or 0.0)
@@ -199,7 +199,7 @@ class RequestContext:
         cost_model.record_prefetch(prefetched)
         return prefetched
 
-    def upload(self, nodes: PromptNodes, selection: Selection, restored: Restored) -> None:
+    def upload(self, nodes: PromptNodes, selection: Selection, restored: RestoreResult) -> None:
         """Queues the stored part of the prompt and its reply for the shared tier, as `--remote-write` says."""
         cache = self.cache
         if cache.remote is None or not self.options.save:

@@ -13,7 +13,6 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError, StoreCorrupt
-from diskprefix.nouns import CacheOptions, Picture, Tenant
 from diskprefix.store.changes import NewNode, batches
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutGroup, LayoutText, PayloadLayout, split_payload
@@ -23,6 +22,7 @@ from diskprefix.store.store import Publication
 from diskprefix.store.store_identity import Epoch
 from diskprefix.store.writer import Room
 from diskprefix.tokens import TokenPath, picture_ids, root_hash
+from diskprefix.values import CacheOptions, Picture, Tenant
 
 log = logging.getLogger("diskprefix")
 

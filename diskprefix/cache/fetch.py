@@ -10,13 +10,13 @@ from typing import Literal, TypeAlias
 import torch
 
 from diskprefix.cache.context import RequestContext
-from diskprefix.cache.matching import Restored
+from diskprefix.cache.matching import RestoreResult
 from diskprefix.cache.restoration import Restoration
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.nouns import MissReason
 from diskprefix.store.note_record import NoteKind
+from diskprefix.values import MissReason
 
 Step: TypeAlias = Literal["prefetch", "seen", "match", "load"]
 
@@ -51,7 +51,7 @@ class Fetch:
             "there must be something to sample from"
         )
         self.sequence, self.have = sequence, have
-        self.held = Restored(num_tokens=have, logits=logits, matched=have, source="memory" if have else "none")
+        self.held = RestoreResult(num_tokens=have, logits=logits, matched=have, source="memory" if have else "none")
         """The result if nothing is found."""
         self.restored = self.held
         """The result."""
@@ -78,7 +78,7 @@ class Fetch:
             on_block=on_block,
             is_wanted=is_wanted,
             needs_logits=not context.goes_on,
-            leaves_last=context.options.leaves_last,
+            computes_last=context.options.computes_last,
         )
 
     @property
@@ -132,5 +132,5 @@ class Fetch:
                 self.restored = replace(restored, restore_ms=restored.restore_ms + waited_ms)
                 self.miss_reason = None
             elif restoration.kept < self.have:
-                self.restored = Restored()
+                self.restored = RestoreResult()
         return is_cut

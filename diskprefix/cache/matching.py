@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from diskprefix.cache.policy.select import AT_ANY_TOKEN, AT_CHECKPOINTS, StateKind
 from diskprefix.cache.tiers.nodes import Node, PartialMatch, PromptNodes
 from diskprefix.cache.tiers.tier import NodeIndex
-from diskprefix.nouns import Refused, StateSource
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import LEAST_TOKENS, common_prefix_length
+from diskprefix.values import Refused, StateSource
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ _Index = TypeVar("_Index", bound=NodeIndex)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restored:
+class RestoreResult:
     """The part of a prompt that was stored when its request came, and the part that was restored.
 
     The memory now has the state after `num_tokens` tokens, for which `num_bytes` were loaded from `source`. The store
@@ -55,7 +55,7 @@ class Matcher(Generic[_Index]):
 
     `indexes` are asked in order. Without `needs_logits`, the prompt may be restored to its end without the next-token
     logits. `has_logits` is asked when all tokens are stored but the tail is not: it returns whether the logits are kept
-    elsewhere. With `leaves_last`, the prompt's last token is left to compute in any case. `is_wanted` is called before
+    elsewhere. With `computes_last`, the prompt's last token is computed in any case. `is_wanted` is called before
     each look-up; if it returns False, nothing more is found.
     """
 
@@ -64,7 +64,7 @@ class Matcher(Generic[_Index]):
     state: StateKind
     needs_logits: bool = True
     has_logits: Callable[[], bool] = lambda: False
-    leaves_last: bool = False
+    computes_last: bool = False
     is_wanted: Callable[[], bool] = lambda: True
     blocks: list[Node] = field(default_factory=list)
     tail: Node | None = None
@@ -88,7 +88,7 @@ class Matcher(Generic[_Index]):
             tail = self.nodes.tail()
             self.tail = tail if self._is_stored(tail) else None
         self.partial_match = self._find_partial_match()
-        if self.leaves_last:
+        if self.computes_last:
             self.needs_logits = True
         elif self.needs_logits and self.tail is None and self._reaches_end() and self.has_logits():
             self.needs_logits = False
@@ -108,7 +108,7 @@ class Matcher(Generic[_Index]):
         then only its first tokens are used. Without the next-token logits, which the tail holds, at least one token is
         left to compute.
         """
-        if self.tail is not None and not self.leaves_last:
+        if self.tail is not None and not self.computes_last:
             return [*self.blocks, self.tail], self.tail.end
         end = len(self.nodes.token_ids) - self.needs_logits
         blocks = self.blocks[: end // self.nodes.block_size]

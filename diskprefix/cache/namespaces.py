@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from diskprefix.cache.policy.seen import MAX_PROMPT_BYTES, SeenPrompts
 from diskprefix.errors import CacheError
-from diskprefix.nouns import Tenant
 from diskprefix.store.ghosts import SeenRecord, newest_first
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds, root_hash
+from diskprefix.values import Tenant
 
 _MAX_BYTES = 128 << 20
 _MAX_TENANTS = 256

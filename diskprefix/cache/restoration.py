@@ -12,16 +12,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from diskprefix.cache.matching import Matcher, Restored
+from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import Tier, View, open_views
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.nouns import Refused, StateSource
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.evictor import Evictor
 from diskprefix.tokens import floor_to_grid
+from diskprefix.values import Refused, StateSource
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Restoration:
     that much more is. `noted_logits` returns the logits at the prompt's end as bytes, if they were kept when its tail
     was replaced. `on_logits` is called with the logits at the prompt's end, shape [vocab], on any thread, before all of
     the state is loaded, which may still fail. `is_wanted` is called before each node and each piece. If it returns
-    False, nothing more is read. For `on_block` see `Loader`, for `needs_logits` and `leaves_last` see `Matcher`.
+    False, nothing more is read. For `on_block` see `Loader`, for `needs_logits` and `computes_last` see `Matcher`.
     """
 
     nodes: PromptNodes
@@ -49,7 +49,7 @@ class Restoration:
     on_block: Callable[[int], None] = lambda _: None
     is_wanted: Callable[[], bool] = lambda: True
     needs_logits: bool = True
-    leaves_last: bool = False
+    computes_last: bool = False
     prefetched: Collection[bytes] = ()
     """The names of the nodes that were fetched from the shared tier for this prompt."""
     _views: list[View] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Restoration:
 
     def run(
         self, sequence: KVSequence, have: int = 0, logits: torch.Tensor | None = None, *, loads: bool = True
-    ) -> Restored | None:
+    ) -> RestoreResult | None:
         """Restores into `sequence`, which has room for the prompt and already has the state of its first `have` tokens.
         `logits` are those at the prompt's end, if the sequence has all of it. Without `loads`, only looks what is
         stored. A damaged node is removed, and the next shorter prefix is restored.
@@ -78,7 +78,7 @@ class Restoration:
                 self.layout.state_kind,
                 self.needs_logits,
                 partial(self._has_logits, have),
-                self.leaves_last,
+                self.computes_last,
                 self.is_wanted,
             )
             matcher.match()
@@ -120,7 +120,7 @@ class Restoration:
             at_end = loader.logits if matcher.tail is not None else self._logits
             logits = sequence.logits_from(at_end) if at_end is not None and end == len(self.nodes.token_ids) else None
         deepest, num_tokens = matcher.deepest, max(have, end)
-        return Restored(
+        return RestoreResult(
             num_tokens=num_tokens,
             num_bytes=loader.num_bytes,
             stored_tokens=end,

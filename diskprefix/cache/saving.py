@@ -13,10 +13,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from diskprefix.cache.choosing import marked_nodes
-from diskprefix.cache.matching import Restored
+from diskprefix.cache.matching import RestoreResult
 from diskprefix.cache.policy.select import AT_ANY_TOKEN, AT_CHECKPOINTS, StateKind
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
-from diskprefix.nouns import Saved, Selection
 from diskprefix.store.changes import NewNode
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.pieces import Payload
@@ -24,6 +23,7 @@ from diskprefix.store.save import Hold, Save
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Publication
 from diskprefix.tokens import LEAST_TOKENS, TokenPath
+from diskprefix.values import Saved, Selection
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class Planner:
     behind `prompt_tokens` were decoded. `submitted` are the names of the nodes that the request has stored itself."""
 
     nodes: PromptNodes
-    restored: Restored
+    restored: RestoreResult
     state: StateKind
     prompt_tokens: int
     submitted: set[bytes] = field(default_factory=set)
@@ -99,7 +99,7 @@ class Planner:
         prefill. Of states there are only those at the end."""
         most = selection.scope.most
         end = num_tokens if most is None else min(most, num_tokens)
-        is_kept = self.state in AT_ANY_TOKEN and selection.keeps_reply and end > self.prompt_tokens
+        is_kept = self.state in AT_ANY_TOKEN and selection.saves_reply and end > self.prompt_tokens
         return end if is_kept and (end == num_tokens or self.state == "token") else 0
 
     def plan_reply(self, nodes: PromptNodes, selection: Selection, states_at: Collection[int]) -> Plan:
@@ -164,7 +164,7 @@ class Saver:
         token_ids, block_size = self._prompt.token_ids, self._cache.settings.block_size
         path = TokenPath(context.epoch.secret, context.namespace.root, token_ids, block_size)
         nodes = PromptNodes(path, self._cache.payload_layout)
-        self.planner = Planner(nodes, Restored(), self._cache.layout.state_kind, len(token_ids))
+        self.planner = Planner(nodes, RestoreResult(), self._cache.layout.state_kind, len(token_ids))
         self._states_at: set[int] = set()
         """The positions whose states are with the writer, or on their way."""
         self._num_blocks = 0
@@ -176,7 +176,7 @@ class Saver:
         self._token_s: float | None = None
         """Seconds that computing a token took. None until it is known."""
 
-    def begin(self, restored: Restored) -> None:
+    def begin(self, restored: RestoreResult) -> None:
         """Takes over what is stored. Called when the request begins to compute."""
         self._began_at, self._num_restored = time.perf_counter(), restored.num_tokens
         self._has_tail = restored.has_tail
@@ -274,7 +274,9 @@ class Saver:
             return False
         return self._context.allows_saving(sequence.num_tokens)
 
-    def leave(self, sequence: KVSequence, restored: Restored, nodes: PromptNodes, least_s: float = _LEAVE_S) -> None:
+    def leave(
+        self, sequence: KVSequence, restored: RestoreResult, nodes: PromptNodes, least_s: float = _LEAVE_S
+    ) -> None:
         """Queues what was computed behind the part that was `restored`. `nodes` are those of the tokens in the
         sequence. Those that the policy does not want are kept for at least `least_s` seconds."""
         layout = self._cache.layout

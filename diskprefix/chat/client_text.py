@@ -157,7 +157,7 @@ class StandIns:
         return StandIns(self._rules, set(map(chr, self._originals)))
 
     def moved(self, text: str, others: StandIns) -> str:
-        """Returns a text with these stand-ins replaced by `others`."""
+        """Returns a text with `others` in the place of these stand-ins."""
         return text.translate(dict(zip(self._originals, others._originals, strict=True)))
 
     def unescaped(self, written: str, others: StandIns, written_with_others: str) -> str:
@@ -199,8 +199,7 @@ def _escaped(match: re.Match[str]) -> int:
 
 
 def private_characters(number: int, used: Collection[str]) -> range:
-    """Returns the codes of successive unused characters of the private use area. Raises `InvalidRequest` if there are
-    none."""
+    """Returns successive codes of the private use area that are not `used`. Raises `InvalidRequest` without any."""
     for begin in range(0xF0000, 0x10FFFE, max(number, 1)):
         codes = range(begin, begin + number)
         # The last two codes of a plane are no characters.

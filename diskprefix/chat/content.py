@@ -15,25 +15,24 @@ import numpy.typing as npt
 from diskprefix.chat.draft import PromptDraft
 from diskprefix.chat.messages import ContentPart, ImagePart, Message, OtherPart, TextPart, join_neighbours
 from diskprefix.errors import InvalidRequest
-from diskprefix.nouns import Change, Picture
 from diskprefix.printable import shown
 from diskprefix.tokens import TokenIds, picture_ids
+from diskprefix.values import Change, Picture
 
 if TYPE_CHECKING:
     from diskprefix.chat.template import ChatTemplate
     from diskprefix.model.load.picture_processor import PictureProcessor
 
 UNSUPPORTED = "unsupported_content"
-_MOST_IMAGES = 256
+_MAX_IMAGES = 256
 """The most images in one request."""
 _WORDS = {"video_url": "videos", "file": "files"}
 _SHOWN_CHARS = 40
 
 
 def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Puts a note in the place of each picture or file that the model does not take, in results of calls and in turns
-    before the user's newest one: a client sends these again in each request, and an error would come back for ever.
-    `read_pictures` refuses the others."""
+    """Puts a note in the place of each unsupported picture or file in results of calls and before the user's newest
+    turn, which clients send again in each request: an error would never end. `read_pictures` refuses the others."""
     messages = draft.conversation.messages
     takes_pictures = processor is not None and processor.problem is None
     changes: list[Change] = []
@@ -83,16 +82,15 @@ def place_pictures(template: ChatTemplate, processor: PictureProcessor | None, d
 
 
 def read_pictures(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Reads the images of the conversation. `processor` is None for a model that takes text only. Raises
-    `InvalidRequest` for a part that the model does not take or that cannot be read."""
+    """Reads the images of the conversation. Raises `InvalidRequest` for a part that the model or the reader refuses."""
     if not draft.conversation.has_pictures:
         return draft
     pictures: list[Picture] = []
     for part in (part for message in draft.conversation.messages for part in message.content):
         if isinstance(part, TextPart):
             continue
-        if len(pictures) == _MOST_IMAGES:
-            raise InvalidRequest.at(part.path, f"a request may hold at most {_MOST_IMAGES} images")
+        if len(pictures) == _MAX_IMAGES:
+            raise InvalidRequest.at(part.path, f"a request may hold at most {_MAX_IMAGES} images")
         if isinstance(part, OtherPart) or processor is None or processor.problem is not None:
             raise _refusal(part, processor)
         content = _data_uri(part.uri, part.uri_path)
@@ -120,8 +118,7 @@ class Expanded(NamedTuple):
 
 
 class PicturePlaces:
-    """The places of a prompt's pictures: marks in the rendered text, placeholders among its tokens. Raises
-    `InvalidRequest` if they are not as many as the pictures."""
+    """The places of pictures: marks in the text, placeholders among tokens. Raises `InvalidRequest` if they differ."""
 
     def __init__(self, processor: PictureProcessor | None, draft: PromptDraft) -> None:
         self._param = draft.conversation.path
@@ -130,8 +127,7 @@ class PicturePlaces:
         self._token_id = None if processor is None else processor.token_id
 
     def expanded(self, text: str, for_tokens: str) -> Expanded:
-        """Returns the next part of the rendered text with its pictures. `for_tokens` has stand-ins in the place of
-        marks that are texts."""
+        """Returns the next part of the text with its pictures. `for_tokens` has stand-ins for marks in texts."""
         if self._mark is None:
             return Expanded(text, for_tokens)
         written, places, end = list[tuple[str, str]](), list[npt.NDArray[np.int32]](), 0
@@ -155,9 +151,8 @@ class PicturePlaces:
         return self._placed[-1]
 
     def name(self, token_ids: TokenIds, written_ids: TokenIds) -> tuple[Picture, ...]:
-        """Puts the ids of the pictures in the place of their placeholders, when the whole text is expanded. Those in
-        `written_ids` become -1, except the last of each, so no boundary is inside a picture. Returns the pictures in
-        the order of their tokens."""
+        """Replaces the placeholders of the whole text by the ids of the pictures, and returns these in order. Those in
+        `written_ids` become -1, except the last of each, so no boundary is inside a picture."""
         if self._left:
             problem = "the chat template leaves images out; use another one with --chat-template"
             raise InvalidRequest.at(self._param, problem, UNSUPPORTED)
@@ -167,7 +162,9 @@ class PicturePlaces:
             if len(places) != ends[-1]:
                 problem = f"the prompt has {len(places)} tokens for its images, which take {ends[-1]}"
                 raise InvalidRequest.at(self._param, problem, UNSUPPORTED)
-            token_ids[places] = np.concatenate([picture_ids(one.name, one.num_tokens) for one in self._placed])
+            token_ids[places] = np.concatenate(
+                [picture_ids(picture.name, picture.num_tokens) for picture in self._placed]
+            )
             written_ids[np.delete(places, ends - 1)] = -1
         return tuple(self._placed)
 

@@ -33,8 +33,7 @@ _MARKUP = {
 
 
 def control_texts(added: Mapping[int, AddedToken]) -> frozenset[str]:
-    """Returns the texts of control tokens: all special tokens, and other added tokens except those that only shorten
-    ordinary text."""
+    """Returns the texts of control tokens: all special tokens, and added tokens that do not just shorten text."""
     return frozenset(
         token.content
         for token in added.values()

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from diskprefix.chat.messages import Conversation, Ending
+from diskprefix.chat.messages import Conversation
 from diskprefix.chat.replay import ConversationHash, RecordStore, SampledTurn, with_turn
 from diskprefix.chat.template_input import TemplateInput
-from diskprefix.nouns import Picture, Prompt
 from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.values import Picture, Prompt
 
 if TYPE_CHECKING:
     from diskprefix.chat.known_parts import OwnedParts
@@ -93,10 +93,6 @@ class PromptDraft:
         for index, sampled in self.remembered.items():
             messages[index] = with_turn(messages[index], sampled.turn)
         return replace(self.conversation, messages=messages)
-
-    @property
-    def ending(self) -> Ending:
-        return self.conversation.ending
 
     def with_prompt(self, **fields: Any) -> PromptDraft:
         """Returns the draft with these fields of its prompt set."""

@@ -50,8 +50,8 @@ def joined(parts: Iterable[tuple[int, Encoding]]) -> Encoding:
 
 
 def encode(encoder: Encoder, template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Encodes the rendered text, with sampled tokens in its spans. If reasoning that the client left out makes the
-    prompt too long, all replies are encoded as the client sent them."""
+    """Encodes the rendered text, with sampled tokens in its spans. If that is too long, because they hold reasoning,
+    all replies are encoded as the client sent them."""
     try:
         return _with_tokens(encoder, draft)
     except ContextTooLong:
@@ -101,11 +101,11 @@ class TextParts:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        found = [] if tokenizer.split_special_tokens else _separating(tokenizer.added_tokens_decoder.values())
-        if found and not self._holds(tokenizer, found):
-            found = []
+        separators = [] if tokenizer.split_special_tokens else _separating(tokenizer.added_tokens_decoder.values())
+        if separators and not self._holds(tokenizer, separators):
+            separators = []
         # Longest first makes no difference to where one begins.
-        self._separator = re.compile("|".join(map(re.escape, found)) or "(?!)")
+        self._separator = re.compile("|".join(map(re.escape, separators)) or "(?!)")
 
     def of(self, text: str) -> list[str]:
         """Returns the parts of a text. All but the last are also parts of any longer text that begins with this one."""
@@ -119,8 +119,8 @@ class TextParts:
         """Returns whether parts give the tokens of the whole in a trial: a tokenizer may have unknown steps."""
         parts = [separator + _PROBE.format(separator, separators[0]) for separator in separators[:8]]
         whole, *alone = encode_texts(tokenizer.backend_tokenizer, ["".join(parts), *parts])
-        found = joined(zip(accumulate(map(len, parts), initial=0), alone, strict=False))
-        return all(map(np.array_equal, whole, found))
+        cut = joined(zip(accumulate(map(len, parts), initial=0), alone, strict=False))
+        return all(map(np.array_equal, whole, cut))
 
 
 def _separating(added: Iterable[AddedToken]) -> list[str]:
@@ -154,8 +154,7 @@ class PlainTexts:
         """Whether a text may become a token that it does not spell: `＜s＞` may become `<s>`."""
 
     def encode(self, text: str, for_tokens: str, found: Encoding) -> Encoding:
-        """Returns the tokens of a text. Its added tokens are those in `found`, the tokens of `for_tokens`, except
-        control tokens that `for_tokens` does not spell."""
+        """Returns a text's tokens, with the added tokens of `found`. Control tokens must be in `for_tokens` too."""
         right: dict[int, tuple[int, int]] = {}
         is_right = text == for_tokens
         for at in np.flatnonzero(np.isin(found.token_ids, [*self._contents])).tolist():
@@ -263,7 +262,7 @@ class Encoder:
         is_plain = [all_plain or own != part for own, part in zip(texts, parts, strict=True)]
         keys = [f"{texts[k]}\ud800{part}" if is_plain[k] else part for k, part in enumerate(parts)]
         long = [k for k, own in enumerate(texts) if len(own) >= PART_CHARS] if known is not None else []
-        encodings = {k: found for k in long if known is not None and (found := known.get(keys[k])) is not None}
+        encodings = {k: part for k in long if known is not None and (part := known.get(keys[k])) is not None}
         missing = [k for k in range(len(parts)) if k not in encodings]
         encodings |= zip(missing, self._encoded([parts[k] for k in missing]), strict=True)
         for k in missing:
@@ -300,8 +299,7 @@ class Encoder:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def _least(self, text: str) -> int:
-        """Returns a lower bound of the number of tokens. Encoding megabytes of blanks, which are few tokens, takes a
-        minute and gigabytes."""
+        """Returns a lower bound of the number of tokens. Encoding megabytes of blanks takes a minute and gigabytes."""
         return len(text) // self._longest_token
 
     def _probe(self, text: str, param: str) -> None:
@@ -334,7 +332,8 @@ class Encoder:
     def count(self, texts: Sequence[str]) -> list[int]:
         """Returns the number of tokens of each text; a lower bound for a text that cannot fit."""
         short = [text if self._least(text) < self._max_positions else "" for text in texts]
-        found = self._plain.without_tokens().encode_batch(short, add_special_tokens=False)
+        encodings = self._plain.without_tokens().encode_batch(short, add_special_tokens=False)
         return [
-            len(one.ids) if text else self._least(whole) for one, text, whole in zip(found, short, texts, strict=True)
+            len(encoding.ids) if text else self._least(whole)
+            for encoding, text, whole in zip(encodings, short, texts, strict=True)
         ]

@@ -10,9 +10,8 @@ from diskprefix.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class FillIn:
-    """A text with a gap between `prefix` and `suffix`. `files` are pairs of name and text, as context. The filling
-    starts with `beginning`. Errors name the field `path`. With `special_tokens_in_text`, texts may spell control
-    tokens."""
+    """A text with a gap between `prefix` and `suffix`; the filling starts with `beginning`. `files`, pairs of name and
+    text, are context. Errors name `path`. With `special_tokens_in_text`, texts may spell control tokens."""
 
     prefix: str
     suffix: str
@@ -30,8 +29,7 @@ class FillIn:
 
 @dataclass(frozen=True)
 class FillInTags:
-    """The tags of a family of models. With `suffix_first`, the suffix comes first. `file` separates files, each of
-    which begins with its name."""
+    """The tags of a family of models. With `suffix_first`, the suffix comes first. `file` precedes a file's name."""
 
     prefix: str
     suffix: str
@@ -63,8 +61,7 @@ _KNOWN = (
 
 
 def fill_in_tags(added: Collection[str], gap: FillIn) -> FillInTags:
-    """Returns the tags whose texts are all `added` tokens. Raises `InvalidRequest` if the model was not trained to fill
-    a gap."""
+    """Returns the tags whose texts are all `added` tokens. Raises `InvalidRequest` if the model has none."""
     for tags in _KNOWN:
         if all(tag in added for tag in (tags.prefix, tags.suffix, tags.middle) if tag):
             file = tags.file if tags.file in added else ""

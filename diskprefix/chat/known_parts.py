@@ -72,8 +72,7 @@ class KnownParts:
 
 @dataclass(frozen=True)
 class OwnedParts:
-    """The known parts of the `owner` of a request. If it `keeps` new parts, they last `lasts_s` seconds after their
-    last use."""
+    """The known parts of the `owner` of a request. With `keeps`, new parts last `lasts_s` seconds after each use."""
 
     known: KnownParts
     owner: Hashable

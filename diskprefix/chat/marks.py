@@ -26,7 +26,7 @@ from diskprefix.chat.template_input import (
     texts_of,
     with_other_user_message,
 )
-from diskprefix.nouns import MAX_MARKS, Mark
+from diskprefix.values import MAX_MARKS, Mark
 
 log = logging.getLogger("diskprefix")
 
@@ -36,8 +36,7 @@ Render: TypeAlias = Callable[[TemplateInput], str]
 
 @dataclass(frozen=True)
 class MarkTarget:
-    """The marked object: tool or message `index`, or the first `end` characters of the message's text (the first `end`
-    parts if it has images)."""
+    """The marked object: tool or message `index`, or the first `end` characters (with images: parts) of a message."""
 
     kind: Literal["tools", "messages"]
     index: int
@@ -84,7 +83,7 @@ def find_marks(
 ) -> tuple[Mark, ...]:
     """Returns the positions after `targets`, ascending and distinct, with the longest time to live of each. Skips a
     target without a position. `rendered` is the rendering of `template_input`, and `offsets` belong to its tokens."""
-    found: dict[int, float | None] = {}
+    ttl_of: dict[int, float | None] = {}
     of_messages = [target for target in targets if target.kind == "messages"]
     # An empty list, not None: some tokenizers have one template for requests with tools and another for those without.
     if len(of_messages) < len(targets) and render(template_input) == render(template_input._replace(tools=[])):
@@ -96,9 +95,9 @@ def find_marks(
         if not position:
             log.debug("the mark on %s.%d is ignored: its position cannot be found", target.kind, target.index)
             continue
-        times = [ttl_s for ttl_s in (found.get(position), target.ttl_s) if ttl_s is not None]
-        found[position] = max(times, default=None)
-    return tuple(Mark(position, found[position]) for position in sorted(found))
+        times = [ttl_s for ttl_s in (ttl_of.get(position), target.ttl_s) if ttl_s is not None]
+        ttl_of[position] = max(times, default=None)
+    return tuple(Mark(position, ttl_of[position]) for position in sorted(ttl_of))
 
 
 def _num_chars_before(target: MarkTarget, template_input: TemplateInput, rendered: str, render: Render) -> int:
@@ -111,8 +110,8 @@ def _num_chars_before(target: MarkTarget, template_input: TemplateInput, rendere
 
 
 def _contains_target(text: str, target: MarkTarget, ending: TemplateInput) -> bool:
-    """Returns whether `text`, the rendering of `ending`, has the marked object: some templates write system messages
-    and tools only with the first user message."""
+    """Returns whether `text`, rendered from `ending`, has the marked object. Some templates write system messages and
+    tools only with the first user message."""
     if target.kind == "tools":
         return any(tool["function"]["name"] in text for tool in (ending.tools or [])[-1:])
     # A message that is cut inside its text ends in a character that the prompt does not have there.

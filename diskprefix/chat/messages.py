@@ -1,5 +1,4 @@
-"""A conversation in one form for all APIs: messages, content parts, tool calls, tools and marks. `path` is the place of
-an object in the client's body, for errors that are found later."""
+"""A conversation in one form for all APIs. A `path` is an object's place in the client's body, for later errors."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
 JsonObject: TypeAlias = dict[str, Any]
 Ending: TypeAlias = Literal["reply", "continue", "none"]
-"""The end of a prompt: the beginning of a reply, the text of the last message, which the reply continues, or the end of
-the last message."""
+"""The end of a prompt: the beginning of a reply, the last message's text, which the reply continues, or its end."""
 
 
 @dataclass(frozen=True)
@@ -145,3 +143,20 @@ class Conversation:
     def num_leading(self) -> int:
         """The number of messages of the system prompt: the system messages before all others."""
         return len([*takewhile(lambda message: message.is_system, self.messages)])
+
+
+def has_late_system(messages: Sequence[Message]) -> bool:
+    """Returns whether a system message stands behind a message of another role."""
+    are_system = [message.is_system for message in messages]
+    return not all(are_system[: sum(are_system)])
+
+
+def late_system_as_user(conversation: Conversation) -> Conversation:
+    """Returns the conversation with each late system message given to the user, in its place. It is joined with
+    adjacent messages of the user, because many templates want user and assistant to alternate."""
+    leading = conversation.num_leading
+    messages = (
+        (replace(message, role="user"), True) if message.is_system and index >= leading else (message, False)
+        for index, message in enumerate(conversation.messages)
+    )
+    return replace(conversation, messages=join_neighbours(messages))

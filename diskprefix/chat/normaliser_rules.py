@@ -44,8 +44,8 @@ class Normaliser:
         reach = {"first text": 1, "system prompt": conversation.num_leading}.get(self.part, len(conversation.messages))
         messages, paths = list[Message](), list[str]()
         for index, message in enumerate(conversation.messages):
-            most = 0 if index >= reach or not message.is_system else 1 if self.part == "first text" else None
-            parts = [(part, self._rewritten(part)) for part in message.content[:most]]
+            end = 0 if index >= reach or not message.is_system else 1 if self.part == "first text" else None
+            parts = [(part, self._rewritten(part)) for part in message.content[:end]]
             changed = [old.path for old, new in parts if new is not old]
             content = [*(new for _, new in parts if new is not None), *message.content[len(parts) :]]
             if content or not changed:

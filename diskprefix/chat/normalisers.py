@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.normaliser_rules import read_normalisers
 from diskprefix.errors import SettingsError
-from diskprefix.nouns import Change, Rewriting
 from diskprefix.settings import policies_folder
+from diskprefix.values import Change, Rewriting
 
 if TYPE_CHECKING:
     from diskprefix.chat.draft import PromptDraft
@@ -46,10 +46,6 @@ class Normalisers:
                 )
             modes[name] = cast(Mode, mode)
         return cls(dict.fromkeys(_BY_NAME, modes.pop("", "report")) | modes)
-
-    @property
-    def is_off(self) -> bool:
-        return all(mode == "off" for mode in self.modes.values())
 
     def apply(self, conversation: Conversation) -> tuple[Conversation, Rewriting]:
         """Returns the conversation to render, and the changes that were made or would have been made."""

@@ -1,5 +1,4 @@
-"""Renders a conversation or a text into a `Prompt`: chat template, token ids, safe boundaries and marks. `README.md`
-draws the steps. A long prompt takes long, so the server calls this in a thread."""
+"""Renders a conversation or a text into a `Prompt`, by the steps in `README.md`. A long prompt takes long."""
 
 from __future__ import annotations
 
@@ -16,19 +15,17 @@ from diskprefix.chat.draft import Compress, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.encoder import Encoder, encode
 from diskprefix.chat.fill_in import FillIn, fill_in_tags
 from diskprefix.chat.known_parts import KnownParts, OwnedParts
-from diskprefix.chat.late_system import place
 from diskprefix.chat.marks import mark
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.chat.normalisers import Normalisers, normalise
-from diskprefix.chat.output.choose_format import choose_format
-from diskprefix.chat.output.format import OutputFormat, PlainText
+from diskprefix.chat.output.choose_format import OutputFormat, PlainText, choose_format
 from diskprefix.chat.replay import Origin, RecordStore, Replayed
 from diskprefix.chat.splice import recall, splice
-from diskprefix.chat.template import ChatTemplate, render
+from diskprefix.chat.template import ChatTemplate, place, render
 from diskprefix.chat.template_input import PART_SEPARATOR, MessageForm, TemplateInput, require_few_arguments
-from diskprefix.nouns import Picture, Prompt, SourceText
 from diskprefix.printable import printable_only
 from diskprefix.tokens import as_token_ids
+from diskprefix.values import Picture, Prompt, SourceText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -100,12 +97,11 @@ class PromptRenderer:
     def replay(
         self, conversation: Conversation, replies: RecordStore | None, known: OwnedParts | None = None
     ) -> Replayed:
-        """Returns the prompt of a conversation, with the sampled tokens of the replies recorded in `replies`. `known`
-        texts are not encoded again. Raises `ContextTooLong`, and `InvalidRequest` if the template or the model refuses
-        the conversation."""
+        """Returns the prompt of a conversation, with the sampled tokens of `replies`. `known` texts are not encoded
+        again. Raises `ContextTooLong`, and `InvalidRequest` if the template or the model refuses the conversation."""
         require_few_arguments(conversation)
         draft = run_steps(self._steps(), PromptDraft(conversation=conversation, replies=replies, known=known))
-        if draft.conversation_hash is None or draft.ending != "reply":
+        if draft.conversation_hash is None or draft.conversation.ending != "reply":
             return Replayed(draft.prompt)
         return Replayed(draft.prompt, Origin.of(draft.conversation_hash, draft.rendering.text))
 
@@ -125,7 +121,7 @@ class PromptRenderer:
             *self._writing_steps(),
             partial(bound, self._template),
             partial(mark, self._template),
-            partial(describe, not self._normalisers.is_off),
+            partial(describe, any(mode != "off" for mode in self._normalisers.modes.values())),
         ]
 
     def _rewriting_steps(self) -> list[DraftStep]:

@@ -18,7 +18,7 @@ from diskprefix.chat.messages import Message, TextPart, ToolCall
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.template_input import PART_SEPARATOR
 from diskprefix.json_values import whole_characters
-from diskprefix.nouns import Picture, Prompt
+from diskprefix.values import Picture, Prompt
 
 _ID_BYTES = 32
 
@@ -50,7 +50,7 @@ class Turn:
                 reasoning.append(delta.text)
             elif isinstance(delta, ToolCallBegin):
                 calls[delta.index] = [delta.name]
-            elif isinstance(delta, ToolCallDelta):
+            elif isinstance(delta, ToolCallDelta) and delta.index in calls:
                 calls[delta.index].append(delta.arguments)
         named = tuple((name, "".join(arguments)) for name, *arguments in calls.values())
         return cls("".join(content), "".join(reasoning), named)
@@ -97,8 +97,8 @@ class ConversationHash:
         self._add("assistant", content, calls)
 
     def ids(self, call_ids: Sequence[str | None]) -> list[str]:
-        """Returns the ids of the conversation so far: one with the ids of the last message's calls, which tell equal
-        conversations apart, and one without them, for clients that change them."""
+        """Returns the ids of the conversation: with the ids of the last message's calls, which tell equal conversations
+        apart, and without, for clients that change them."""
         with_calls = self._hash.copy()
         with_calls.update(json.dumps(call_ids).encode())
         without = self._hash.hexdigest()
@@ -153,7 +153,7 @@ def find_turns(
     messages: Sequence[Message], turns: RecordStore, pictures: Sequence[Picture] = ()
 ) -> tuple[dict[int, SampledTurn], ConversationHash]:
     """Returns the recorded replies by the index of their message, ascending, and the hash of the conversation."""
-    found, left, conversation = {}, iter(pictures), ConversationHash()
+    turns_by_index, left, conversation = {}, iter(pictures), ConversationHash()
     for index, message in enumerate(messages):
         conversation.add_message(message, islice(left, len(message.pictures)))
         if message.role == "assistant":
@@ -161,8 +161,8 @@ def find_turns(
             sampled = next(filter(None, map(_decoded, map(turns.get, ids))), None)
             # The id covers all but the reasoning, which the client may leave out.
             if sampled and (message.reasoning or "").strip() in ("", sampled.turn.reasoning.strip()):
-                found[index] = sampled
-    return found, conversation
+                turns_by_index[index] = sampled
+    return turns_by_index, conversation
 
 
 def _decoded(record: bytes | None) -> SampledTurn | None:
@@ -172,8 +172,7 @@ def _decoded(record: bytes | None) -> SampledTurn | None:
 
 
 def with_turn(message: Message, turn: Turn) -> Message:
-    """Returns `message` in the recorded words, reasoning included. The calls keep the client's ids, because the results
-    refer to them."""
+    """Returns `message` in the recorded words, with reasoning. Calls keep the client's ids, to which results refer."""
     sent = zip(message.tool_calls, turn.calls, strict=True)
     calls = tuple(ToolCall(call.id, name, arguments) for call, (name, arguments) in sent)
     marks = [part.mark for part in message.texts if part.mark is not None]
@@ -208,8 +207,7 @@ class ReplyMemory:
         self._end_ids = end_ids
 
     def remember(self, turn: Turn, call_ids: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Records a reply with its sampled tokens, perhaps with an end token. Ignores an empty reply, for which any
-        empty message would be taken."""
+        """Records a reply and its sampled tokens. Ignores an empty one: any empty message would be taken for it."""
         has_end = bool(token_ids) and token_ids[-1] in self._end_ids
         sampled = SampledTurn(turn, tuple(token_ids[:-1] if has_end else token_ids), self._origin.place)
         if not sampled.token_ids or not any(turn.canonical()):

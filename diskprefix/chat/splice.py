@@ -10,11 +10,11 @@ from itertools import islice
 
 from diskprefix.chat.draft import PromptDraft, ReplySpan
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.format import OutputFormat
+from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.replay import SampledTurn, TextHash, Turn, find_turns
 from diskprefix.chat.template import ChatTemplate, render
 
-_MOST_TRIES = 4
+_MAX_TRIES = 4
 """The most renderings to find the recorded replies that fit."""
 _ENDS_TRIED = 4
 """A reply may contain the text of an end, and the template may write one inside a reply (GPT-OSS does)."""
@@ -31,9 +31,8 @@ def recall(draft: PromptDraft) -> PromptDraft:
 
 
 def splice(template: ChatTemplate, output_format: OutputFormat, draft: PromptDraft) -> PromptDraft:
-    """Finds the spans of the recorded replies in the text. Replies that do not fit are rendered as the client sent
-    them."""
-    for tries_left in reversed(range(_MOST_TRIES)):
+    """Finds the spans of the recorded replies in the text. Others are rendered as the client sent them."""
+    for tries_left in reversed(range(_MAX_TRIES)):
         if not draft.remembered:
             return draft
         tools, text = draft.conversation.tools, draft.rendering.text

@@ -16,7 +16,7 @@ from jinja2.exceptions import TemplateError
 from diskprefix.chat.client_text import Author, TextRules, TokenTexts, private_characters, with_stand_ins
 from diskprefix.chat.control_tokens import IN_SYSTEM_MESSAGES, control_texts, looks_like_a_marker
 from diskprefix.chat.draft import PromptDraft, Rendering
-from diskprefix.chat.messages import Conversation, Ending, JsonObject
+from diskprefix.chat.messages import Conversation, Ending, JsonObject, has_late_system, joined, late_system_as_user
 from diskprefix.chat.template_input import (
     MessageForm,
     TemplateInput,
@@ -49,9 +49,7 @@ _CUTS = re.compile(r"""(?:split|replace)\(\s*('[^'\\]+'|"[^"\\]+"|'\\n'|"\\n")""
 """Texts that a template removes from others, joining the text around them."""
 
 Write: TypeAlias = Callable[[Sequence[dict[str, Any]], bool], str]
-"""Renders messages with the chat template, with the beginning of a reply if the second argument is true.
-
-Returns an empty text if the template refuses them."""
+"""Renders messages, with the beginning of a reply if the second argument is true; to "" if the template refuses."""
 
 _USER = {"role": "user", "content": _TEXT}
 _REPLY = {"role": "assistant", "content": _TEXT}
@@ -68,8 +66,7 @@ _GROWING = (
 
 
 class ChatTemplate:
-    """The chat template of one model. Thread-safe. The model ends a reply with one of `end_ids`; `placeholders` are the
-    texts that stand for images."""
+    """The chat template of one model. Thread-safe. `end_ids` end replies, `placeholders` stand for images."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, end_ids: Collection[int], placeholders: Collection[str] = ()
@@ -247,17 +244,28 @@ class ChatTemplate:
         return next(iter(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), None)
 
 
+def place(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
+    """Joins leading system messages, and gives later ones to the user, unless the template writes them as they are."""
+    conversation, leading = draft.conversation, draft.conversation.num_leading
+    if leading > 1 and not template.writes_second_system:
+        first = joined(conversation.messages[:leading])
+        conversation = replace(conversation, messages=[first, *conversation.messages[leading:]])
+    if has_late_system(conversation.messages) and not template.writes_late_system:
+        conversation = late_system_as_user(conversation)
+    return replace(draft, conversation=conversation)
+
+
 def render(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     """Renders the conversation in the words of its recorded replies, to "" if the template refuses them."""
     template_input = template.input_of(draft.replayed_conversation, bool(draft.pictures))
     write = template.try_render if draft.remembered else template.render
-    return replace(draft, rendering=Rendering(template_input, write(template_input, draft.ending)), spans=())
+    written = write(template_input, draft.conversation.ending)
+    return replace(draft, rendering=Rendering(template_input, written), spans=())
 
 
 def turn_texts(control: Collection[str], special: Collection[str], write: Write) -> set[str]:
     """Returns the texts of tokens that begin or end turns: those that the template writes around plain messages and
-    results of calls, except tags of thoughts and calls. If the template refuses plain conversations, all special tokens
-    count."""
+    results of calls, except tags of thoughts and calls; all special tokens if it refuses plain conversations."""
     plain = write((_USER, _REPLY, _USER), False)
     if not plain:
         return set(control) & set(special)
@@ -299,11 +307,11 @@ def _interpreted(tokens: list[str], write: Write) -> set[str]:
         half = len(tokens) // 2
         return differ(tokens[:half], suffix) + differ(tokens[half:], suffix) if half else tokens
 
-    found = set(differ(tokens, ""))
+    interpreted = set(differ(tokens, ""))
     # A template may react to an opening tag only if the closing tag follows.
-    for closing in sorted(found):
-        found |= set(differ([token for token in tokens if token not in found], closing))
-    return found
+    for closing in sorted(interpreted):
+        interpreted |= set(differ([token for token in tokens if token not in interpreted], closing))
+    return interpreted
 
 
 def _makes_a_difference(tokens: list[str], suffix: str, write: Write) -> bool:

@@ -19,7 +19,7 @@ from diskprefix.json_values import count_values, whole_characters
 
 log = logging.getLogger("diskprefix")
 
-_MOST_LEVELS = 200
+_MAX_LEVELS = 200
 """The most levels in the arguments of a call. Templates write them recursively."""
 PART_SEPARATOR = "\n"
 """Between the text parts of a message."""
@@ -47,8 +47,8 @@ class TemplateInput(NamedTuple):
 
 
 def message_for_template(message: Message, developer_is_known: bool, with_pictures: bool) -> JsonObject:
-    """Returns `message` as templates expect it: with the role `system` for a `developer` that the template does not
-    know, and with a list of parts as content if it has images."""
+    """Returns `message` as templates expect it. The role of an unknown `developer` is `system`, and content with images
+    is a list of parts."""
     role = "system" if message.role == "developer" and not developer_is_known else message.role
     text = PART_SEPARATOR.join(part.text for part in message.texts)
     parts = [
@@ -85,8 +85,8 @@ def changed_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key if key.isalnum() else change(key): changed_texts(one, change) for key, one in value.items()}
-    return [changed_texts(one, change) for one in value] if isinstance(value, list | tuple) else value
+        return {key if key.isalnum() else change(key): changed_texts(item, change) for key, item in value.items()}
+    return [changed_texts(item, change) for item in value] if isinstance(value, list | tuple) else value
 
 
 def variables_for_template(conversation: Conversation) -> JsonObject:
@@ -99,8 +99,7 @@ def variables_for_template(conversation: Conversation) -> JsonObject:
 
 
 def require_few_arguments(conversation: Conversation) -> None:
-    """Raises `InvalidRequest` if the arguments of calls that are JSON text have too many values. Arguments that are
-    objects were counted with the body."""
+    """Raises `InvalidRequest` for too many values in arguments that are JSON text. Objects are counted before."""
     calls = (call for message in conversation.messages for call in message.tool_calls)
     texts = [call.arguments.encode("utf-8", "replace") for call in calls if isinstance(call.arguments, str)]
     if too_many := count_values(texts).too_many:
@@ -109,8 +108,7 @@ def require_few_arguments(conversation: Conversation) -> None:
 
 
 def _tool_call(call: ToolCall) -> JsonObject:
-    """Returns a call with its arguments as an object, over which templates iterate; arguments that are not JSON stay
-    text. Some clients send an empty text for no arguments."""
+    """Returns a call with its arguments as an object, over which templates iterate, or as text that is not JSON."""
     arguments = call.arguments or {}
     if isinstance(arguments, str):
         try:
@@ -123,9 +121,9 @@ def _tool_call(call: ToolCall) -> JsonObject:
 
 
 def _is_deep(value: object) -> bool:
-    """Returns whether a JSON value has more than `_MOST_LEVELS` levels."""
+    """Returns whether a JSON value has more than `_MAX_LEVELS` levels."""
     level = [value]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         if not level:
             return False
         parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]

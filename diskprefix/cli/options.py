@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 from click.core import ParameterSource
@@ -230,8 +230,7 @@ def policy_option(group: str) -> Callable[[Decorated], Decorated]:
 
 def policy_of(context: click.Context) -> str | None:
     """Returns the value of --policy, None if it is not given."""
-    name: str | None = context.meta.get(_POLICY)
-    return name
+    return cast("str | None", context.meta.get(_POLICY))
 
 
 def policy_values(name_or_path: str) -> dict[str, Any]:

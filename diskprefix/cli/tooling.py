@@ -105,16 +105,15 @@ def short_id(id_: str) -> str:
 
 
 def find_entry(entries: list[EntryInfo], beginning: str) -> EntryInfo:
-    """Returns the entry whose id begins with `beginning`. Raises `SettingsError` for none and for several. A prompt
-    that was extended has a new id."""
+    """Returns the entry whose id begins with `beginning`. Raises `SettingsError` for none and for several."""
     if len(beginning) < _MIN_ID_DIGITS:
         problem = f"{beginning!r} is too short for an id; give at least {_MIN_ID_DIGITS} hexadecimal characters"
         raise SettingsError(f"{problem}; {_SEE_IDS}")
-    found = [info for info in entries if info.id.startswith(beginning.lower())]
-    if len(found) != 1:
-        number = f"{len(found)} entries start" if found else "no entry starts"
+    matching = [info for info in entries if info.id.startswith(beginning.lower())]
+    if len(matching) != 1:
+        number = f"{len(matching)} entries start" if matching else "no entry starts"
         raise SettingsError(f"{number} with {beginning!r}; {_SEE_IDS}")
-    return found[0]
+    return matching[0]
 
 
 def say(line: str) -> None:

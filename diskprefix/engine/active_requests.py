@@ -29,7 +29,7 @@ from diskprefix.kv.page_cache import Later, NoRoom, held_up
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.runner import State
-from diskprefix.nouns import CacheReport
+from diskprefix.values import CacheReport
 
 log = logging.getLogger("diskprefix")
 
@@ -138,16 +138,16 @@ class ActiveRequests:
     def _start_sequence(self, one: Ticket | Reply) -> KVSequence | Later | None:
         ticket = one if isinstance(one, Ticket) else one.running.ticket
         options, token_ids = ticket.request.cache, ticket.request.prompt.token_ids
-        leaves_last = options.leaves_last
+        computes_last = options.computes_last
         if isinstance(one, Reply) and one.token_ids:
             # The logits behind its last token are needed.
-            token_ids, leaves_last = one.restorable_ids(), True
+            token_ids, computes_last = one.restorable_ids(), True
         owner = None
         if ticket.request.reading is None or ticket.request.reading.pooling != "mean":
             # A mean is over all tokens, which are computed in one go.
             owner = self._cache.owner_of(options, ticket.private)
         expires_at = time.monotonic() + self._cache.lasts_s(options.ttl_s)
-        begin = partial(self._pages.begin, owner, token_ids, leaves_last=leaves_last, expires_at=expires_at)
+        begin = partial(self._pages.begin, owner, token_ids, computes_last=computes_last, expires_at=expires_at)
         sequence = begin()
         while sequence is None and not self._pages.running and self._free_written_pages():
             sequence = begin()

@@ -28,10 +28,10 @@ from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import runner
 from diskprefix.model.load.loader import LoadedModel
-from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.printable import first_line
 from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
+from diskprefix.values import CacheOptions, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,7 +111,7 @@ class DraftModel:
             # It may be the same conversation.
             self.stop_ahead()
             epoch = reply.running.cached.epoch
-            sequence = self._begun(request.prompt, request.cache, epoch, is_first=reply.index == 0)
+            sequence = self._start_sequence(request.prompt, request.cache, epoch, is_first=reply.index == 0)
             if sequence is None:
                 return None
             self.sequences[reply] = sequence
@@ -228,7 +228,7 @@ class DraftModel:
             if self._left:
                 return 0
             one = self._lacking[-1]
-            sequence = self._begun(one.prompt, one.options, one.epoch, is_first=True)
+            sequence = self._start_sequence(one.prompt, one.options, one.epoch, is_first=True)
             if sequence is not None:
                 self._ahead = one, sequence
             self._lacking.pop()
@@ -310,7 +310,9 @@ class DraftModel:
         if (sequence := self.sequences.pop(reply, None)) is not None:
             self._drop(sequence)
 
-    def _begun(self, prompt: Prompt, options: CacheOptions, epoch: Epoch, *, is_first: bool) -> DraftSequence | None:
+    def _start_sequence(
+        self, prompt: Prompt, options: CacheOptions, epoch: Epoch, *, is_first: bool
+    ) -> DraftSequence | None:
         """Returns a new sequence for a request that began in `epoch`; None if there is no memory for it, or if a purge
         came later, of which nothing may be kept. `is_first`: its prompt is fetched and saved."""
         cached = CachedRequest(self.cache, prompt, options, goes_on=True)

@@ -132,7 +132,7 @@ class ChainProposer(Proposer, ABC):
         times, cost, tokens, num_rows, spent = self._times, self._cost, float(num_decoding), num_decoding, 0.0
         while continuing:
             is_measured, started = spent > 0 or self._is_like_others(continuing), self._clock()
-            found = self._tried([one.reply for one in continuing], partial(self._computed, continuing))
+            found = self._guarded_call([one.reply for one in continuing], partial(self._compute_guesses, continuing))
             if found is None:
                 return
             if is_measured:
@@ -154,7 +154,7 @@ class ChainProposer(Proposer, ABC):
         row_s = self._times.row_s
         return self.guess_s / row_s if self.guess_s > 0 and row_s > 0 else self._FIRST_COST
 
-    def _tried(self, replies: Sequence[Reply], compute: Callable[[], _T]) -> _T | None:
+    def _guarded_call(self, replies: Sequence[Reply], compute: Callable[[], _T]) -> _T | None:
         """Returns what `compute` returns; None if it fails: the replies go on without guesses. Raises `DeviceLost`."""
         try:
             return compute()
@@ -175,7 +175,7 @@ class ChainProposer(Proposer, ABC):
         """Returns the replies that guesses can be computed for, at most `most` each."""
 
     @abstractmethod
-    def _computed(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
+    def _compute_guesses(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
         """Returns the next guess for each draft and its probability."""
 
     def _is_like_others(self, drafts: Sequence[Draft]) -> bool:

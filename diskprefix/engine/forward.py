@@ -42,7 +42,7 @@ def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[Computed |
         wants_hidden = any(chunk.sequence.running.pooling is not None for chunk in step)
         hand_out = partial(_hand_out, step=step) if wants_hidden else None
         logits = runner.run(model, [_rows(chunk) for chunk in step], hand_out)
-        return list(_drawn(step, logits))
+        return list(_draw_tokens(step, logits))
     except Exception as error:  # noqa: BLE001 (it is returned)
         raise_if_lost(error)
         if len(step) == 1:
@@ -56,7 +56,7 @@ def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[Computed |
     return [result for chunk in step for result in forward(model, [chunk])]
 
 
-def _drawn(step: list[Chunk[Reply]], logits: list[torch.Tensor]) -> Iterator[Computed]:
+def _draw_tokens(step: list[Chunk[Reply]], logits: list[torch.Tensor]) -> Iterator[Computed]:
     """Yields the logits of each chunk with the tokens that all replies of the step draw together."""
     asks = [chunk.sequence.asks(chunk, rows) for chunk, rows in zip(step, logits, strict=True)]
     if not any(asks):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
-from diskprefix.nouns import Scope
+from diskprefix.values import Scope
 
 SLOWEST_ROW_S = 1.0
 """The longest time of a step for each of its rows. A step that takes longer hangs."""

@@ -32,7 +32,7 @@ class LayerProposer(ChainProposer):
             reply for reply in replies if isinstance(reply.state, KVSequence) and reply.state.make_room(reply.num_known)
         ]
 
-    def _computed(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
+    def _compute_guesses(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
         guesses, hidden = draft(self._model, [_row(one) for one in drafts])
         for one, of_one in zip(drafts, hidden, strict=True):
             one.hidden = of_one

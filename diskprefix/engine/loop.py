@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from diskprefix.cache.matching import Restored
+from diskprefix.cache.matching import RestoreResult
 from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.fetches import Fetches, RunningFetch
 from diskprefix.engine.forward import StateLost, forward
@@ -117,14 +117,14 @@ class Loop:
         it."""
         running, sequence = reply.running, reply.state
         if not isinstance(sequence, KVSequence):
-            self._begin(reply, Restored())
+            self._begin(reply, RestoreResult())
             return
         token_ids, have = reply.restorable_ids(), sequence.num_tokens
         logits = self._served.pages.running[sequence].logits
         is_whole = have + (logits is None) >= len(token_ids)
         # Of a prompt, the fetch says what is stored, and so what is to be saved.
         if running.request.cache.scope.kind == "off" or (running.is_chosen and is_whole):
-            self._begin(reply, Restored(num_tokens=have, logits=logits))
+            self._begin(reply, RestoreResult(num_tokens=have, logits=logits))
             return
         self._fetches.begin(self._fetch_of(reply, sequence, token_ids, logits))
         reply.is_fetching = True
@@ -177,7 +177,7 @@ class Loop:
         with self._active.failing(running):
             self._begin(reply, running.cached.take(fetch, gave_up=one.is_given_up))
 
-    def _begin(self, reply: Reply, restored: Restored) -> None:
+    def _begin(self, reply: Reply, restored: RestoreResult) -> None:
         """Begins to compute what was not restored."""
         running, state = reply.running, reply.state
         with self._active.failing(running):

@@ -72,7 +72,7 @@ class ModelProposer(ChainProposer):
         return [reply for reply in ready if self._make_room(reply, reply.num_known + most - 1)]
 
     def _sequence(self, reply: Reply) -> DraftSequence | None:
-        return self._tried([reply], partial(self.model.ready_sequence, reply))
+        return self._guarded_call([reply], partial(self.model.ready_sequence, reply))
 
     def _is_ready(self, reply: Reply) -> bool:
         """Returns whether only a few known tokens are to be computed, none of them of the prompt."""
@@ -101,7 +101,7 @@ class ModelProposer(ChainProposer):
                 step.append((reply, reply.ids(start, end)))
                 room -= end - start
         started = self._clock()
-        if not step or self._tried([reply for reply, _ in step], partial(self._compute, step)) is None:
+        if not step or self._guarded_call([reply for reply, _ in step], partial(self._compute, step)) is None:
             return
         seconds, num_rows = self._clock() - started, MAX_ROWS - room
         if num_rows >= FEW:
@@ -119,7 +119,7 @@ class ModelProposer(ChainProposer):
     def _compute(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> list[tuple[int, float]]:
         return likeliest(self.model.compute([(self.model.sequences[reply], ids) for reply, ids in step]))
 
-    def _computed(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
+    def _compute_guesses(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
         return self._compute([(one.reply, self._next_ids(one)) for one in drafts])
 
     def _next_ids(self, draft: Draft) -> torch.Tensor:

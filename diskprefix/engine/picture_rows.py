@@ -21,8 +21,8 @@ from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.fetches import Read
 from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.model.exact.vision_encoder import VisionEncoder
-from diskprefix.nouns import CacheOptions, Picture
 from diskprefix.store.store_identity import Epoch
+from diskprefix.values import CacheOptions, Picture
 
 if TYPE_CHECKING:
     from torch import nn

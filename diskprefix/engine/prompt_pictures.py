@@ -16,8 +16,8 @@ import torch
 
 from diskprefix.engine.scheduler import NO_LIMIT
 from diskprefix.model.exact.vision_encoder import PictureRows, VisionEncoder
-from diskprefix.nouns import Picture, Prompt
 from diskprefix.tokens import TokenIds
+from diskprefix.values import Picture, Prompt
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError
-from diskprefix.nouns import CacheOptions, CacheOutcome, CacheReport, Prompt, StateSource, outcome_of
+from diskprefix.values import CacheOptions, CacheOutcome, CacheReport, Prompt, StateSource, outcome_of
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -75,8 +75,8 @@ class GenerateRequest:
     constraint: Constraint | None = None
     thought_budget: ThoughtBudget | None = None
     reading: Reading | None = None
-    """With it, `sampling.max_tokens` is 0. Pooling leaves tokens to compute: `cache.leaves_last`, and the scope off for
-    a mean."""
+    """With it, `sampling.max_tokens` is 0. Pooling computes tokens in any case: `cache.computes_last`, and the scope
+    off for a mean."""
     shown_special_tokens: frozenset[str] = frozenset()
     """The special tokens that appear in the text of events. All others have no text."""
     reports_progress: bool = False

@@ -38,8 +38,8 @@ from diskprefix.errors import NonFiniteLogits
 from diskprefix.kv.page_cache import Later, NoRoom, PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.runner import State
-from diskprefix.nouns import CacheReport
 from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.values import CacheReport
 
 log = logging.getLogger("diskprefix")
 

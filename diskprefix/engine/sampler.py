@@ -157,7 +157,7 @@ def draw(asks: Sequence[Ask]) -> list[Drawn]:
     numbers."""
     greedy = [number for number, ask in enumerate(asks) if ask.sampler._greedy]
     others = [number for number, ask in enumerate(asks) if not ask.sampler._greedy]
-    with _kept([asks[number].sampler._generator for number in others]) as put_back:
+    with _restoring_generators([asks[number].sampler._generator for number in others]) as put_back:
         chosen = [
             *([_likeliest(_scores_of([asks[number] for number in greedy]))] if greedy else []),
             *([_drawn_from([asks[number] for number in others])] if others else []),
@@ -195,7 +195,7 @@ def _drawn_from(asks: Sequence[Ask]) -> torch.Tensor:
 
 
 @contextmanager
-def _kept(generators: Sequence[torch.Generator]) -> Iterator[Callable[[Sequence[bool]], None]]:
+def _restoring_generators(generators: Sequence[torch.Generator]) -> Iterator[Callable[[Sequence[bool]], None]]:
     """Gives a function that puts back the states of some generators. An error puts back all."""
     states = [generator.get_state() for generator in generators]
 
@@ -213,11 +213,11 @@ def _kept(generators: Sequence[torch.Generator]) -> Iterator[Callable[[Sequence[
 
 def _finite(drawn: Drawn, logits: torch.Tensor) -> Drawn:
     if drawn.token < 0:
-        raise _explained(logits)
+        raise _sample_error(logits)
     return drawn
 
 
-def _explained(logits: torch.Tensor) -> DiskPrefixError:
+def _sample_error(logits: torch.Tensor) -> DiskPrefixError:
     values = logits.float()
     if values.max().isfinite():
         return InvalidRequest(

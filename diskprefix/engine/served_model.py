@@ -38,12 +38,13 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
+from diskprefix.model.exact.runner import prepare
 from diskprefix.model.exact.vision_encoder import VisionEncoder
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import kv_bytes, use_gpu
-from diskprefix.nouns import CacheReport, Prompt
 from diskprefix.printable import first_line
 from diskprefix.units import counted, format_size
+from diskprefix.values import CacheReport, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,9 +134,10 @@ class ServedModel:
             self._touch_memory()
 
     def warm_up(self) -> None:
-        """Runs the code of a restore once, which makes the first request faster."""
+        """Makes the plan of a step and runs the code of a restore once, which makes the first request faster."""
         if self.cache.layout.unsupported:
             return
+        prepare(self.model, self.cache.layout, self.cache.settings.block_size)
         try:
             sequence = self.pages.begin(None, np.zeros(self.cache.settings.block_size, np.int32))
             assert isinstance(sequence, KVSequence), "no other sequence has memory yet"

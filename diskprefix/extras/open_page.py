@@ -12,9 +12,9 @@ import click
 
 from diskprefix.errors import SettingsError
 from diskprefix.extras.daemon_call import full_url, token_of
+from diskprefix.private_file import distrusted_by_root
 from diskprefix.server.process.token_file import page_link
 from diskprefix.settings import cache_home
-from diskprefix.trusted_path import distrusted_by_root
 
 
 def open_page(url: str, api_key: str | None, page: str = "", *, prints: bool = False) -> None:

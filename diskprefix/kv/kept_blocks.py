@@ -20,8 +20,8 @@ import torch
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import Page, PagePool
 from diskprefix.kv.sequence import Owner
-from diskprefix.nouns import CacheOptions
 from diskprefix.tokens import TokenIds, TokenPath, block_hash
+from diskprefix.values import CacheOptions
 
 _MOST_LOGITS = 64
 """The logits at ends of prompts that are kept for exact repeats."""

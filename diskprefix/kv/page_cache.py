@@ -22,9 +22,9 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.prefix_match import PrefixMatch, PrefixMatcher, SharedPrefix, end_name
 from diskprefix.kv.sequence import KVSequence, Owner, Prefix
 from diskprefix.kv.sizes import STEP_TOKENS, longest_within
-from diskprefix.nouns import CacheOptions
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, TokenPath, floor_to_grid
 from diskprefix.units import format_size
+from diskprefix.values import CacheOptions
 
 
 class Later(NamedTuple):
@@ -101,23 +101,23 @@ class PageCache:
 
     # A sequence begins.
 
-    def match_prefix(self, owner: Owner, path: TokenPath, *, leaves_last: bool = False) -> PrefixMatch:
-        """Returns the longest beginning of a prompt that a sequence can go on from. For `leaves_last` see `begin`."""
+    def match_prefix(self, owner: Owner, path: TokenPath, *, computes_last: bool = False) -> PrefixMatch:
+        """Returns the longest beginning of a prompt that a sequence can go on from. For `computes_last` see `begin`."""
         with self.pool.lock:
-            return self._matcher.match(owner, path, leaves_last=leaves_last)
+            return self._matcher.match(owner, path, computes_last=computes_last)
 
     def begin(
         self,
         owner: Owner | None,
         token_ids: TokenIds,
         *,
-        leaves_last: bool = False,
+        computes_last: bool = False,
         expires_at: float = math.inf,
         is_shared: bool = True,
     ) -> KVSequence | Later | None:
         """Returns a sequence with room for a prompt, which begins with what is there of it; None if others must end
         first, a `Later` if a sequence that runs is about to have more of it. Only prompts of the same `owner` begin
-        with its pages; none without an owner, or if it is not `is_shared`. With `leaves_last`, the last token is left
+        with its pages; none without an owner, or if it is not `is_shared`. With `computes_last`, the last token is left
         to compute in any case. For `expires_at` see `SharedPrefix`. Raises `ContextTooLong` if the prompt never fits,
         and `NotReady` if it does not before a restore has given its pages back that the disk holds up."""
         pool, needed = self.pool, self.pool.sequence_bytes(len(token_ids))
@@ -130,7 +130,7 @@ class PageCache:
             found, path = PrefixMatch(), TokenPath(0, b"", token_ids, self._block_size)
             if owner is not None:
                 path = owner.path(token_ids, self._block_size)
-                found = self.match_prefix(owner, path, leaves_last=leaves_last)
+                found = self.match_prefix(owner, path, computes_last=computes_last)
             if found.awaited is not None and found.later >= found.prefix.num_tokens + LEAST_TOKENS:
                 return self._later(path, found.awaited, found.later)
             if found.prefix.num_tokens < LEAST_TOKENS:
@@ -147,7 +147,7 @@ class PageCache:
                 found = (
                     PrefixMatch()
                     if self.layout.states
-                    else self.match_prefix(owner, path.extended(token_ids[: end + 1]), leaves_last=True)
+                    else self.match_prefix(owner, path.extended(token_ids[: end + 1]), computes_last=True)
                 )
                 sequence = self._start_sequence(found.prefix, len(token_ids))
             is_held = any(hold.pages for hold in pool.holds)

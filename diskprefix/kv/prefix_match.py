@@ -53,12 +53,12 @@ class PrefixMatcher:
         self.layout, self._block_size = layout, block_size
         self._kept, self._running = kept, running
 
-    def match(self, owner: Owner, prompt: TokenPath, *, leaves_last: bool = False) -> PrefixMatch:
-        """Returns the longest beginning of a prompt that a sequence can go on from. With `leaves_last`, the last token
-        is left to compute in any case."""
+    def match(self, owner: Owner, prompt: TokenPath, *, computes_last: bool = False) -> PrefixMatch:
+        """Returns the longest beginning of a prompt that a sequence can go on from. With `computes_last`, the last
+        token is computed in any case."""
         size, state_kind, token_ids = self._block_size, self.layout.state_kind, prompt.token_ids
         path = self._kept.first_blocks(owner, prompt)
-        logits = None if leaves_last else self._kept.logits(owner, end_name(prompt))
+        logits = None if computes_last else self._kept.logits(owner, end_name(prompt))
         most = len(token_ids) - (logits is None)
         if self.layout.states:
             found = self._with_states(owner, path, token_ids, most)

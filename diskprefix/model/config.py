@@ -4,58 +4,99 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from diskprefix.model.plan import Location, Rotary, Router, StateLocation
+from diskprefix.model.plan import Gating, Location, Rotary, Router, StateLocation
 
 NormKind = Literal["rms", "rms_unrounded", "rms_plus_one"]
 
 
+class Tempering(NamedTuple):
+    """Queries grow with their position: × 1 + factor × log(1 + floor((position + offset) / period))."""
+
+    offset: int
+    period: int
+    factor: float
+
+
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer. `mixer` is what computes from other tokens, `feed_forward` what follows. `window` is in tokens, 0
-    without; `rotary` names its positions, None without. `places` are its parts in memory, by their names in the
-    layout, `states` those that are states, by part and index."""
+    """One layer. `mixer` is what computes from other tokens, `feed_forward` what follows. `window` and `chunk` are in
+    tokens, 0 without; `rotary` names its positions, None without. `places` are its parts in memory, by their names in
+    the layout, `states` its states, by part and index."""
 
     places: Mapping[str, Location]
-    mixer: Literal["attention", "short_convolution"] = "attention"
+    mixer: Literal["attention", "latent", "short_convolution", "delta_rule"] = "attention"
     feed_forward: Literal["gated", "mixture"] = "gated"
     window: int = 0
+    chunk: int = 0
     rotary: str | None = ""
+    tempering: Tempering | None = None
     states: Mapping[tuple[str, int], StateLocation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """The mixture of experts of layers. With `has_float_router` the logits of routers are float32. `shared` names the
-    gated products that all rows have besides, and `shared_gate` what their sum is weighted by, as a sigmoid."""
+    """The mixture of experts of layers. With `has_float_router` the logits of routers are float32. `shared`: gated
+    products that all rows have besides, which a gate of their own may weigh."""
 
     router: Router
+    gating: Gating
     has_float_router: bool = False
-    shared: str = ""
-    shared_gate: str = ""
+    shared: Literal["", "plain", "weighed"] = ""
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """The sizes of latent attention: of latents, of the parts of a head's query for keys and with the rotary
+    positions, and of a head's values. With `has_query_latents`, queries are products of latents of their own."""
+
+    latent_dim: int
+    key_dim: int
+    rotary_dim: int
+    value_dim: int
+    has_query_latents: bool
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """The layers with the delta rule. Its `inputs` are products apart, or those of the convolution are together, or all
+    are, by key heads. `gate` is the function of the gate behind it. Betas are multiplied by a factor."""
+
+    inputs: Literal["apart", "together", "by_key_heads"]
+    gate: str = "silu"
+    beta_factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder. The fields have transformers' names where it has one. `norms` are before a part of a layer or around
-    it. With `has_head_norms`, queries and keys have a norm a head. `sees_pictures`: in which layers the tokens of a
-    picture see each other. Behind the first `deepstack` layers, further levels of an encoder are added. `names`
-    has other names of weights."""
+    """A decoder. The fields have transformers' names where it has one. `norms` are before a part of a layer, around it
+    or behind it. With `has_head_norms`, queries and keys have a norm a head, with `has_row_norms` one of all heads. The
+    unweighted ones are of heads that are turned. `attention_gate` is the function of a gate behind attention: with
+    `has_gate_in_query` it lies behind each head of the queries.
+    `sees_pictures`: in which layers the tokens of a picture see each other. Behind the first `deepstack` layers,
+    further levels of an encoder are added."""
 
-    hidden_size: int
     vocab_size: int
     num_attention_heads: int
-    num_key_value_heads: int
     head_dim: int
     layers: tuple[LayerConfig, ...]
     rotary: Mapping[str, Rotary]
     norm: NormKind = "rms"
     epsilon: float = 1e-6
-    norms: Literal["before", "around"] = "before"
+    norms: Literal["before", "around", "behind"] = "before"
     has_head_norms: bool = False
+    has_row_norms: bool = False
+    has_unweighted_norms: bool = False
+    has_norms_behind_rotary: bool = False
+    value_multiplier: float = 1.0
+    attention_gate: str = ""
+    has_gate_in_query: bool = False
+    has_joined_gate_up: bool = False
     activation: str = "silu"
     mixture: MixtureConfig | None = None
+    latent: LatentConfig | None = None
+    delta: DeltaConfig | None = None
     scale: float = 1.0
     softcap: float = 0.0
     embedding_multiplier: float = 1.0
@@ -64,4 +105,3 @@ class DecoderConfig:
     logits_softcap: float = 0.0
     sees_pictures: str = ""
     deepstack: int = 0
-    names: Mapping[str, str] = field(default_factory=dict)

@@ -7,6 +7,7 @@ Python between the operators. What an operator computes for a row depends on tha
 from __future__ import annotations
 
 import ctypes
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,15 +16,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diskprefix.model.curves import curve
+from diskprefix.model.curves import curve, limited_curve
 from diskprefix.native import calls
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
 
 _ALIGNMENT = 64
 _ITEM_BYTES = {calls.FLOAT32: 4, calls.BFLOAT16: 2}
+_MAX_ROTARY = 1024
+"""`MAX_ROTARY` of `native/source/rows.h`."""
 _MAX_AXES = 3
 """The most dimensions of a position: pictures have three."""
+_LENGTH_EPSILON = 1e-6
+"""That of transformers' `l2norm`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +79,18 @@ class DenseExperts:
     turns_about: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class HeadMatrices:
+    """A matrix [rows, columns] for each head, row after row in the type of the plan, `stride` numbers apart."""
+
+    address: int
+    heads: int
+    rows: int
+    columns: int
+    stride: int
+    kept: Any = field(repr=False)
+
+
 @dataclass(frozen=True)
 class Buffer:
     """A buffer, [rows of a step, width], in the type of the plan or in float32. `stride` counts numbers from row to
@@ -94,7 +111,8 @@ class Buffer:
 class Router:
     """The way to the `num_chosen` experts of a row. `scores` are of all experts, or of the chosen ones. With `groups`,
     experts are chosen in the best `groups_chosen` of them, and a group counts its `of_group` best ones. Weights are
-    divided by their sum, or `floor` if that is larger, if they are normed, and multiplied by `factor`."""
+    divided by their sum, or `floor` if that is larger, if they are normed, and multiplied by `factor`. A softcap is one
+    of logits. A sparse mixer weighs each expert among those left that are nearer to it than `threshold`."""
 
     num_chosen: int
     scores: str = "softmax"
@@ -104,6 +122,26 @@ class Router:
     groups: int = 1
     groups_chosen: int = 1
     of_group: int = 2
+    softcap: float = 0.0
+    threshold: float = 0.0
+
+
+@dataclass(frozen=True)
+class Gating:
+    """The numbers between the products of experts, function(gate) × up_function(up). Limited functions have a slope and
+    a limit. With `weighs_rows` the rows of experts are multiplied by their weights, instead of what they compute."""
+
+    function: str = "silu"
+    up_function: str = "identity"
+    slope: float = 1.0
+    limit: float = 0.0
+    weighs_rows: bool = False
+
+    def table(self, function: str) -> np.ndarray | None:
+        """Returns the table of a function for bfloat16 numbers, None for the identity."""
+        if function == "identity":
+            return None
+        return limited_curve(function, self.slope, self.limit) if function.startswith("limited") else curve(function)
 
 
 class ExpertRoutes(NamedTuple):
@@ -120,19 +158,19 @@ class RotaryAngles(NamedTuple):
     cosines: int
     sines: int
     half: int
-    is_paired: bool
+    is_paired: int
     first: int
 
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """The rotary positions of heads: `frequencies`, float32 [half], turn numbers i and half + i, or neighbours if they
-    are paired, from number `first` of a head on. `axes`: which dimension of a position each frequency has, int64
-    [half]; None if all have the first."""
+    """The rotary positions of heads. `frequencies`, float32 [half], turn numbers i and half + i from number `first` of
+    a head on; if `is_paired` is 1 neighbours, if it is 2 neighbours that are parted into halves then. `axes`: which
+    dimension of a position each frequency has, int64 [half]; None if all have the first."""
 
     frequencies: np.ndarray
     factor: float = 1.0
-    is_paired: bool = False
+    is_paired: int = 0
     first: int = 0
     axes: np.ndarray | None = None
 
@@ -148,13 +186,24 @@ class WeightedNorm:
 
 @dataclass(frozen=True)
 class Location:
-    """The rows of one layer in the pages of a table: bytes before them, and numbers from head to head and from token to
-    token."""
+    """The rows of one layer in the pages of a table, of `heads` with `dim` numbers of `item_bytes` each: bytes before
+    them, and numbers from head to head and from token to token."""
 
     table: int
     offset: int
+    heads: int
+    dim: int
+    item_bytes: int
     head_stride: int
     token_stride: int
+
+    def behind(self, count: int) -> Location:
+        """Returns the rows from number `count` of each on."""
+        return replace(self, offset=self.offset + count * self.item_bytes, dim=self.dim - count)
+
+    def has_room(self, heads: int, dim: int, item_bytes: int) -> bool:
+        """Returns whether its rows have these heads, with so many numbers at least. Operators do not check it."""
+        return (self.heads, self.item_bytes) == (heads, item_bytes) and dim <= self.dim
 
     @property
     def call(self) -> calls.PagedRowsCall:
@@ -163,11 +212,20 @@ class Location:
 
 @dataclass(frozen=True)
 class StateLocation:
-    """A state of one layer in the pages of a group of states: bytes before it, and its own."""
+    """A state of one layer in the pages of a group of states: bytes before it, and its form."""
 
     group: int
     offset: int
-    num_bytes: int
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    def is_of(self, shape: tuple[int, ...], item_bytes: int) -> bool:
+        """Returns whether it has this form. Operators do not check it."""
+        return (self.shape, self.item_bytes) == (shape, item_bytes)
+
+    @property
+    def call(self) -> calls.StatePlace:
+        return calls.StatePlace(self.group, self.offset, math.prod(self.shape) * self.item_bytes)
 
 
 @dataclass(frozen=True)
@@ -257,6 +315,7 @@ class ComputePlan:
 
     def embeddings(self, table: Matrix | DenseMatrix) -> Buffer:
         """Returns the rows of a table that the step's tokens have."""
+        self._require(table.rows >= self.vocab_size, "a table of fewer tokens")
         out = self.rows(table.columns)
         if isinstance(table, Matrix):
             self._kept.append(table)
@@ -319,6 +378,35 @@ class ComputePlan:
         )  # fmt: skip
         self._add(calls.DENSE, rows, call, matrix)
 
+    def into_columns(self, rows: Buffer, matrices: HeadMatrices, behind: int) -> Buffer:
+        """Returns the first numbers of each head times the columns of its matrix, and its last `behind` numbers as they
+        are: [heads × (rows of a matrix + behind)] becomes [heads × (columns + behind)]."""
+        of_head, to_head = matrices.rows + behind, matrices.columns + behind
+        out = self.rows(matrices.heads * to_head)
+        self._heads_times(rows, of_head, matrices, out, to_head, is_turned=False)
+        source, to = rows.part(matrices.rows, behind), out.part(matrices.columns, behind)
+        self._copy(source, matrices.heads, of_head, to, to_head, behind)
+        return out
+
+    def into_rows(self, rows: Buffer, matrices: HeadMatrices) -> Buffer:
+        """Returns the numbers of each head times the rows of its matrix: [heads × columns] becomes [heads × rows]."""
+        out = self.rows(matrices.heads * matrices.rows)
+        self._heads_times(rows, matrices.columns, matrices, out, matrices.rows, is_turned=True)
+        return out
+
+    def _heads_times(
+        self, rows: Buffer, of_head: int, matrices: HeadMatrices, out: Buffer, to_head: int, *, is_turned: bool
+    ) -> None:
+        self._require(rows.width == matrices.heads * of_head, "heads of other rows")
+        inner, outer = (matrices.columns, matrices.rows) if is_turned else (matrices.rows, matrices.columns)
+        call = calls.DenseProductCall(
+            dtype=self.dtype, is_turned=is_turned, num_heads=matrices.heads, inner=inner, outer=outer,
+            rows=rows.address, head_stride=of_head, row_stride=rows.stride, matrices=matrices.address,
+            matrix_stride=matrices.stride, line_stride=matrices.columns, out=out.address, out_head_stride=to_head,
+            out_row_stride=out.stride,
+        )  # fmt: skip
+        self._add(calls.DENSE, rows, call, matrices)
+
     def angles(self, rotary: Rotary) -> RotaryAngles:
         """Returns the angles of the step's positions."""
         half = len(rotary.frequencies)
@@ -350,9 +438,11 @@ class ComputePlan:
         if norm is not None:
             call.norm, call.norm_kind, call.epsilon = norm.weight.address, norm.kind, norm.epsilon
         if angles is not None:
+            self._require(angles.first + 2 * angles.half <= dim and 2 * angles.half <= _MAX_ROTARY, "angles of others")
             call.cosines, call.sines, call.half = angles.cosines, angles.sines, angles.half
             call.is_paired, call.rotary_first = angles.is_paired, angles.first
         if to is not None:
+            self._require(to.has_room(call.num_heads, dim, self.item_bytes), "memory of another form")
             call.table, call.to = to.table, to.call
         self._add(calls.HEADS, rows, call, norm)
 
@@ -375,7 +465,10 @@ class ComputePlan:
         """Returns what each row of queries attends to: its own token and those before it, the last `window` of them, or
         those of its chunk. With `sees_pictures` a token of a picture sees all of the picture. `sinks` is float32."""
         num_heads = query.width // key_dim
+        sizes = (keys, key_dim), (values, value_dim)
+        has_room = all(memory.has_room(num_kv_heads, dim, self.item_bytes) for memory, dim in sizes)
         self._require(keys.table == values.table and num_heads % num_kv_heads == 0, "attention of other heads")
+        self._require(has_room, "memory of another form")
         out = self.rows(num_heads * value_dim)
         attention = calls.AttentionCall(
             dtype=self.dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim,
@@ -387,13 +480,16 @@ class ComputePlan:
         return out
 
     def gated(self, gate: Buffer, up: Buffer | None, function: str, factor: float = 1.0) -> Buffer:
-        """Returns factor × function(gate / factor) × up, without `up` of the function alone."""
-        self._require(up is None or (up.width, up.stride) == (gate.width, gate.stride), "a gate of other rows")
-        out = self.rows(gate.width, is_of_logits=gate.is_of_logits)
+        """Returns factor × function(gate / factor) × up, without `up` of the function alone. A number of a gate of
+        fewer numbers counts for several of `up`."""
+        width = gate.width if up is None else up.width
+        self._require(width % gate.width == 0, "a gate of other rows")
+        out = self.rows(width, is_of_logits=gate.is_of_logits)
         table = curve(function, factor) if self.dtype == calls.BFLOAT16 else None
         call = calls.GateCall(
-            dtype=self.dtype, width=gate.width, row_stride=gate.stride, function=calls.FUNCTIONS[function],
-            factor=factor, gate=gate.address, up=0 if up is None else up.address,
+            dtype=self.dtype, width=width, each=width // gate.width, gate_stride=gate.stride,
+            up_stride=0 if up is None else up.stride, function=calls.FUNCTIONS[function], factor=factor,
+            gate=gate.address, up=0 if up is None else up.address,
             curve=0 if table is None else _at(table), out=out.address,
         )  # fmt: skip
         self._add(calls.GATE, gate, call, table)
@@ -414,35 +510,36 @@ class ComputePlan:
             dtype=self._dtype_of(logits), num_experts=logits.width, num_chosen=count,
             scores=calls.SCORES[router.scores], groups=groups, groups_chosen=router.groups_chosen,
             of_group=router.of_group, is_normed=router.is_normed, logits=logits.address,
-            bias=0 if bias is None else bias.address, floor=router.floor, factor=router.factor, chosen=found.chosen,
-            weights=found.weights,
+            bias=0 if bias is None else bias.address, floor=router.floor, factor=router.factor,
+            softcap=router.softcap, threshold=router.threshold, chosen=found.chosen, weights=found.weights,
         )  # fmt: skip
         self._add(calls.ROUTE, logits, call, bias)
         return found
 
     def experts(
-        self,
-        rows: Buffer,
-        routes: ExpertRoutes,
-        experts: PackedExperts | DenseExperts,
-        function: str,
-        up_function: str = "identity",
+        self, rows: Buffer, routes: ExpertRoutes, experts: PackedExperts | DenseExperts, gating: Gating
     ) -> Buffer:
         """Returns the sum of the experts of each row, down × (function(gate) × up_function(up)) times its weight."""
         out = self.rows(rows.width)
         self._require(rows.width == rows.stride, "experts of other rows")
-        curves = [
-            curve(name) if self.dtype == calls.BFLOAT16 and name != "identity" else None
-            for name in (function, up_function)
-        ]
+        is_short = self.dtype == calls.BFLOAT16
+        curves = [gating.table(name) if is_short else None for name in (gating.function, gating.up_function)]
         of_gate, of_up = (0 if one is None else _at(one) for one in curves)
         if isinstance(experts, PackedExperts):
-            self._require(self.dtype == calls.BFLOAT16 and experts.down[0].rows == rows.width, "experts of other rows")
+            sizes = {(one.rows, one.columns) for one in (*experts.gate, *experts.up)}
+            sizes |= {(one.columns, one.rows) for one in experts.down}
+            self._require(
+                is_short and len(sizes) == 1 and {rows.width} == {width for _, width in sizes}, "other experts"
+            )
+            self._require(
+                len(experts.gate) == len(experts.down) and len(experts.up) in (0, len(experts.gate)), "experts"
+            )
             lists = [array("Q", [one.address for one in of]) for of in (experts.gate, experts.up, experts.down)]
             gate, up, down = (one.buffer_info()[0] if one else 0 for one in lists)
             packed = calls.ExpertsCall(
-                num_chosen=routes.num_chosen, num_experts=len(experts.gate), rows=rows.address, chosen=routes.chosen,
-                weights=routes.weights, gate=gate, up=up, down=down, curve=of_gate, up_curve=of_up, out=out.address,
+                num_chosen=routes.num_chosen, num_experts=len(experts.gate), weighs_rows=gating.weighs_rows,
+                rows=rows.address, chosen=routes.chosen, weights=routes.weights, gate=gate, up=up, down=down,
+                curve=of_gate, up_curve=of_up, out=out.address,
             )  # fmt: skip
             self._add(calls.EXPERTS, rows, packed, experts, lists, curves)
             return out
@@ -453,13 +550,24 @@ class ComputePlan:
         dense = calls.DenseExpertsCall(
             dtype=self.dtype, num_chosen=routes.num_chosen, num_experts=experts.first.shape[0], width=rows.width,
             inner=inner[1], outer=outer[0], is_turned=experts.is_turned, step=both if experts.turns_about else 1,
-            up_shift=0 if both == 1 else 1 if experts.turns_about else inner[1], function=calls.FUNCTIONS[function],
-            up_function=calls.FUNCTIONS[up_function], rows=rows.address, chosen=routes.chosen, weights=routes.weights,
+            up_shift=0 if both == 1 else 1 if experts.turns_about else inner[1],
+            weighs_rows=gating.weighs_rows, function=calls.FUNCTIONS[gating.function],
+            up_function=calls.FUNCTIONS[gating.up_function], slope=gating.slope, limit=gating.limit,
+            rows=rows.address, chosen=routes.chosen, weights=routes.weights,
             first=experts.first.address, last=experts.last.address, first_bias=first_bias, last_bias=last_bias,
             curve=of_gate, up_curve=of_up, out=out.address,
         )  # fmt: skip
         self._add(calls.DENSE_EXPERTS, rows, dense, experts, curves)
         return out
+
+    def temper(self, rows: Buffer, offset: int, period: int, factor: float) -> None:
+        """Multiplies rows in place by 1 + factor × log(1 + floor((position + offset) / period))."""
+        self._require(rows.width == rows.stride and period > 0, "numbers that do not lie side by side")
+        call = calls.TemperingCall(
+            dtype=self.dtype, width=rows.width, offset=offset, period=period, factor=factor,
+            positions=_at(self._positions), rows=rows.address,
+        )  # fmt: skip
+        self._add(calls.TEMPER, rows, call)
 
     def add(self, rows: Buffer, other: Buffer, factor: float = 1.0) -> None:
         """Adds other × factor to rows. A factor that is not 1 rounds the product."""
@@ -476,26 +584,174 @@ class ComputePlan:
         )
         self._add(calls.SUM, out, call)
 
+    def beside(self, *parts: Buffer) -> Buffer:
+        """Returns a buffer with these rows side by side."""
+        out, first = self.rows(sum(part.width for part in parts)), 0
+        for part in parts:
+            self._copy(part, 1, part.width, out.part(first, part.width), part.width, part.width)
+            first += part.width
+        return out
+
+    def by_parts(self, rows: Buffer, heads: int, *widths: int) -> Buffer:
+        """Returns rows of heads with the first part of all heads before the second one, and so on."""
+        of_head = sum(widths)
+        self._require(rows.width == heads * of_head, "heads of other rows")
+        out, first = self.rows(rows.width), 0
+        for width in widths:
+            part = out.part(heads * first, heads * width)
+            self._copy(rows.part(first, width), heads, of_head, part, width, width)
+            first += width
+        return out
+
+    def _copy(self, source: Buffer, heads: int, of_head: int, out: Buffer, to_head: int, count: int) -> None:
+        size = self.item_bytes
+        call = calls.CopyCall(
+            num_heads=heads, num_bytes=count * size, source=source.address, row_bytes=source.stride * size,
+            head_bytes=of_head * size, out=out.address, out_row_bytes=out.stride * size, out_head_bytes=to_head * size,
+        )  # fmt: skip
+        self._add(calls.COPY, source, call)
+
+    def step_sizes(
+        self,
+        rows: Buffer,
+        bias: Weight | None,
+        factors: Weight | None = None,
+        *,
+        limits: tuple[float, float] = (0.0, float("inf")),
+    ) -> Buffer:
+        """Returns factors × softplus(rows + bias) in float32, within limits before the factors. `bias` and `factors`
+        are float32, one for each number of a row."""
+        is_right = all(one is None or one.shape == (rows.width,) for one in (bias, factors))
+        self._require(is_right and rows.item_bytes == self.item_bytes, "steps of other rows")
+        out = self.rows(rows.width, item_bytes=4)
+        call = calls.StepSizesCall(
+            dtype=self.dtype, width=rows.width, row_stride=rows.stride, least=limits[0], most=limits[1],
+            rows=rows.address, bias=0 if bias is None else bias.address,
+            factors=0 if factors is None else factors.address, out=out.address,
+        )  # fmt: skip
+        self._add(calls.STEP_SIZES, rows, call, bias, factors)
+        return out
+
+    def gated_norm(
+        self,
+        rows: Buffer,
+        gate: Buffer,
+        norm: WeightedNorm | None,
+        function: str,
+        *,
+        groups: int = 1,
+        gates_first: bool = False,
+    ) -> Buffer:
+        """Returns function(gate) × norm(rows), or with `gates_first` norm(function(gate) × rows). Each group of numbers
+        has its norm, without one none. Weights are float32, those of a row or of each group. The function is silu or
+        sigmoid."""
+        rows, width = self.widened(rows), rows.width
+        weights = width if norm is None else norm.weight.shape[0]
+        self._require(
+            width % groups == 0 and weights in (width, width // groups) and rows.stride == width == gate.width
+            and gate.item_bytes == self.item_bytes and function in ("silu", "sigmoid"),
+            "a gate of other rows",
+        )  # fmt: skip
+        out = self.rows(width)
+        call = calls.GatedNormCall(
+            dtype=self.dtype, width=width, group=width // groups, gates_first=gates_first, num_weights=weights,
+            function=calls.FUNCTIONS[function], gate_stride=gate.stride, rows=rows.address, gate=gate.address,
+            out=out.address,
+        )  # fmt: skip
+        if norm is not None:
+            call.weight, call.epsilon = norm.weight.address, norm.epsilon
+        self._add(calls.GATED_NORM, rows, call, norm)
+        return out
+
     def convolution(
         self, rows: Buffer, weight: Weight, bias: Weight | None, state: StateLocation, *, has_silu: bool = False
     ) -> Buffer:
         """Returns the causal convolution of each channel alone. `weight` is [channels, kernel], `bias` [channels]."""
-        (channels, kernel), size = weight.shape, self.item_bytes
+        channels, kernel = weight.shape
         self._require(
-            channels == rows.width == rows.stride and kernel <= calls.MAX_KERNEL and rows.item_bytes == size
-            and state.num_bytes == channels * kernel * size and (bias is None or bias.shape == (channels,)),
+            channels == rows.width and kernel <= calls.MAX_KERNEL and (bias is None or bias.shape == (channels,))
+            and state.is_of((channels, kernel), self.item_bytes) and rows.item_bytes == self.item_bytes,
             "a convolution of other rows",
         )  # fmt: skip
         out = self.rows(channels)
         call = calls.ConvolutionCall(
-            dtype=self.dtype, channels=channels, kernel=kernel, has_silu=has_silu, rows=rows.address,
-            weight=weight.address, bias=0 if bias is None else bias.address, out=out.address,
+            dtype=self.dtype, channels=channels, kernel=kernel, has_silu=has_silu, row_stride=rows.stride,
+            rows=rows.address, weight=weight.address, bias=0 if bias is None else bias.address, out=out.address,
         )  # fmt: skip
-        planned = calls.PlannedConvolutionCall(call, state.group, state.offset, state.num_bytes, self.kept_bytes)
-        self.kept_bytes += channels * size
-        self._add(calls.CONVOLVE, rows, planned, weight, bias)
-        self._of_states.append(self._calls[-1])
+        kept = self._kept_behind(channels * self.item_bytes)
+        self._over_states(calls.CONVOLVE, rows, calls.PlannedConvolutionCall(call, state.call, kept), weight, bias)
         return out
+
+    def delta_rule(
+        self, query: Buffer, key: Buffer, value: Buffer, decay: Buffer, beta: Buffer, state: StateLocation
+    ) -> Buffer:
+        """Returns the gated delta rule of heads, [heads × value_dim]. Queries and keys get length 1; those of a head
+        may be of several. They and the values are of the convolution before it. `decay` has float32 logarithms, one of
+        each head or one of each number of a key, `beta` float32 numbers, one of each head."""
+        heads, key_dim, value_dim = state.shape
+        key_heads = key.width // key_dim
+        self._require(
+            query.width == key.width == key_heads * key_dim and heads % key_heads == 0
+            and value.width == heads * value_dim and decay.width in (heads, heads * key_dim) and beta.width == heads
+            and all(one.item_bytes == 4 and one.stride == one.width for one in (decay, beta))
+            and all(one.item_bytes == self.item_bytes for one in (query, key, value))
+            and state.is_of((heads, key_dim, value_dim), 4),
+            "a delta rule of other rows",
+        )  # fmt: skip
+        out = self.rows(value.width)
+        call = calls.DeltaRuleCall(
+            dtype=self.dtype, heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim,
+            decay_dim=decay.width // heads, query=query.address, key=key.address, value=value.address,
+            query_stride=query.stride, key_stride=key.stride, value_stride=value.stride, decay=decay.address,
+            beta=beta.address, out=out.address, epsilon=_LENGTH_EPSILON,
+        )  # fmt: skip
+        kept = (self._kept_behind(one.width * 4) for one in (decay, beta))
+        self._over_states(calls.DELTA_RULE, query, calls.PlannedDeltaRuleCall(call, state.call, *kept))
+        return out
+
+    def state_space(
+        self,
+        rows: Buffer,
+        into: Buffer,
+        out_of: Buffer,
+        steps: Buffer,
+        decay: Weight,
+        skip: Weight | None,
+        state: StateLocation,
+    ) -> Buffer:
+        """Returns the state space of Mamba 2 in float32, [heads × dim], for `rows` of that form. They, `into` and
+        `out_of` (B and C, [groups × state_dim]) are of the convolution before it. `steps` are float32, one of each
+        head, as are `decay` and `skip` (A and D)."""
+        heads, dim, state_dim = state.shape
+        groups = into.width // state_dim
+        self._require(
+            rows.width == heads * dim and into.width == out_of.width == groups * state_dim and heads % groups == 0
+            and steps.width == steps.stride == heads and steps.item_bytes == 4
+            and all(one is None or one.shape == (heads,) for one in (decay, skip))
+            and all(one.item_bytes == self.item_bytes for one in (rows, into, out_of))
+            and state.is_of((heads, dim, state_dim), 4),
+            "a state space of other rows",
+        )  # fmt: skip
+        out = self.rows(rows.width, item_bytes=4)
+        call = calls.StateSpaceCall(
+            dtype=self.dtype, heads=heads, groups=groups, dim=dim, state_dim=state_dim, rows=rows.address,
+            into=into.address, from_=out_of.address, row_stride=rows.stride, into_stride=into.stride,
+            from_stride=out_of.stride, steps=steps.address, decay=decay.address,
+            skip=0 if skip is None else skip.address, out=out.address,
+        )  # fmt: skip
+        planned = calls.PlannedStateSpaceCall(call, state.call, self._kept_behind(heads * 4))
+        self._over_states(calls.STATE_SPACE, rows, planned, decay, skip)
+        return out
+
+    def _kept_behind(self, row_bytes: int) -> int:
+        """Returns how many bytes are kept of each row before others, `row_bytes` of it."""
+        before = self.kept_bytes
+        self.kept_bytes += -(-row_bytes // 4) * 4
+        return before
+
+    def _over_states(self, kind: int, rows: Buffer, call: ctypes.Structure, *kept: Any) -> None:
+        self._add(kind, rows, call, *kept)
+        self._of_states.append(self._calls[-1])
 
     def pictures(self, rows: Buffer, level: int = 0) -> None:
         """Puts the encoder's rows in the place of those of pictures, or adds those of a further level to them."""
@@ -583,11 +839,11 @@ class ComputePlan:
     ) -> None:
         lists = [[array("Q", one) for one in (run.tables, run.befores, run.states)] for run in runs]
         described = (calls.PlanRun * len(runs))()
-        for place, run, of_run, count in zip(described, runs, lists, num_rows, strict=True):
-            addresses = [one.buffer_info()[0] for one in of_run]
-            kept = 0 if run.kept is None else _at(run.kept)
+        for number, (run, of_run) in enumerate(zip(runs, lists, strict=True)):
             spans = run.spans.buffer_info()[0], len(run.spans) // 2
-            place.__init__(run.start, count, *spans, *addresses, kept, run.num_rows)
+            addresses = (one.buffer_info()[0] for one in of_run)
+            kept = 0 if run.kept is None else _at(run.kept)
+            described[number] = calls.PlanRun(run.start, num_rows[number], *spans, *addresses, kept, run.num_rows)
         step = calls.PlanStep(
             *(sum(num_rows), num_logits, len(runs), self._page_tokens, is_replay, ctypes.addressof(described), threads),
             self._operators.parallel_for,

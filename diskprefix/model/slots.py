@@ -2,97 +2,155 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from diskprefix.model.exact.fused import matrix_of
-from diskprefix.model.exact.mixtures import matrices, matrices_of
-from diskprefix.model.plan import DenseExperts, DenseMatrix, PackedExperts, Weight, WeightedNorm
+from diskprefix.model.exact.mixtures import is_mixture, matrices, matrices_of
+from diskprefix.model.plan import DenseExperts, DenseMatrix, HeadMatrices, PackedExperts, Weight, WeightedNorm
 from diskprefix.model.quants.quantised_experts import QuantisedExperts
+from diskprefix.native import calls
 from diskprefix.native.matrix import Matrix, fills_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """Returns the module whose layers decode text."""
+    found: Any = model.get_decoder()
+    return getattr(found, "model", found)
+
+
 class Slots:
-    """The weights below one module of a model. `norm_kind` and `epsilon` are those of its norms, `names` what the model
-    calls them."""
+    """The weights below one module of a model. `norm_kind` and `epsilon` are those of its norms. `names`: the model's
+    own names within a layer, by the usual ones."""
 
     def __init__(
         self, model: PreTrainedModel, norm_kind: int, epsilon: float, names: Mapping[str, str], within: str = ""
     ) -> None:
         self._model, self._norm, self._names, self._within = model, (norm_kind, epsilon), names, within
-        self._module = model.get_decoder().get_submodule(within)
 
     def within(self, name: str) -> Slots:
         """Returns the slots of a module in this one."""
-        return Slots(self._model, *self._norm, self._names, f"{self._within}.{self._named(name)}".lstrip("."))
+        return Slots(self._model, *self._norm, self._names, f"{self._within}.{name}".lstrip("."))
 
-    def _named(self, name: str) -> str:
-        return self._names.get(name, name)
-
-    def convolution(self, name: str) -> tuple[Weight, Weight | None]:
-        """Returns the weight of a convolution, [channels, kernel], and its bias."""
-        module: Any = self._module.get_submodule(name)
-        return _weight(module.weight.squeeze(1)), None if module.bias is None else _weight(module.bias)
+    def _found(self, name: str) -> Any:
+        """Returns a module or tensor by its usual name, None if there is none."""
+        path = f"{self._within}.{name}".lstrip(".")
+        layer, rest = re.fullmatch(r"(layers\.\d+\.)?(.*)", path).groups(default="")  # type: ignore[union-attr]
+        parts = rest.split(".")
+        for count in range(len(parts), 0, -1):
+            own = self._names.get(".".join(parts[:count]))
+            if own is not None:
+                parts[:count] = own.split(".")
+                break
+        found: Any = decoder_of(self._model)
+        for part in (layer + ".".join(parts)).split("."):
+            found = getattr(found, part, None)
+        return found
 
     def matrix(self, name: str, *, is_float: bool = False) -> Matrix | DenseMatrix:
         """Returns the matrix of a product, if it is so in float32."""
-        return _matrix(self._module.get_submodule(self._named(name)), is_float=is_float)
+        return _matrix(self._found(name), torch.float32 if is_float else self._model.dtype)
 
     def numbers(self, name: str) -> Weight | None:
         """Returns a vector in float32, None if there is none."""
-        found: torch.Tensor | None = getattr(self._module, name, None)
-        return None if found is None else _weight(found.float().flatten())
+        found: torch.Tensor | None = self._found(name)
+        return None if found is None else _weight(found.flatten(), torch.float32)
+
+    def convolution(self, name: str) -> tuple[Weight, Weight | None]:
+        """Returns the weights [channels, kernel] of a convolution of each channel alone, and its bias."""
+        module = self._found(name)
+        weight, bias = module.weight.squeeze(1), module.bias
+        return _weight(weight, self._model.dtype), None if bias is None else _weight(bias, self._model.dtype)
+
+    def decays(self, name: str) -> Weight:
+        """Returns -exp(numbers) in float32."""
+        return _weight(-self._found(name).float().exp(), torch.float32)
 
     def experts(self, name: str) -> PackedExperts | DenseExperts:
         """Returns the experts of a mixture."""
-        module: Any = self._module.get_submodule(name)
+        module = self._found(name)
         if isinstance(module, QuantisedExperts):
             return PackedExperts(*(module.matrices.get(part, []) for part in ("gate", "up", "down")))
-        found = matrices_of(module)
-        if all(
-            one.dtype is torch.bfloat16 and one[0].is_contiguous() and fills_blocks(one[0]) for one, _ in found.values()
-        ):
-            return PackedExperts(*(matrices(*found[part]) if part in found else [] for part in ("gate", "up", "down")))
-        names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
-        first, last = (_weight(getattr(module, one)) for one in names)
-        biases = [_weight(getattr(module, f"{one}_bias").float()) for one in names] if module.has_bias else None
+        if is_mixture(module):
+            found = matrices_of(module)
+            if all(_fills(weight) for weight, _ in found.values()):
+                parts = (found.get(part) for part in ("gate", "up", "down"))
+                return PackedExperts(*([] if part is None else matrices(*part) for part in parts))
+        # Those of some models are in no interface, and turned.
+        has_up, has_bias = getattr(module, "has_gate", True), getattr(module, "has_bias", False)
+        names = "gate_up_proj" if has_up else "up_proj", "down_proj"
+        first, last = (_weight(getattr(module, one), self._model.dtype) for one in names)
         return DenseExperts(
-            *(first, last, biases),
-            has_up=module.has_gate,
-            is_turned=module.is_transposed,
-            turns_about=not module.is_concatenated,
+            first,
+            last,
+            [_weight(getattr(module, f"{one}_bias"), torch.float32) for one in names] if has_bias else None,
+            has_up=has_up,
+            is_turned=getattr(module, "is_transposed", True),
+            turns_about=not getattr(module, "is_concatenated", True),
         )
 
     def head(self) -> Matrix | DenseMatrix:
         """Returns the matrix of the logits."""
-        return _matrix(self._model.get_output_embeddings())
+        return _matrix(self._model.get_output_embeddings(), self._model.dtype)
 
     def table(self, name: str) -> Matrix | DenseMatrix:
         """Returns a matrix whose rows are looked up."""
-        module: Any = self._module.get_submodule(name)
+        module = self._found(name)
         packed: Matrix | None = getattr(module, "matrix", None)
-        return DenseMatrix(_weight(module.weight)) if packed is None else packed
+        return DenseMatrix(_weight(module.weight, self._model.dtype)) if packed is None else packed
+
+    def expansion(self, name: str, heads: int, *dims: int) -> list[HeadMatrices]:
+        """Returns the matrices [dim, columns] of each head for each of `dims`, whose rows a matrix has by heads. Raises
+        `ValueError` if it has other rows."""
+        kept = _weight(self._found(name).weight, self._model.dtype).kept
+        rows, columns = sum(dims), kept.shape[1]
+        if len(kept) != heads * rows:
+            raise ValueError(f"{name} has {len(kept)} rows, {heads} times {rows} expected")
+        found, first = [], 0
+        for dim in dims:
+            address = kept.data_ptr() + first * columns * kept.itemsize
+            found.append(HeadMatrices(address, heads, dim, columns, rows * columns, kept))
+            first += dim
+        return found
 
     def norm(self, name: str) -> WeightedNorm:
         """Returns a norm."""
-        weight: Any = self._module.get_submodule(self._named(name)).weight
-        return WeightedNorm(_weight(weight), *self._norm)
+        module = self._found(name)
+        kind, epsilon = self._norm
+        weight = _weight(module.weight, self._model.dtype)
+        return WeightedNorm(weight, kind, getattr(module, "variance_epsilon", epsilon))
+
+    def float_norm(self, name: str) -> WeightedNorm:
+        """Returns a norm whose weights are float32, as they are."""
+        module = self._found(name)
+        return WeightedNorm(_weight(module.weight, torch.float32), calls.ROUNDED, module.variance_epsilon)
+
+    def unweighted_norm(self, width: int) -> WeightedNorm:
+        """Returns a norm without weights."""
+        return WeightedNorm(_weight(torch.ones(width), self._model.dtype), *self._norm)
 
 
-def _matrix(module: Any, *, is_float: bool = False) -> Matrix | DenseMatrix:
-    found = None if is_float else matrix_of(module)
+def _matrix(module: Any, dtype: torch.dtype) -> Matrix | DenseMatrix:
+    """Returns the matrix of a module, packed only for rows in bfloat16."""
+    found = matrix_of(module) if dtype is torch.bfloat16 else None
     if found is not None:
         return found
     bias: torch.Tensor | None = getattr(module, "bias", None)
-    weight = module.weight.float() if is_float else module.weight
-    return DenseMatrix(_weight(weight), None if bias is None else _weight(bias.float()))
+    return DenseMatrix(_weight(module.weight, dtype), None if bias is None else _weight(bias, torch.float32))
 
 
-def _weight(tensor: torch.Tensor) -> Weight:
-    kept = tensor.detach().contiguous()
+def _fills(weight: torch.Tensor) -> bool:
+    """Returns whether the matrices of experts are of whole blocks, one behind the other."""
+    return weight.dtype is torch.bfloat16 and weight[0].is_contiguous() and fills_blocks(weight[0])
+
+
+def _weight(tensor: torch.Tensor, dtype: torch.dtype) -> Weight:
+    """Returns a tensor in the type that an operator reads: some models keep others in float32."""
+    kept = tensor.detach().to(dtype).contiguous()
     return Weight(kept.data_ptr(), tuple(kept.shape), kept)

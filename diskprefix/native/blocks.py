@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -17,9 +16,7 @@ from diskprefix.native.unseen import unseen
 _NORM = struct.Struct("@4q 3P d q P")
 _GATED = struct.Struct("@q P 3P P P q P")
 _BLOCK = struct.Struct("@q P 4P 2P q d q 2P P 8q P2q 2P 2d q P")
-"""`Norm`, `Gated` and `AttentionBlock` of `source/interface.h`. A `Layer` is all of them, behind two addresses."""
-_ADDRESSES = struct.Struct("@2P")
-_NO_NORM = bytes(_NORM.size)
+"""`Norm`, `Gated` and `AttentionBlock` of `source/interface.h`."""
 
 NORM_KINDS = (0, 1, 2)
 """`NormKind` of `source/interface.h`."""
@@ -139,34 +136,3 @@ class AttentionBlock:
             *(0 if self.sinks is None else self.sinks.data_ptr(), self.scale, self.softcap),
             *(torch.get_num_threads(), operators.parallel_for),
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """Attention and gated products, each with a norm before it, and added to its input. `norms`: before attention,
-    behind it or None, before the gated products, behind them or None. All are in bfloat16."""
-
-    attention: AttentionBlock
-    gated: Gated
-    norms: tuple[Norm, Norm | None, Norm, Norm | None]
-    _end: dict[Hashable, bytes] = field(default_factory=dict, init=False)
-    """The end of the operator's argument, which is that of the last step if that had as many rows. While Python makes
-    it the threads of a step wait."""
-
-    @unseen
-    def __call__(self, operators: Operators, rows: torch.Tensor, place: StepPlace) -> torch.Tensor:
-        """Returns bfloat16 [1, rows, width] for bfloat16 of that shape."""
-        num_rows = rows.shape[1]
-        require(rows.dtype is torch.bfloat16 and rows.shape == (1, num_rows, self.attention.query.columns), rows)
-        rows = rows.contiguous()
-        out = torch.empty_like(rows)
-        key = num_rows, torch.get_num_threads(), operators
-        if key not in self._end:
-            norms = (_NO_NORM if norm is None else norm.call(operators, num_rows) for norm in self.norms)
-            self._end.clear()
-            self._end[key] = b"".join((self.gated.call(operators, num_rows), *norms))
-        attention = self.attention.call(operators, place, num_rows)
-        call = _ADDRESSES.pack(rows.data_ptr(), out.data_ptr()) + attention + self._end[key]
-        if operators.layer(call, place.runs):
-            raise MemoryError("there is no memory left for a layer")
-        return out

@@ -96,7 +96,7 @@ def _compiled(compiler: Sequence[str], folder: Path) -> list[Path]:
     names = [name for name, process in running.items() if process.returncode == 0]
     if "baseline" not in names:
         raise BuildError(_first_error(errors["baseline"]))
-    described = "".join(char for char in _said(compiler, "--version") if char not in '"\\')
+    described = "".join(char for char in _first_line_of(compiler, "--version") if char not in '"\\')
     variants = " ".join(f"V({name})" for name in names)
     defined = [f"-DVARIANTS={variants}", f'-DCOMPILER="{described}"', f'-DSOURCE="{_DIGEST_AT.decode()}{digest()}"']
     _run(_command(compiler, "library.cpp", folder / "library.o", defined))
@@ -105,11 +105,11 @@ def _compiled(compiler: Sequence[str], folder: Path) -> list[Path]:
 
 def _target(compiler: Sequence[str]) -> str:
     """Returns the kind of CPU that the compiler compiles for."""
-    found = _said(compiler, "-dumpmachine").partition("-")[0]
+    found = _first_line_of(compiler, "-dumpmachine").partition("-")[0]
     return {"arm64": "aarch64"}.get(found, found)
 
 
-def _said(compiler: Sequence[str], question: str) -> str:
+def _first_line_of(compiler: Sequence[str], question: str) -> str:
     """Returns the first line of the compiler's answer."""
     done = subprocess.run([*compiler, question], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     return done.stdout.decode(errors="replace").partition("\n")[0]

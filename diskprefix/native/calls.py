@@ -11,13 +11,15 @@ ROUNDED, UNROUNDED, ONE_MORE = 0, 1, 2
 """Numbers of `NormKind`."""
 
 FUNCTIONS = {"identity": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "squared_relu": 5, "sigmoid": 6, "tanh": 7}
+FUNCTIONS |= {"softplus": 8, "limited_silu": 9, "limited_and_one": 10}
 """Numbers of `Function`."""
 
 LOOK_UP, PICK, NORM, PRODUCT, DENSE, ANGLES, HEADS, ATTEND, GATE, SUM, SCATTER = range(11)
-ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN, CONVOLVE = range(11, 16)
+ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN, COPY, TEMPER, CONVOLVE = range(11, 18)
+DELTA_RULE, STEP_SIZES, GATED_NORM, STATE_SPACE = range(18, 22)
 """Numbers of `OperationKind`."""
 
-SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3}
+SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3, "sparse_mixer": 4}
 """Numbers of `Scores`."""
 
 MAX_MATRICES, MAX_GROUPS, MAX_KERNEL = 3, 64, 16
@@ -97,7 +99,9 @@ class AttendCall(ctypes.Structure):
 
 
 class GateCall(ctypes.Structure):
-    _fields_ = _fields("dtype num_rows width row_stride function %factor *gate *up *curve *out" + _THREADS)
+    _fields_ = _fields(
+        "dtype num_rows width each gate_stride up_stride function %factor *gate *up *curve *out" + _THREADS
+    )
 
 
 class SumCall(ctypes.Structure):
@@ -111,20 +115,22 @@ class ScatterCall(ctypes.Structure):
 class RouterCall(ctypes.Structure):
     _fields_ = _fields(
         "dtype num_rows num_experts num_chosen scores groups groups_chosen of_group is_normed *logits *bias %floor"
-        " %factor *chosen *weights" + _THREADS
+        " %factor %softcap %threshold *chosen *weights" + _THREADS
     )
 
 
 class ExpertsCall(ctypes.Structure):
     _fields_ = _fields(
-        "num_rows num_chosen num_experts *rows *chosen *weights *gate *up *down *curve *up_curve *out" + _THREADS
+        "num_rows num_chosen num_experts weighs_rows *rows *chosen *weights *gate *up *down *curve *up_curve *out"
+        + _THREADS
     )
 
 
 class DenseExpertsCall(ctypes.Structure):
     _fields_ = _fields(
-        "dtype num_rows num_chosen num_experts width inner outer is_turned step up_shift function up_function *rows"
-        " *chosen *weights *first *last *first_bias *last_bias *curve *up_curve *out" + _THREADS
+        "dtype num_rows num_chosen num_experts width inner outer is_turned step up_shift weighs_rows function"
+        " up_function %slope %limit *rows *chosen *weights *first *last *first_bias *last_bias *curve *up_curve *out"
+        + _THREADS
     )
 
 
@@ -132,12 +138,61 @@ class WideningCall(ctypes.Structure):
     _fields_ = _fields("num_rows width *rows *out" + _THREADS)
 
 
+class TemperingCall(ctypes.Structure):
+    _fields_ = _fields("dtype num_rows width offset period %factor *positions *rows" + _THREADS)
+
+
+class CopyCall(ctypes.Structure):
+    _fields_ = _fields(
+        "num_rows num_heads num_bytes *source row_bytes head_bytes *out out_row_bytes out_head_bytes" + _THREADS
+    )
+
+
+class StatePlace(ctypes.Structure):
+    _fields_ = _fields("group offset num_bytes")
+
+
 class ConvolutionCall(ctypes.Structure):
-    _fields_ = _fields("dtype num_runs num_rows channels kernel has_silu *rows *weight *bias *out" + _THREADS)
+    _fields_ = _fields(
+        "dtype num_runs num_rows channels kernel has_silu row_stride *rows *weight *bias *out" + _THREADS
+    )
 
 
 class PlannedConvolutionCall(ctypes.Structure):
-    _fields_ = (("convolution", ConvolutionCall), *_fields("group offset state_bytes kept"))
+    _fields_ = (("call", ConvolutionCall), ("place", StatePlace), *_fields("kept"))
+
+
+class DeltaRuleCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype num_runs heads key_heads key_dim value_dim decay_dim *query *key *value query_stride key_stride"
+        " value_stride *decay *beta *out %epsilon" + _THREADS
+    )
+
+
+class PlannedDeltaRuleCall(ctypes.Structure):
+    _fields_ = (("call", DeltaRuleCall), ("place", StatePlace), *_fields("kept_decay kept_beta"))
+
+
+class StateSpaceCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype num_runs heads groups dim state_dim *rows *into *from_ row_stride into_stride from_stride *steps *decay"
+        " *skip *out" + _THREADS
+    )
+
+
+class PlannedStateSpaceCall(ctypes.Structure):
+    _fields_ = (("call", StateSpaceCall), ("place", StatePlace), *_fields("kept"))
+
+
+class StepSizesCall(ctypes.Structure):
+    _fields_ = _fields("dtype num_rows width row_stride %least %most *rows *bias *factors *out" + _THREADS)
+
+
+class GatedNormCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype num_rows width group gates_first function gate_stride num_weights %epsilon *rows *gate *weight *out"
+        + _THREADS
+    )
 
 
 class Operation(ctypes.Structure):

@@ -14,7 +14,7 @@ from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
 from diskprefix.native.unseen import unseen
 
-_EXPERTS = struct.Struct("@3q 3P 3P 2P P q P")
+_EXPERTS = struct.Struct("@4q 3P 3P 2P P q P")
 """`Experts` of `source/interface.h`."""
 
 
@@ -66,7 +66,7 @@ class RoutedExperts:
         out = torch.empty_like(rows)
         gate, up, down = self._addresses
         call = _EXPERTS.pack(
-            *(num_rows, num_chosen, len(self.gate), rows.data_ptr(), chosen.data_ptr(), weights.data_ptr()),
+            *(num_rows, num_chosen, len(self.gate), 0, rows.data_ptr(), chosen.data_ptr(), weights.data_ptr()),
             *(gate.data_ptr(), up.data_ptr() if self.up else 0, down.data_ptr()),
             *(self.curve.data_ptr(), 0 if self.up_curve is None else self.up_curve.data_ptr()),
             *(out.data_ptr(), torch.get_num_threads(), operators.parallel_for),

@@ -24,7 +24,6 @@ _NUM_ARGUMENTS = {
     "norm": 1,
     "gated": 1,
     "attention_block": 2,
-    "layer": 2,
     "dense": 1,
     "experts": 1,
     "pack": 1,
@@ -57,7 +56,6 @@ class Operators:
     gated: Any
     experts: Any
     attention_block: Any
-    layer: Any
     dense: Any
     pack: Any
     look_up: Any

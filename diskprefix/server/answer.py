@@ -1,4 +1,4 @@
-"""The routes that generate, and the steps of a request: `arrive`, `prepare`, `submit`, `send`.
+"""The routes that generate, and the steps of a request: `arrive`, `prepare`, `submit`.
 
 Each step takes the result of the step before. The steps are the same for every API. A `Dialect` has the differences.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,25 +23,25 @@ from diskprefix.api.fields import RequestBody, cache_options, with_sampling
 from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
 from diskprefix.api.parsed_request import ParsedRequest, constraint_of, thought_budget_of
+from diskprefix.api.reply import ReplyReader
 from diskprefix.api.response_store import ResponseStore
 from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation
-from diskprefix.chat.output.format import OutputFormat, PlainText
+from diskprefix.chat.output.choose_format import OutputFormat, PlainText
 from diskprefix.chat.replay import Replayed
-from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import InvalidRequest
-from diskprefix.nouns import CacheOptions
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import LogContext, log_context
-from diskprefix.server.remembering import RememberingReader, known_parts, reply_memory, stored_turns
+from diskprefix.server.remembering import known_parts, reply_memory, stored_turns
 from diskprefix.server.routes import STREAMED, Routes
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import EventStream, Write, json_reply, respond_or_keep_alive
 from diskprefix.server.threads import Kind
 from diskprefix.store.notes import TenantNotes
+from diskprefix.values import CacheOptions
 
 B = TypeVar("B", bound=RequestBody)
 M = TypeVar("M")
@@ -105,8 +105,8 @@ class Arrival:
     daemon: Daemon
     context: LogContext
     serving: Serving
-    dialect: BodyReader[Any]
-    """A `Dialect`, if a reply is asked for."""
+    dialect: Any
+    """A `Dialect` if a reply is asked for, else a `BodyReader`."""
     body: RequestBody
     cache: CacheOptions
 
@@ -123,10 +123,6 @@ class Rendered:
     prompts: Sequence[Replayed]
 
     @property
-    def dialect(self) -> Dialect[Any]:
-        return cast("Dialect[Any]", self.arrival.dialect)
-
-    @property
     def max_positions(self) -> int:
         return self.arrival.serving.engine.max_positions
 
@@ -134,18 +130,11 @@ class Rendered:
     def rooms(self) -> list[int]:
         """The numbers of tokens that the model's positions leave for the replies."""
         positions = min(self.max_positions, self.parsed.num_ctx or self.max_positions)
-        return [positions - len(one.prompt.token_ids) for one in self.prompts]
+        return [positions - len(replayed.prompt.token_ids) for replayed in self.prompts]
 
 
-@dataclass(frozen=True)
-class Submitted:
-    """A request that the engine has, and the reader and writer that turn its events into the reply."""
-
-    generation: Generation | Generations
-    reader: RememberingReader
-    writer: ReplyWriter
-    write: Write
-    is_stream: bool
+Reply: TypeAlias = tuple[Generation | Generations, ReplyReader, ReplyWriter, Write]
+"""A request that the engine has, and what turns its events into the reply."""
 
 
 async def answer(request: Request, dialect: Dialect[B]) -> Response:
@@ -184,9 +173,9 @@ async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncE
                 arrival.context.wants_reply = False
                 return JSONResponse(said)
         arrival.serving.engine.give_way()
-        submitted = await submit(*await prepare(arrival, _engine_request))
+        reply, is_stream = await submit(*await prepare(arrival, _engine_request)), bool(body.stream)
     del arrival, body
-    return await send(submitted)
+    return EventStream(*reply) if is_stream else await json_reply(*reply)
 
 
 async def arrive(request: Request, dialect: BodyReader[B], body: B, held: AsyncExitStack) -> Arrival:
@@ -219,7 +208,8 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = 
         await arrival.held.enter_async_context(arrival.daemon.stored_turns.of(arrival.context.caller.account))
 
     def begin() -> tuple[ParsedRequest, Rendered | None, M | None]:
-        parsed = parse(arrival)
+        notes = partial(arrival.serving.engine.cache.notes, arrival.cache.tenant)
+        parsed = arrival.dialect.read(arrival.body, arrival.serving.renderer.vocab_size, notes)
         if parsed.more_prompts or _has_pictures(parsed.prompt):
             return parsed, None, None
         rendered = Rendered(arrival, parsed, [render(arrival, parsed.prompt)])
@@ -237,12 +227,6 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = 
     return rendered, made
 
 
-def parse(arrival: Arrival) -> ParsedRequest:
-    """Returns the body in neutral words. May take long. Raises `InvalidRequest`."""
-    notes = partial(arrival.serving.engine.cache.notes, arrival.cache.tenant)
-    return arrival.dialect.read(arrival.body, arrival.serving.renderer.vocab_size, notes)
-
-
 def render(arrival: Arrival, wanted: Conversation | str | list[int] | FillIn) -> Replayed:
     """Renders a prompt. May take long. Raises `InvalidRequest`."""
     serving, cache = arrival.serving, arrival.cache
@@ -256,7 +240,7 @@ def _has_pictures(wanted: Conversation | str | list[int] | FillIn) -> bool:
     return isinstance(wanted, Conversation) and wanted.has_pictures
 
 
-async def submit(rendered: Rendered, made: tuple[RememberingReader, GenerateRequest]) -> Submitted:
+async def submit(rendered: Rendered, made: tuple[ReplyReader, GenerateRequest]) -> Reply:
     """Submits the first prompt to the engine. Each further prompt is submitted when the one before it has ended.
 
     Raises `QueueFull` if the waiting pictures are too large, and `NotReady`.
@@ -264,17 +248,17 @@ async def submit(rendered: Rendered, made: tuple[RememberingReader, GenerateRequ
     arrival, prompts, sampling = rendered.arrival, rendered.prompts, rendered.parsed.sampling
     daemon, context, serving = arrival.daemon, arrival.context, arrival.serving
     reader, generate = made
-    least = min(rendered.rooms)
+    room = min(rendered.rooms)
     head = Head(
         id=generate.id,
         created=int(time.time()),
         model=serving.model_name,
         fingerprint=serving.fingerprint,
-        prompt_tokens=sum(len(one.prompt.token_ids) for one in prompts),
+        prompt_tokens=sum(len(replayed.prompt.token_ids) for replayed in prompts),
         request_id=context.request_id,
         max_positions=rendered.max_positions,
         waited_ms=1e3 * (time.perf_counter() - context.began_at),
-        clamped_to=None if sampling.max_tokens is None or sampling.max_tokens <= least else least,
+        clamped_to=None if sampling.max_tokens is None or sampling.max_tokens <= room else room,
         prompt=generate.prompt.token_ids,
     )
     context.generation_id = generate.id
@@ -286,30 +270,20 @@ async def submit(rendered: Rendered, made: tuple[RememberingReader, GenerateRequ
         daemon.metrics.count_generation(done)
         daemon.breaks.note(done.cache)
 
-    def on_cancelled(activity: Activity) -> None:
-        context.cancelled_at = activity
+    def begin(index: int) -> Generation:
+        id_ = f"{generate.id}-{index}" if index else generate.id
+        request = replace(generate, id=id_, prompt=prompts[index].prompt)
+        note_cancelled = partial(setattr, context, "cancelled_at")
+        return Generation(serving.inbox, request, arrival.request.receive, on_done, note_cancelled)
 
-    def begin(request: GenerateRequest) -> Generation:
-        return Generation(serving.inbox, request, arrival.request.receive, on_done, on_cancelled)
-
-    writer = rendered.dialect.writer(arrival.body, head)
-    requests = [
-        replace(generate, id=f"{generate.id}-{index}" if index else generate.id, prompt=one.prompt)
-        for index, one in enumerate(prompts)
-    ]
-    begins = [partial(begin, request) for request in requests]
-    generation = begin(generate) if len(prompts) == 1 else Generations(begins, sampling.n)
+    writer = arrival.dialect.writer(arrival.body, head)
+    begins = [partial(begin, index) for index in range(len(prompts))]
+    generation = begin(0) if len(prompts) == 1 else Generations(begins, sampling.n)
     write = partial(daemon.threads.run_for, arrival.request, "writing")
-    return Submitted(generation, reader, writer, write, bool(arrival.body.stream))
+    return generation, reader, writer, write
 
 
-async def send(submitted: Submitted) -> Response:
-    """Returns the response that sends the reply: a stream at once, or the whole reply once it is complete."""
-    of_reply = submitted.generation, submitted.reader, submitted.writer, submitted.write
-    return EventStream(*of_reply) if submitted.is_stream else await json_reply(*of_reply)
-
-
-def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequest]:
+def _engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
     """Returns the engine's request for the first prompt, and the reader of the reply, which has the choices of all
     prompts. Without a conversation, all of the reply is content.
 
@@ -329,7 +303,7 @@ def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequ
         raise InvalidRequest.at("options.num_ctx", f"{problem}; this model takes {rendered.max_positions} here")
     sampling = _sampling(parsed, max(rendered.rooms), num_choices)
     generate = GenerateRequest(
-        id=_reply_id(rendered.dialect, arrival.context),
+        id=_reply_id(arrival.dialect, arrival.context),
         prompt=replayed.prompt,
         # Special tokens are no text, so those that end the reply are stop strings.
         sampling=replace(sampling, stop=(*sampling.stop, *ends)),
@@ -342,7 +316,7 @@ def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequ
     memory = reply_memory(serving, arrival.cache, replayed)
     # Made here, in a thread: many names of tools take long.
     parsers = [output_format.parser(tools, prompt_end) for _ in range(num_choices)]
-    return RememberingReader(parsers.pop, rendered.dialect.call_id_prefix, memory, many_calls=choice.many), generate
+    return ReplyReader(parsers.pop, arrival.dialect.call_id_prefix, memory, many_calls=choice.many), generate
 
 
 def _sampling(parsed: ParsedRequest, num_room: int, num_choices: int) -> SamplingParams:
@@ -355,43 +329,42 @@ def _sampling(parsed: ParsedRequest, num_room: int, num_choices: int) -> Samplin
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens or num_room, num_room))
     if sampling.logprobs is None:
         return sampling
-    most = MAX_LOGPROBS // (num_choices * (1 + sampling.logprobs))
+    limit = MAX_LOGPROBS // (num_choices * (1 + sampling.logprobs))
     if sampling.max_tokens is None:
-        return replace(sampling, max_tokens=most) if most < num_room else sampling
-    if min(sampling.max_tokens, num_room) > most:
+        return replace(sampling, max_tokens=limit) if limit < num_room else sampling
+    if min(sampling.max_tokens, num_room) > limit:
         of_choices = f" of {num_choices} choices" if num_choices > 1 else ""
         raise InvalidRequest.at(
             parsed.limit_path,
             f"a reply may have {MAX_LOGPROBS} log probabilities; with {sampling.logprobs} alternatives for every token"
-            f"{of_choices}, that is {most} tokens",
+            f"{of_choices}, that is {limit} tokens",
         )
     return sampling
 
 
-class _CountedMessages:
-    body = CountTokensRequest
+@dataclass(frozen=True)
+class _Counted(Generic[B]):
+    """Reads the conversation of a body, whose length is asked for."""
 
-    def read(self, body: CountTokensRequest, _vocab_size: int, _notes: Callable[[], TenantNotes]) -> ParsedRequest:
-        return ParsedRequest(prompt=body.conversation, sampling=SamplingParams())
+    body: type[B]
+    conversation: Callable[[B, Callable[[], TenantNotes]], Conversation]
 
-
-class _CountedInput:
-    body = ResponseRequest
-
-    def read(self, body: ResponseRequest, _vocab_size: int, notes: Callable[[], TenantNotes]) -> ParsedRequest:
-        return ParsedRequest(prompt=Responses().conversation(body, ResponseStore(notes())), sampling=SamplingParams())
+    def read(self, body: B, _vocab_size: int, notes: Callable[[], TenantNotes]) -> ParsedRequest:
+        return ParsedRequest(prompt=self.conversation(body, notes), sampling=SamplingParams())
 
 
 @routes.add("POST /v1/messages/count_tokens", "Anthropic: count tokens", CountTokensRequest)
 async def count_tokens(request: Request) -> Response:
     """`input_tokens` is the length of the prompt that `POST /v1/messages` makes of the same body."""
-    return JSONResponse({"input_tokens": await _length(request, _CountedMessages())})
+    counted = _Counted(CountTokensRequest, lambda body, _: body.conversation)
+    return JSONResponse({"input_tokens": await _length(request, counted)})
 
 
 @routes.add("POST /v1/responses/input_tokens", "Count the tokens of a response's input", ResponseRequest)
 async def count_input_tokens(request: Request) -> Response:
     """`input_tokens` is the length of the prompt that `POST /v1/responses` makes of the same body."""
-    return JSONResponse({"object": "response.input_tokens", "input_tokens": await _length(request, _CountedInput())})
+    counted = _Counted(ResponseRequest, lambda body, notes: Responses().conversation(body, ResponseStore(notes())))
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": await _length(request, counted)})
 
 
 async def _length(request: Request, dialect: BodyReader[B]) -> int:

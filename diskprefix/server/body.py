@@ -29,15 +29,13 @@ _SHOWN_CHARS = 60
 _SMALL_BYTES = 64 * 1024
 """The values in a small body need not be counted."""
 _PAUSE, _PAUSE_BESIDE = 1, 7
-"""The pause between two large bodies, as a multiple of the time of parsing the first: alone, and while the engine
-computes."""
+"""The pause after a large body, as a multiple of its parsing time: alone, and while the engine computes."""
 
 
 class Bodies:
     """Reads the bodies of requests: large ones one at a time, by turns of their callers."""
 
     def __init__(self, threads: Threads, is_computing: Callable[[], bool] = lambda: False) -> None:
-        """`is_computing` tells whether the engine has requests."""
         self._threads = threads
         self._is_computing = is_computing
         self._turns, self._pace = Turns(1), BodyPace(is_computing)
@@ -106,16 +104,15 @@ def parse_json(body: bytes, model: type[Model]) -> Model:
             f"the body is not valid UTF-8 (byte {error.start}: 0x{body[error.start]:02x})", code="invalid_utf8"
         ) from error
     try:
-        found = model.model_validate_json(text)
+        parsed = model.model_validate_json(text)
     except ValidationError as error:
         raise _refusal_of(error) from error
     _require_finite(text)
-    return found
+    return parsed
 
 
 def read_parameters(request: Request, model: type[Model]) -> Model:
-    """Returns the parameters of a request: from its headers those whose names begin with `x-`, from its query the
-    others. Raises `InvalidRequest`."""
+    """Returns the parameters in a request's query, and `x-…` in its headers. Raises `InvalidRequest`."""
     names = [field.alias or name for name, field in model.model_fields.items()]
     sources = {name: request.headers if name.startswith("x-") else request.query_params for name in names}
     try:
@@ -178,7 +175,7 @@ def _explain(error: Any) -> str:
     if error["type"] == REFUSED:
         return str(error["msg"])
     message = (
-        _PYTHONS_WORD.sub(lambda found: found[0].lower(), str(error["msg"]))
+        _PYTHONS_WORD.sub(lambda match: match[0].lower(), str(error["msg"]))
         .replace("Input should be", "must be")
         .replace("String should", "must")
         .replace("valid array", "list")

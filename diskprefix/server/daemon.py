@@ -73,8 +73,7 @@ class Daemon:
         self._is_decided = asyncio.Event()
         """Set when the daemon is ready, and when it never will be."""
         self.inbox = Inbox(
-            lambda inbox: self._engine.serve(inbox),
-            on_fatal=lambda error: _call_soon(self._loop, self._failed, error),
+            lambda inbox: self._engine.serve(inbox), on_fatal=lambda error: _call_soon(self._loop, self._failed, error)
         )
         """The requests of the engine, which is not there while the model loads."""
         self._engine: Engine
@@ -175,10 +174,10 @@ class Daemon:
         serving, self.serving = self.serving, None
         if serving is not None:
             notify(STATUS="stopping: writing what is not on disk yet")
-        if serving is not None and self.hibernates:
-            await self.threads.run("stopping", serving.engine.save_idle)
-        if serving is not None and not await self.threads.run("stopping", serving.engine.close):
-            log.warning("[disk-cache] not everything could be written in time; what was written is intact")
+            if self.hibernates:
+                await self.threads.run("stopping", serving.engine.save_idle)
+            if not await self.threads.run("stopping", serving.engine.close):
+                log.warning("[disk-cache] not everything could be written in time; what was written is intact")
         self.threads.close()
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:

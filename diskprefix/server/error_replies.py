@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -32,7 +32,7 @@ _RESPONSES_PATH = "/v1/responses"
 
 def _written(scope: Scope, error: DiskPrefixError) -> Json:
     context = log_context(Request(scope))
-    return error_body(scope, error.told_to(sees_all=context.caller.sees_all), context.request_id)
+    return error_body(scope, error.for_caller(sees_all=context.caller.sees_all), context.request_id)
 
 
 def logged(error: DiskPrefixError) -> str:
@@ -55,22 +55,25 @@ def error_response(scope: Scope, error: DiskPrefixError, headers: Mapping[str, s
     return JSONResponse(_written(scope, error), error.http_status, headers or error_headers(error))
 
 
-def stream_type(scope: Scope) -> str:
-    """Returns the content type of a stream."""
-    return "application/x-ndjson" if scope["path"].startswith(OLLAMA_PATH) else "text/event-stream"
+class StreamForm(NamedTuple):
+    """The form of an API's streams before the prompt is computed."""
+
+    content_type: str = "text/event-stream"
+    opening: bytes = b": diskprefix\n\n"
+    """The first bytes."""
+    sign: bytes = b": keepalive\n\n"
+    """A sign of life."""
 
 
-def opening(scope: Scope) -> bytes:
-    """Returns the first bytes of a stream, which are sent before the prompt is computed: a comment, or before lines of
-    JSON a blank, because Ollama's clients take no empty line."""
-    return b" " if scope["path"].startswith(OLLAMA_PATH) else b": diskprefix\n\n"
+# Ollama's clients take no empty line, and Anthropic's ignore comments.
+_FORMS = {
+    OLLAMA_PATH: StreamForm("application/x-ndjson", b" ", b" "),
+    ANTHROPIC_PATH: StreamForm(sign=b'event: ping\ndata: {"type": "ping"}\n\n'),
+}
 
 
-def early_sign(scope: Scope) -> bytes:
-    """Returns a sign of life for a stream that has not begun. Anthropic's clients ignore comments."""
-    if scope["path"].startswith(ANTHROPIC_PATH):
-        return b'event: ping\ndata: {"type": "ping"}\n\n'
-    return b" " if scope["path"].startswith(OLLAMA_PATH) else b": keepalive\n\n"
+def stream_form(scope: Scope) -> StreamForm:
+    return next((form for path, form in _FORMS.items() if scope["path"].startswith(path)), StreamForm())
 
 
 def early_failure(scope: Scope, error: DiskPrefixError) -> bytes:

@@ -230,8 +230,8 @@ class Generations:
 def together(done: Sequence[DoneEvent]) -> DoneEvent:
     """Returns one event for several requests: the sums of their tokens, and the report of the most restored one."""
     total, completed, cached = (
-        sum(getattr(one.usage, f"{kind}_tokens") for one in done) for kind in ("prompt", "completion", "cached")
+        sum(getattr(event.usage, f"{kind}_tokens") for event in done) for kind in ("prompt", "completion", "cached")
     )
-    most = max(done, key=lambda one: one.cache.restored)
+    most_restored = max(done, key=lambda event: event.cache.restored)
     usage = Usage(prompt_tokens=total, completion_tokens=completed, cached_tokens=cached)
-    return DoneEvent(usage, replace(most.cache, restored=cached), most.timings)
+    return DoneEvent(usage, replace(most_restored.cache, restored=cached), most_restored.timings)

@@ -31,8 +31,7 @@ _LINKED_PATHS = OPEN_PATHS | {"/docs"}
 
 class Auth:
     """ASGI middleware: records the caller of a request, or answers 401. With a token instead of keys, all callers are
-    served, and routes for the owner check the caller. A caller with too many requests gets a 429. If there are too many
-    of all callers, the answer is 503."""
+    served, and routes for the owner check the caller. Too many requests get the errors of `InFlight.counted`."""
 
     def __init__(self, app: ASGIApp, access: ApiKeys | OwnerToken, in_flight: InFlight) -> None:
         self._app = app
@@ -60,8 +59,7 @@ class Auth:
 
 
 def caller_of(access: ApiKeys | OwnerToken, scope: Scope) -> Caller:
-    """Returns the caller of a request. Raises `HttpError` 401 if it needs a key and has none in force, or if its token
-    is another one."""
+    """Returns the caller of a request. Raises `HttpError` 401 for a missing or unknown key, and for another token."""
     headers = Headers(scope=scope)
     # Anthropic's clients send the key alone, in a header of its own.
     key = headers.get("x-api-key")
@@ -152,10 +150,10 @@ class BrowserGuard:
 def is_loopback(host: str) -> bool:
     """Returns whether every address of `host` is a loopback address. True for a name that does not resolve."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
         return True
-    return all(_is_loopback_address(str(address[0])) for *_, address in found)
+    return all(_is_loopback_address(str(address[0])) for *_, address in addresses)
 
 
 def _is_loopback_address(text: str) -> bool:

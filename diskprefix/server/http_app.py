@@ -72,5 +72,5 @@ async def _document(request: Request) -> Response:
 
     if app.state.documents is None:
         app.state.documents = await app.state.daemon.threads.run("inspecting", make)
-    found: Response = app.state.documents[request.url.path]
-    return found
+    document: Response = app.state.documents[request.url.path]
+    return document

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import SettingsError
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.private_file import read_private
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.user_key import user_key, user_token
+from diskprefix.values import SHARED, Tenant
 
 log = logging.getLogger("diskprefix")
 
@@ -33,8 +33,8 @@ _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request. `name` is that of its API key, for the log. A caller who `sees_all` is shown the figures
-    of all callers. An owner is also shown their texts, and may delete and control."""
+    """The sender of a request. `name` is that of its API key. A caller who `sees_all` may see the figures of all
+    callers, an owner also their texts, and may delete and control."""
 
     name: str | None = None
     tenant: Tenant = SHARED
@@ -43,8 +43,7 @@ class Caller:
 
     @property
     def account(self) -> Tenant:
-        """The caller as limits and turns count it: one for each API key. Without API keys there is one for all, because
-        a client can choose any number of bearers."""
+        """The caller for limits and turns: one for each API key, or one for all clients, who may choose any bearer."""
         return SHARED if self.name is None else self.tenant
 
     def require_admin(self) -> None:
@@ -91,8 +90,7 @@ class OwnerToken:
             return cls(text, Tenant.of_key(text))
 
     def caller(self, authorization: str | None) -> Caller | None:
-        """Returns the caller with this header `Authorization`: the owner, or the tenant of a key that the client has
-        chosen. Returns None for another token."""
+        """Returns the owner, or the tenant of the key in a header `Authorization`. Returns None for another token."""
         if not authorization:
             return ANYBODY
         match = _BEARER.fullmatch(authorization)
@@ -127,8 +125,8 @@ class ApiKeys:
             return None
         # Starlette decodes headers as latin-1. The comparison takes the same time for every key, right or wrong.
         digest = hashlib.sha256(match[1].encode("latin-1")).digest()
-        found = [caller for known, caller in self._callers.items() if hmac.compare_digest(known, digest)]
-        return found[0] if found else None
+        callers = [caller for known, caller in self._callers.items() if hmac.compare_digest(known, digest)]
+        return callers[0] if callers else None
 
     def _log(self, done: str) -> None:
         admin = any(caller.sees_all for caller in self._callers.values())

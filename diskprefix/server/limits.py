@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import QueueFull, ShareFull
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
+from diskprefix.values import SHARED, Tenant
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 32 * 1024**2
 LARGE_BYTES = 1 << 20
 """A body above this size, above those of agents, lets all others go first."""
-_MOST_BODIES, _MOST_BODIES_OF_KEY = 4, 2
+_MAX_BODIES, _MAX_BODIES_OF_KEY = 4, 2
 """Bytes of bodies that wait, as multiples of the largest body: of all callers, and of one key."""
-_PATIENCE_S, _LEAST_BYTES_PER_S = 30.0, 16 * 1024
+_PATIENCE_S, _MIN_BYTES_PER_S = 30.0, 16 * 1024
 """The time for a body to arrive, and the least rate: 128 kbit/s suffice for any size."""
 _BYTES_PER_S, _BYTES_PER_S_BESIDE = 64 << 20, 8 << 20
 """The rates at which all large bodies are read: alone, and while the engine computes."""
@@ -44,8 +44,7 @@ class BodyPace:
     async def whole_body(
         self, headers: Mapping[str, str], pieces: AsyncIterable[bytes], add: Callable[[int], None] = lambda _: None
     ) -> bytes:
-        """Returns a body that arrives in pieces; `add` counts their bytes. Raises `HttpError` 413 if it is too large,
-        408 if it comes too slowly, and the errors of `add`."""
+        """Returns a body. Raises `HttpError` 413 or 408 for a large or slow one, and errors of `add`, which counts."""
         too_large = HttpError(413, f"the body is larger than {format_size(MAX_BODY_BYTES)}")
         if _declared(headers.get("content-length", "")) > MAX_BODY_BYTES:
             raise too_large
@@ -59,7 +58,7 @@ class BodyPace:
                     if num_bytes > MAX_BODY_BYTES:
                         raise too_large
                     add(len(piece))
-                    limit.reschedule(began + _PATIENCE_S + num_bytes / _LEAST_BYTES_PER_S)
+                    limit.reschedule(began + _PATIENCE_S + num_bytes / _MIN_BYTES_PER_S)
                     if num_bytes > LARGE_BYTES:
                         rate = _BYTES_PER_S_BESIDE if self._is_computing() else _BYTES_PER_S
                         self._read_until = max(loop.time(), self._read_until) + len(piece) / rate
@@ -74,12 +73,11 @@ def _declared(content_length: str) -> int:
 
 
 class InFlight:
-    """The requests that are not answered to their end: their bodies arrive, they wait, run, or are being read; and the
-    bytes of bodies that wait. For the event loop."""
+    """The requests that are not answered to their end, and the bytes of bodies that wait. For the event loop."""
 
     def __init__(self, settings: Settings) -> None:
-        self.most = settings.max_queue + settings.max_sequences
-        self.most_of_key = max(1, settings.max_queue // 2) + settings.max_sequences
+        self.max_requests = settings.max_queue + settings.max_sequences
+        self.max_of_key = max(1, settings.max_queue // 2) + settings.max_sequences
         self._has_keys = settings.api_keys is not None
         self._of: Counter[Tenant] = Counter()
         self.bytes_of: Counter[Tenant] = Counter()
@@ -98,15 +96,15 @@ class InFlight:
         """
         if scope["method"] != "POST" and not scope["path"].startswith("/v1/responses"):
             return self._until_end(caller, 0)
-        if caller != SHARED and self._of[caller] >= self.most_of_key:
+        if caller != SHARED and self._of[caller] >= self.max_of_key:
             raise ShareFull(
-                f"{self.most_of_key} requests with this API key are not answered yet, and the other places are for "
+                f"{self.max_of_key} requests with this API key are not answered yet, and the other places are for "
                 "others; try again later or raise --max-queue",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        if self.num >= self.most and not (self._has_keys and not self._of[caller]):
+        if self.num >= self.max_requests and not (self._has_keys and not self._of[caller]):
             raise QueueFull(
-                f"{self.most} requests are not answered yet; try again later or raise --max-queue",
+                f"{self.max_requests} requests are not answered yet; try again later or raise --max-queue",
                 retry_after_s=_RETRY_AFTER_S,
             )
         declared = dict(scope["headers"]).get(b"content-length", b"").decode("latin-1")
@@ -118,16 +116,16 @@ class InFlight:
     def require_room(self, caller: Tenant, num_bytes: int) -> None:
         """Raises `ShareFull` or `QueueFull` if there is no room for so many bytes of bodies more."""
         held, whose = self.bytes_of[caller] + num_bytes, ""
-        if caller != SHARED and held > _MOST_BODIES_OF_KEY * MAX_BODY_BYTES:
+        if caller != SHARED and held > _MAX_BODIES_OF_KEY * MAX_BODY_BYTES:
             error: type[QueueFull] = ShareFull
-            most, whose = _MOST_BODIES_OF_KEY * MAX_BODY_BYTES, " with this API key"
-        elif self.bytes_of.total() + num_bytes > _MOST_BODIES * MAX_BODY_BYTES and not (
+            limit, whose = _MAX_BODIES_OF_KEY * MAX_BODY_BYTES, " with this API key"
+        elif self.bytes_of.total() + num_bytes > _MAX_BODIES * MAX_BODY_BYTES and not (
             self._has_keys and held <= MAX_BODY_BYTES
         ):
-            error, most = QueueFull, _MOST_BODIES * MAX_BODY_BYTES
+            error, limit = QueueFull, _MAX_BODIES * MAX_BODY_BYTES
         else:
             return
-        said = f"the bodies of requests{whose} that wait may have {format_size(most)} together; try again later"
+        said = f"the bodies of requests{whose} that wait may have {format_size(limit)} together; try again later"
         raise error(said, retry_after_s=_RETRY_AFTER_S)
 
     @contextmanager
@@ -160,11 +158,10 @@ class CountedRequest:
 
 
 class Turns:
-    """Lets a number of callers work at a time, each on one thing. Who had a turn longest ago comes first. For the event
-    loop."""
+    """Lets `max_working` callers work at a time, one turn each, the least recent first. For the event loop."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_working: int) -> None:
+        self._max_working = max_working
         self._working: set[Hashable] = set()
         self._resting: set[Hashable] = set()
         """The callers that get no turn for a while after their last one."""
@@ -209,7 +206,7 @@ class Turns:
         self._give()
 
     def _give(self) -> None:
-        while len(self._working) < self._most:
+        while len(self._working) < self._max_working:
             busy = self._working | self._resting
             able = [item for item in self._waiting if item[0] not in busy]
             if not able:

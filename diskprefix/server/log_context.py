@@ -11,8 +11,8 @@ from starlette.requests import HTTPConnection
 
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent
-from diskprefix.nouns import Tenant
 from diskprefix.server.keys import NOBODY, Caller
+from diskprefix.values import Tenant
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left. Only the access log and the metrics show it."""
@@ -41,8 +41,7 @@ class LogContext:
 
     @property
     def turn(self) -> Tenant | str:
-        """The key for fair turns: all requests with one API key count as one caller. Without API keys each request is
-        on its own, because a client can choose any number of bearers."""
+        """The key for fair turns: the API key, or else the request, because a client may choose any bearers."""
         return self.request_id if self.caller.name is None else self.caller.tenant
 
     @property

@@ -22,9 +22,9 @@ from prometheus_client.registry import Collector
 
 from diskprefix.engine.gauges import Distribution
 from diskprefix.engine.request import DoneEvent
-from diskprefix.nouns import MISS_REASONS, CacheOutcome
 from diskprefix.server.log_context import OUTCOMES, LogContext
 from diskprefix.server.serving import Serving
+from diskprefix.values import MISS_REASONS, CacheOutcome
 from diskprefix.version import __version__
 
 _COUNTERS = {
@@ -37,10 +37,7 @@ _COUNTERS = {
         "Prompts not kept: the store failed, the buffer, budget or disk was full, or something was purged.",
     ),
     "unaffordable": ("store_unaffordable_prompts", "Prompts not saved, or not whole, for --kv-cache-write-budget."),
-    "process_disk_written_bytes": (
-        "store_disk_written_bytes",
-        "Bytes that the daemon has written to the file.",
-    ),
+    "process_disk_written_bytes": ("store_disk_written_bytes", "Bytes that the daemon has written to the file."),
     "evicted_blocks": ("store_evicted_blocks", "Blocks removed to stay within the budget."),
     "expired_blocks": ("store_expired_blocks", "Blocks removed as they were not used for their time to live."),
     "quarantined": ("store_quarantined_records", "Records set aside because they failed their checks."),
@@ -96,38 +93,22 @@ class EngineCollector(Collector):
         yield _info("build", "The version of diskprefix.", version=__version__)
         yield _gauge("ready", "1 once the model is loaded.", serving is not None)
         if serving is not None:
-            yield _info("model", "The served model.", **_described(serving))
-            yield from _queue_metrics(serving)
+            model = serving.engine.model
+            dtype = str(model.dtype).removeprefix("torch.")
+            served = {"model": serving.model_name, "device": str(model.device), "dtype": dtype}
+            yield _info("model", "The served model.", **served, fingerprint=serving.fingerprint)
             yield from _engine_metrics(serving)
             yield from _cache_metrics(self._stats)
             yield from _gate_metrics(self._stats["gate"])
             yield from _remote_metrics(self._stats["remote"])
 
 
-def _described(serving: Serving) -> dict[str, str]:
-    model = serving.engine.model
-    dtype = str(model.dtype).removeprefix("torch.")
-    return {
-        "model": serving.model_name,
-        "device": str(model.device),
-        "dtype": dtype,
-        "fingerprint": serving.fingerprint,
-    }
-
-
-def _queue_metrics(serving: Serving) -> Iterator[Metric]:
-    inbox = serving.inbox
+def _engine_metrics(serving: Serving) -> Iterator[Metric]:
+    inbox, memory, figures = serving.inbox, serving.engine.memory_stats(), serving.engine.figures
     yield _gauge("requests_running", "Requests in the engine.", inbox.num_running)
     yield _gauge("requests_waiting", "Requests in the queue.", inbox.queue_depth)
-    yield _gauge(
-        "engine_working_seconds",
-        "For how long the engine has been in its current step; 0 while it has nothing to do.",
-        inbox.heartbeat.working_s,
-    )
-
-
-def _engine_metrics(serving: Serving) -> Iterator[Metric]:
-    memory, figures = serving.engine.memory_stats(), serving.engine.figures
+    text = "For how long the engine has been in its current step; 0 while it has nothing to do."
+    yield _gauge("engine_working_seconds", text, inbox.heartbeat.working_s)
     yield _gauge("kv_sequences", "Sequences that have memory.", memory["running"])
     yield _gauge("kv_kept_tokens", "Tokens whose state is in memory and that no sequence uses.", memory["kept_tokens"])
     yield _gauge("kv_kept_bytes", "Memory of these tokens, which is there for others.", memory["kept_bytes"])
@@ -142,13 +123,8 @@ def _engine_metrics(serving: Serving) -> Iterator[Metric]:
 def _cache_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
     # From zero on: a series that appears with its first event has no rate before the second.
     misses = {reason: stats["misses"].get(reason, 0) for reason in MISS_REASONS}
-    yield _by_label(
-        CounterMetricFamily,
-        "cache_misses",
-        "Requests that restored nothing, or less than half of a long prompt.",
-        "reason",
-        misses,
-    )
+    text = "Requests that restored nothing, or less than half of a long prompt."
+    yield _by_label("cache_misses", text, "reason", misses)
     for name, (metric, text) in _COUNTERS.items():
         yield _counter(metric, text, stats[name])
     for name, (metric, text) in _GAUGES.items():
@@ -163,7 +139,7 @@ def _gate_metrics(gate: dict[str, Any]) -> Iterator[Metric]:
     counts = {"restore": "skipped_restores", "save": "skipped_saves", "fetch": "skipped_fetches"}
     skipped = {use: gate[count] for use, count in counts.items()}
     text = "Restores, saves and fetches left out, as computing is faster."
-    yield _by_label(CounterMetricFamily, "gate_skipped", text, "use", skipped)
+    yield _by_label("gate_skipped", text, "use", skipped)
 
 
 def _remote_metrics(remote: dict[str, Any] | None) -> Iterator[Metric]:
@@ -173,7 +149,7 @@ def _remote_metrics(remote: dict[str, Any] | None) -> Iterator[Metric]:
     for name, (metric, text) in _REMOTE.items():
         yield _counter(metric, text, remote[name])
     text = "Objects that failed their checks and were not used."
-    yield _by_label(CounterMetricFamily, "remote_refused_objects", text, "reason", remote["refused"])
+    yield _by_label("remote_refused_objects", text, "reason", remote["refused"])
     yield _gauge("remote_failing", "1 while the object store is left alone.", remote["state"] == "failing")
 
 
@@ -185,11 +161,9 @@ def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(f"diskprefix_{name}", text, value=float(value))
 
 
-def _by_label(
-    kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, label: str, values: Mapping[str, float]
-) -> Metric:
-    """Returns a metric with a series for each value of `label`."""
-    family = kind(f"diskprefix_{name}", text, labels=[label])
+def _by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """Returns a counter with a series for each value of `label`."""
+    family = CounterMetricFamily(f"diskprefix_{name}", text, labels=[label])
     for value, number in values.items():
         family.add_metric([value], number)
     return family
@@ -206,9 +180,8 @@ def _histogram(name: str, text: str, values: Distribution) -> Metric:
     # The sum first: a value that comes in between is then in the buckets, whose last one is the count.
     total, counts = values.sum, values.cumulative()
     bounds = [*map(str, values.bounds), "+Inf"]
-    return HistogramMetricFamily(
-        f"diskprefix_{name}", text, buckets=list(zip(bounds, counts, strict=True)), sum_value=total
-    )
+    buckets = list(zip(bounds, counts, strict=True))
+    return HistogramMetricFamily(f"diskprefix_{name}", text, buckets=buckets, sum_value=total)
 
 
 # The creation times of the series would double the length of a scrape.
@@ -263,13 +236,7 @@ class ServerMetrics:
             "diskprefix_restore_seconds",
             "Time that reading, verifying and copying stored state takes, of requests that restored something.",
         )
-        self._phases = {
-            phase: histogram(
-                f"diskprefix_{phase}_seconds",
-                text,
-            )
-            for phase, text in _PHASES.items()
-        }
+        self._phases = {phase: histogram(f"diskprefix_{phase}_seconds", text) for phase, text in _PHASES.items()}
         self._begin_at_zero()
         ProcessCollector(registry=registry)
 

@@ -92,8 +92,7 @@ async def _serving(request: Request) -> Serving:
 
 @routes.add("GET /v1/models", "List models")
 async def list_models(request: Request) -> JSONResponse:
-    """A list of the one model that is served, in the form of OpenAI's API; with the header `anthropic-version` in that
-    of Anthropic's."""
+    """A list of the served model, as in OpenAI's API; with the header `anthropic-version` as in Anthropic's."""
     serving = await _serving(request)
     if _is_anthropic(request):
         ends = {"first_id": serving.model_name, "last_id": serving.model_name, "has_more": False}
@@ -111,15 +110,15 @@ async def retrieve_model(request: Request) -> JSONResponse:
 
 B = TypeVar("B", bound=Body)
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 """The most bytes of UTF-8 in a text, which may have as many tokens. Encoding them takes two seconds and 200 MB."""
-_MOST_TOKENS = 1 << 20
+_MAX_TOKENS = 1 << 20
 
 
 class TokenizeRequest(Body):
     """`POST /tokenize`."""
 
-    content: str = Field(description=f"The text, {format_size(_MOST_BYTES)} at most.")
+    content: str = Field(description=f"The text, {format_size(_MAX_BYTES)} at most.")
     add_special: bool = Field(default=False, description="With the tokens that the tokenizer adds, such as BOS.")
     parse_special: Literal[True] = Field(default=True, description="Texts of special tokens become these tokens.")
     with_pieces: bool = Field(default=False, description="With the text of each token.")
@@ -128,7 +127,7 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
-    tokens: list[int] = Field(max_length=_MOST_TOKENS, description="Token ids.")
+    tokens: list[int] = Field(max_length=_MAX_TOKENS, description="Token ids.")
 
 
 async def _answer(request: Request, body: type[B], work: Callable[[PromptRenderer, B], dict[str, Any]]) -> Response:
@@ -146,8 +145,8 @@ async def tokenize(request: Request) -> Response:
     """The `tokens` of a text: ids, or with `with_pieces` objects with `id` and `piece`."""
 
     def work(renderer: PromptRenderer, body: TokenizeRequest) -> dict[str, Any]:
-        if (num_bytes := len(body.content.encode("utf-8", "surrogatepass"))) > _MOST_BYTES:
-            said = f"has {format_size(num_bytes)} of UTF-8; send {format_size(_MOST_BYTES)} at most"
+        if (num_bytes := len(body.content.encode("utf-8", "surrogatepass"))) > _MAX_BYTES:
+            said = f"has {format_size(num_bytes)} of UTF-8; send {format_size(_MAX_BYTES)} at most"
             raise InvalidRequest.at("content", said)
         tokens: list[Any] = renderer.tokenize(body.content, add_special_tokens=body.add_special)
         if body.with_pieces:

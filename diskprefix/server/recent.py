@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from diskprefix.api.figures import broken_by, figures_reply
-from diskprefix.nouns import CacheOutcome, CacheReport
 from diskprefix.server.log_context import LogContext
+from diskprefix.values import CacheOutcome, CacheReport
 
-MOST_REPLIES = 300
-MOST_FAILURES = 100
+MAX_REPLIES = 300
+MAX_FAILURES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class RecentRequests:
 
     def __init__(self) -> None:
         self.count = 0
-        self._replies: deque[EndedRequest] = deque(maxlen=MOST_REPLIES)
-        self._failures: deque[EndedRequest] = deque(maxlen=MOST_FAILURES)
+        self._replies: deque[EndedRequest] = deque(maxlen=MAX_REPLIES)
+        self._failures: deque[EndedRequest] = deque(maxlen=MAX_FAILURES)
 
     def note(self, context: LogContext, method: str, route: str, elapsed_s: float) -> None:
         """Adds a request that ended, if it generated something or failed to."""
@@ -92,7 +92,7 @@ class RecentRequests:
 
 log = logging.getLogger("diskprefix")
 
-_MOST_LINES = 32
+_MAX_LINES = 32
 _TEXT_CHARS = 200
 
 
@@ -106,38 +106,32 @@ class PrefixBreaks:
         """Counts what broke the prompt of a request, if something did."""
         if report.broken is None:
             return
-        found = broken_by(report)
-        line = found["line"]
+        broken = broken_by(report)
+        line = broken["line"]
         if line not in self._lines:
-            _log(found)
+            names = ",".join(f"{name}=on" for name in broken["normalisers"])
+            log.info(
+                "[disk-cache] a prompt differs from an earlier one at token %d, in the line %r (letters are masked as "
+                "x, digits as #; the dashboard shows the text), so about %d equal tokens after it are computed again%s "
+                "(logged once for each such line)",
+                broken["at"],
+                line,
+                broken["tokens"],
+                f"; --normalise {names} may help" if names else "",
+            )
         text = " ".join(report.broken_line[:_TEXT_CHARS].split())
         seen = self._lines.pop(line, {"text": text, "requests": 0, "tokens": 0})
         self._lines[line] = {
             "line": line,
             "text": seen["text"],
-            "normalisers": found["normalisers"],
+            "normalisers": broken["normalisers"],
             "requests": seen["requests"] + 1,
-            "tokens": seen["tokens"] + found["tokens"],
+            "tokens": seen["tokens"] + broken["tokens"],
         }
-        if len(self._lines) > _MOST_LINES:
+        if len(self._lines) > _MAX_LINES:
             self._lines.popitem(last=False)
 
     def as_list(self, *, with_texts: bool = False) -> list[dict[str, Any]]:
-        """Returns a JSON object for each line, most recently seen first. With texts, `text` is the line as it was seen
-        first."""
+        """Returns a JSON object for each line, most recently seen first; with texts, `text` is its first occurrence."""
         names = ("line", "normalisers", "requests", "tokens", *(("text",) if with_texts else ()))
         return [{name: seen[name] for name in names} for seen in reversed(self._lines.values())]
-
-
-def _log(found: dict[str, Any]) -> None:
-    names = found["normalisers"]
-    hint = f"; --normalise {','.join(f'{name}=on' for name in names)} may help" if names else ""
-    log.info(
-        "[disk-cache] a prompt differs from an earlier one at token %d, in the line %r (letters are masked as x, "
-        "digits as #; the dashboard shows the text), so about %d equal tokens after it are computed again%s "
-        "(logged once for each such line)",
-        found["at"],
-        found["line"],
-        found["tokens"],
-        hint,
-    )

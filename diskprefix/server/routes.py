@@ -21,8 +21,8 @@ STREAMED = (JSON, EVENTS)
 
 @dataclass(frozen=True)
 class About:
-    """The description of a route in the OpenAPI document, beside the docstring of its handler. The second paragraph of
-    the docstring, or else the first, describes a successful answer."""
+    """The description of a route in the OpenAPI document, beside the docstring of its handler, whose last paragraph
+    describes a successful answer."""
 
     tag: str
     summary: str

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ModelNotFound
 from diskprefix.model.load.proposals import full_name
-from diskprefix.nouns import Scope, require_model_name
 from diskprefix.printable import shown
 from diskprefix.server.threads import Threads
+from diskprefix.values import Scope, require_model_name
 
 if TYPE_CHECKING:
     from diskprefix.engine.inbox import Inbox
@@ -65,8 +65,7 @@ class Serving:
     takes_any_name: bool = False
 
     def require_model(self, name: str | None) -> None:
-        """Raises `ModelNotFound` for a name other than the served model's. Ollama's clients may end it with `:latest`.
-        None stands for the served model."""
+        """Raises `ModelNotFound` for another model's name. None is any; Ollama's clients may append `:latest`."""
         if name is None or name in (self.model_name, f"{self.model_name}:latest"):
             return
         require_model_name(name)

@@ -1,5 +1,4 @@
-"""Sends a reply: as server-sent events, as lines of JSON, or as one JSON object. Each begins early and sends signs of
-life while nothing else is sent."""
+"""Sends a reply as events, lines of JSON or one JSON object, with signs of life while there is nothing to send."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from diskprefix.api.dialect import ReplyWriter, StreamEvent, json_text
 from diskprefix.api.reply import EndEvent, ReplyEvent, ReplyReader, whole_reply
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server.error_replies import early_failure, early_sign, note_failure, opening, stream_type
+from diskprefix.server.error_replies import StreamForm, early_failure, note_failure, stream_form
 from diskprefix.server.generation import Generation, Generations, disconnected
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 
@@ -50,9 +49,10 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         self._send = send
         try:
-            self.headers["content-type"] = stream_type(scope)
+            form = stream_form(scope)
+            self.headers["content-type"] = form.content_type
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._body(opening(scope) + _encoded(self._writer.begin()))
+            await self._body(form.opening + _encoded(self._writer.begin()))
             await self._stream()
         except DiskPrefixError as error:
             note_failure(scope, error, "a stream ended early")
@@ -93,8 +93,7 @@ def _encoded(events: Sequence[StreamEvent]) -> bytes:
 async def json_reply(
     generation: Generation | Generations, reader: ReplyReader, writer: ReplyWriter, write: Write
 ) -> Response:
-    """Waits for the end of a reply and returns the response that has it as one JSON object. Raises the errors of
-    `Generation.next`."""
+    """Returns the whole reply as one JSON object when it has ended. Raises the errors of `Generation.next`."""
     events: list[ReplyEvent] = []
     try:
         event = None
@@ -113,8 +112,7 @@ async def respond_or_keep_alive(
     is_stream: bool,
     early: Callable[[], Awaitable[ReplyWriter | None]] | None = None,
 ) -> Response:
-    """Returns the prepared response. If that takes long, returns one that sends signs of life until it is ready: the
-    events of the writer that `early` returns, or comments."""
+    """Returns the prepared response, or after a while one that first sends signs of life: those of `early`'s writer."""
     done, _ = await asyncio.wait({preparing}, timeout=KEEPALIVE_S)
     if done:
         return preparing.result()
@@ -139,8 +137,8 @@ class KeepAliveResponse(Response):
         self._writer = writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sign = early_sign(scope) if self._is_stream else b"\n"
-        self.headers["content-type"] = stream_type(scope) if self._is_stream else "application/json"
+        form = stream_form(scope) if self._is_stream else StreamForm("application/json", sign=b"\n")
+        sign, self.headers["content-type"] = form.sign, form.content_type
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         leaving = asyncio.create_task(disconnected(receive))
         try:
@@ -168,9 +166,8 @@ class KeepAliveResponse(Response):
         except DiskPrefixError as error:
             note_failure(scope, error, "a reply ended early")
             if self._is_stream:
-                body = (
-                    _encoded(self._writer.failure(error)) if self._writer is not None else early_failure(scope, error)
-                )
+                writer = self._writer
+                body = early_failure(scope, error) if writer is None else _encoded(writer.failure(error))
                 await send({"type": "http.response.body", "body": body, "more_body": False})
             return
         has_failed = False

@@ -37,8 +37,7 @@ _NUM_THREADS: dict[Kind, int] = {
 """The first image of each size takes up to a second. A thread that compiles only waits for a process. Three callers
 inspect the daemon, each once at a time, and all three may wait for a disk."""
 _LOW_PRIORITY: tuple[Kind, ...] = ("large", "images", "counting")
-"""Threads with a lower priority than the engine's. The engine's threads wait for each other many times in a step, so
-one that loses its processor delays all of them."""
+"""Threads with a lower priority than the engine's, which wait for each other: one without a processor delays all."""
 _NICE = 10
 _REST_BESIDE, _MAX_REST_S = 7, 15.0
 """How long a caller's next work of these kinds waits while the engine computes, as a multiple of the last one's time,
@@ -61,13 +60,12 @@ class Threads:
     def __init__(
         self, is_computing: Callable[[], bool] = lambda: False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`is_computing` tells whether the engine has requests."""
         self._of = {
             kind: ThreadPoolExecutor(number, kind, initializer=_lower_priority if kind in _LOW_PRIORITY else None)
             for kind, number in _NUM_THREADS.items()
         }
         self._turns = {kind: Turns(number) for kind, number in _NUM_THREADS.items()}
-        self._begun: set[Future[Any]] = set()
+        self._begun_calls: set[Future[Any]] = set()
         self._is_computing = is_computing
         self._clock = clock
         self._due: dict[int, tuple[float, float]] = {}
@@ -76,7 +74,7 @@ class Threads:
     @property
     def are_busy(self) -> bool:
         """Returns whether some work, which cannot be stopped, has not ended."""
-        return any(not work.done() for work in tuple(self._begun))
+        return any(not work.done() for work in tuple(self._begun_calls))
 
     @property
     def overdue_s(self) -> float:
@@ -124,8 +122,8 @@ class Threads:
 
     def _submit(self, kind: Kind, work: Callable[..., T], *values: Any) -> Future[T]:
         running = self._of[kind].submit(self._timed, kind, work, *values)
-        self._begun.add(running)
-        running.add_done_callback(self._begun.discard)
+        self._begun_calls.add(running)
+        running.add_done_callback(self._begun_calls.discard)
         return running
 
     def _timed(self, kind: Kind, work: Callable[..., T], *values: Any) -> T:

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from diskprefix.errors import StoreUnavailable
-from diskprefix.trusted_path import distrusted_by_root
+from diskprefix.private_file import distrusted_by_root
 from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")

@@ -45,7 +45,7 @@ class Housekeeping:
         self.expired = self.quarantined = 0
         self.error: str | None = None
         """The store's last failure; None once a prompt is saved again."""
-        self.look()
+        self.report_problem()
 
     @property
     def is_repairing(self) -> bool:
@@ -71,7 +71,7 @@ class Housekeeping:
             return error
         return None
 
-    def look(self) -> None:
+    def report_problem(self) -> None:
         """Reports what is wrong with the folder, once."""
         if self._store.problem is not None:
             self._report(self._store.problem)
@@ -87,7 +87,7 @@ class Housekeeping:
         if self._store.maintain():
             self.recover()
             self._recorded = ()
-        self.look()
+        self.report_problem()
         if self._store.problem is None:
             self._expire()
         self._record_models()

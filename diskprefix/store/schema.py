@@ -131,7 +131,7 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a root. `layout` is the canonical text of `kv.layout.Layout`, which payloads have.
 
     `identity` is the text whose hash is the root (`tokens.root_hash`); empty if it is not known. `tenant` is the text
-    of a `nouns.Tenant`, empty for the shared tenant. `tokenizer` is the folder of the tokenizer that made the token
+    of a `values.Tenant`, empty for the shared tenant. `tokenizer` is the folder of the tokenizer that made the token
     ids, for people who read them; empty if it is not known.
     """
 

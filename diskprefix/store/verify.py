@@ -22,7 +22,6 @@ from functools import cached_property
 import numpy as np
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.nouns import Tenant
 from diskprefix.store.changes import RECORDS_AT_ONCE, batches, node_bytes
 from diskprefix.store.codec.codec import Piece, populate
 from diskprefix.store.codec.planes import Bytes
@@ -45,6 +44,7 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import HASH_BYTES, root_hash
+from diskprefix.values import Tenant
 
 _LOOK_AGAIN_S = (0.1, 1.0)
 """The times before another look at what a writer may just have changed."""

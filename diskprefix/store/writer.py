@@ -67,10 +67,10 @@ class Writer:
     def __init__(self, store: Store, *, buffer_bytes: int, ttl_s: float = 0.0) -> None:
         """For `ttl_s` see `Housekeeping`."""
         self._store = store
-        self.house = Housekeeping(store, ttl_s)
+        self.housekeeping = Housekeeping(store, ttl_s)
         self.notes = Notes(store, self._wake)
         self.savings = SavingsLog(store)
-        self.house.on_forget.append(self.drop_outdated)
+        self.housekeeping.on_forget.append(self.drop_outdated)
         self.dropped = self.evicted = self.written_bytes = self.written_tokens = 0
         self.pending: Mapping[bytes, NewNode] = MappingProxyType({})
         """The nodes that are not yet in the store, an immutable view. Read it before a snapshot is taken, or a node may
@@ -103,7 +103,7 @@ class Writer:
     @property
     def error(self) -> str | None:
         """The store's last failure; None once a prompt is saved again."""
-        return self.house.error
+        return self.housekeeping.error
 
     @property
     def num_pending(self) -> int:
@@ -119,7 +119,7 @@ class Writer:
     def is_alive(self) -> bool:
         """Returns whether the store is still used: the thread runs, as another process may hold LMDB's lock, or damage
         is looked for. Keep the store open then."""
-        return self._thread.is_alive() or self.house.is_reading
+        return self._thread.is_alive() or self.housekeeping.is_reading
 
     # What is to be saved.
 
@@ -262,14 +262,14 @@ class Writer:
         """Adds a model to those that the store is served with. They are recorded when nothing waits to be written,
         and again if a new file replaces the store's."""
         with self._changed:
-            self.house.models += (model,)
+            self.housekeeping.models += (model,)
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until everything that was added is written, and notes as far as the store takes them; and until records
         that made writing fail are removed. Returns False if the time runs out first."""
         with self._changed, self._waited_for():
             return self._changed.wait_for(
-                lambda: not (self.num_pending or self.notes.is_waiting or self.house.is_repairing), timeout_s
+                lambda: not (self.num_pending or self.notes.is_waiting or self.housekeeping.is_repairing), timeout_s
             )
 
     def close(self, timeout_s: float) -> bool:
@@ -389,9 +389,9 @@ class Writer:
     # The thread.
 
     def _run(self) -> None:
-        attempt = self.house.attempt
+        attempt = self.housekeeping.attempt
         while True:
-            attempt(self.house.notice_purge)
+            attempt(self.housekeeping.notice_purge)
             with self._changed:
                 self._changed.wait_for(
                     lambda: self._next() or self._damaged or self._closing or self.notes.is_waiting, _TOUCH_INTERVAL_S
@@ -400,8 +400,8 @@ class Writer:
                 damaged, self._damaged = self._damaged, {}
                 self._has_ended = self._closing and waiting is None
             for name, parent in damaged.items():
-                attempt(partial(self.house.quarantine, name, parent))
-            attempt(self.house.remove_damaged)
+                attempt(partial(self.housekeeping.quarantine, name, parent))
+            attempt(self.housekeeping.remove_damaged)
             is_done = self._write_all(waiting)
             self._wake()
             if waiting is not None:
@@ -411,7 +411,7 @@ class Writer:
                 attempt(self._store.record_written)
                 return
             if waiting is None or self._store.problem is not None:
-                attempt(self.house.maintain)
+                attempt(self.housekeeping.maintain)
 
     def _end_writing(self, waiting: Waiting, *, is_done: bool) -> None:
         with self._changed:
@@ -439,13 +439,13 @@ class Writer:
             if waiting is not None:
                 waiting.save.has_written_nodes = False
             if isinstance(error, StoreReplaced):
-                self.house.attempt(self.house.maintain)
+                self.housekeeping.attempt(self.housekeeping.maintain)
             for source in sources:
-                self.house.attempt(partial(self._store.write_from, source))
+                self.housekeeping.attempt(partial(self._store.write_from, source))
             return waiting is None or left is None or self._publish_alone(waiting.save, left)
         if waiting is not None and left is not None and left.last_node is not None and waiting.save.has_written_nodes:
             # A prompt was saved with all else, nodes among it. On a full disk, a small part alone may still fit.
-            self.house.recover()
+            self.housekeeping.recover()
         return True
 
     def _left_of(self, waiting: Waiting) -> Publication | None:
@@ -466,7 +466,7 @@ class Writer:
 
     def _publish_alone(self, save: Save, publication: Publication) -> bool:
         """Returns what `_write_all` does."""
-        failure = self.house.attempt(partial(self._publish, save, publication))
+        failure = self.housekeeping.attempt(partial(self._publish, save, publication))
         # Readers end, whenever that is. What waits for that needs no other attempt in time.
         self._waits_for_reader = isinstance(failure, (ReaderStays, StoreReplaced))
         if isinstance(failure, (PrefixGone, LargerThanStore)):

@@ -242,7 +242,7 @@ def test_a_long_run_of_messages_is_joined_at_once(monkeypatch: pytest.MonkeyPatc
 
 
 HEAD = Head(id="msg_1", created=0, model="tiny", fingerprint="fp", prompt_tokens=10, request_id="req_1")
-READ = CallBegin(0, "toolu_1", "read")
+READ = CallBegin(0, "read", "toolu_1")
 STREAMS = sorted((Path(__file__).parent / "anthropic_streams").iterdir())
 SDK_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
@@ -315,7 +315,7 @@ def neutral(events: Iterable[dict[str, Any]]) -> list[ReplyEvent]:
     for event in events:
         block, delta = event.get("content_block", {}), event.get("delta", {})
         if block.get("type") == "tool_use":
-            deltas.append(CallBegin(0, block["id"], block["name"]))
+            deltas.append(CallBegin(0, block["name"], block["id"]))
         elif delta.get("type") == "text_delta":
             deltas.append(ContentDelta(delta["text"]))
         elif delta.get("type") == "thinking_delta":
@@ -364,7 +364,7 @@ def test_a_thought_that_the_client_does_not_want_is_left_out_but_signed() -> Non
     [
         ([ContentDelta("\n\n")], []),
         ([ReasoningDelta("hm"), ContentDelta("\n"), ContentDelta("\n"), READ], ["thinking", "tool_use"]),
-        ([READ, ContentDelta("\n"), CallBegin(1, "toolu_2", "list")], ["tool_use", "tool_use"]),
+        ([READ, ContentDelta("\n"), CallBegin(1, "list", "toolu_2")], ["tool_use", "tool_use"]),
         ([ContentDelta("\n"), ContentDelta(" so\n"), ContentDelta("\n")], ["text"]),
     ],
 )

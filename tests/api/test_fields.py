@@ -11,9 +11,9 @@ from diskprefix.api.fields import MAX_TTL_S, cache_options
 from diskprefix.api.openai import CompletionRequest
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.messages import ImagePart
-from diskprefix.nouns import SHARED, CacheOptions, Scope, Tenant
 from diskprefix.server.body import parse_json
 from diskprefix.store.eviction import recorded_ttl
+from diskprefix.values import SHARED, CacheOptions, Scope, Tenant
 
 USER = {"role": "user", "content": "hello"}
 BEGUN = [USER, {"role": "assistant", "content": "The answer is"}]

@@ -17,6 +17,7 @@ from diskprefix.api.openai_chat import Chat, ChatRequest
 from diskprefix.api.parsed_request import ParsedRequest, TextFormat, ToolChoice, constraint_of
 from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.chat.messages import Conversation, JsonObject, Message
+from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, OutputParser, ReasoningDelta, ThoughtTags
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.kept_schema import MOST_CHARS
@@ -38,14 +39,13 @@ def tool(name: str, parameters: JsonObject) -> JsonObject:
 TOOLS = [tool("read", SCHEMA), tool("write", {"type": "object"})]
 
 
-class Thinking:
+class Thinking(OutputFormat):
     """A format with thoughts and calls. The template may have opened or closed the thought at the prompt's end."""
 
-    name = "thinking"
-    special_tokens: frozenset[str] = frozenset()
-    thought = ThoughtTags("<think>", "</think>")
+    def __init__(self) -> None:
+        super().__init__(thought=ThoughtTags("<think>", "</think>"))
 
-    def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:  # noqa: ARG002 (the protocol's)
+    def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:  # noqa: ARG002
         return Parser(prompt_end.rstrip().endswith("<think>"))
 
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:

@@ -20,10 +20,10 @@ from diskprefix.api.responses import Responses
 from diskprefix.errors import InvalidRequest
 from diskprefix.extras.infill.infill import Infill
 from diskprefix.extras.ollama.ollama_dialect import Ollama, OllamaChatRequest, OllamaGenerateRequest
-from diskprefix.nouns import SHARED, Scope
 from diskprefix.server.body import parse_json
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
+from diskprefix.values import SHARED, Scope
 
 GONE = object()
 """The field is left out."""
@@ -194,6 +194,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("logprobs", "", 21),
         ("best_of", "", 0),
         ("best_of", "must be equal to n", 2),
+        ("special_tokens_in_text", "needs a suffix", False),
     ],
     "messages": [
         ("max_tokens", "greater than or equal to -1", -2),

@@ -23,8 +23,7 @@ from diskprefix.api.reply import (
 from diskprefix.chat.messages import Message, TextPart
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
-from diskprefix.engine.request import Event, FinishEvent, ProgressEvent, TextEvent, TokenLogprob
-from diskprefix.server.remembering import RememberingReader
+from diskprefix.engine.request import Event, FinishEvent, TextEvent, TokenLogprob
 from tests.chat.turns import Turns
 from tests.server.scripted import done
 
@@ -111,13 +110,8 @@ def test_choices_are_parsed_apart_and_listed_in_order() -> None:
     events: list[Event] = [TextEvent(1, "A", (1,)), TextEvent(0, "so", (1,)), TextEvent(1, "B", (1,))]
     events += [FinishEvent(1, "stop"), FinishEvent(0, "length"), done()]
     choices = collected(found for event in events for found in reader.read(event))
-    assert [(choice.index, choice.content, len(choice.calls)) for choice in choices] == [(0, "so", 0), (1, "so", 1)]
+    assert [(choice.choice, choice.content, len(choice.calls)) for choice in choices] == [(0, "so", 0), (1, "so", 1)]
     assert [choice.reason for choice in choices] == ["length", "tool_calls"]
-
-
-def test_progress_passes_through() -> None:
-    event = ProgressEvent(3, 1, 2, 3, 0.5)
-    assert ReplyReader(lambda: Prepared({}), "call_").read(event) == [event]
 
 
 @pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True, "é\n"]}, {"a": 10**400}, {"a": -(2**64)}, {}])
@@ -138,7 +132,7 @@ def remembered(events: Sequence[Event], *, many_calls: bool = True) -> tuple[lis
     """Returns what is remembered, the ids of the calls that the client is told, and the store."""
     turns = Turns()
     memory = ReplyMemory(turns, Origin.of(asked(), "Go."), frozenset({END}))
-    reader = RememberingReader(lambda: Prepared(CALLS), "call_", memory, many_calls=many_calls)
+    reader = ReplyReader(lambda: Prepared(CALLS), "call_", memory, many_calls=many_calls)
     told = [found for event in events for found in reader.read(event) if isinstance(found, DeltaEvent)]
     ids = [delta.id for event in told for delta in event.deltas if isinstance(delta, CallBegin)]
     return [SampledTurn.decode(record) for record in turns.values()], ids, turns
@@ -191,7 +185,7 @@ def test_the_tokens_of_a_character_have_its_offset_and_names_of_their_own() -> N
     wanted = [0, 1, 1, 2, 2, 2, 2, 3]
     streamed = [writer.chunk_choices(DeltaEvent(0, (), (part,)))[0]["logprobs"] for part in parts]
     assert [one["text_offset"] for one in streamed] == [[at] for at in wanted]
-    whole = writer.whole_choice(WholeChoice(0, "aé😀b", "", (), tuple(parts), "stop"))["logprobs"]
+    whole = writer.whole_choice(WholeChoice(0, "stop", content="aé😀b", tokens=tuple(parts)))["logprobs"]
     assert whole["text_offset"] == wanted
     assert whole["tokens"][:3] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
     assert [*whole["top_logprobs"][2]] == ["bytes:\\xa9"]

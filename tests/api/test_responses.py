@@ -29,7 +29,7 @@ from diskprefix.api.reply import (
 )
 from diskprefix.api.responses import ResponseRequest
 from diskprefix.api.responses_items import ReferenceItem, messages_of, stored_form
-from diskprefix.api.responses_writer import ResponseWriter
+from diskprefix.api.responses_writer import OutputItems, ResponseWriter
 from diskprefix.chat.messages import (
     CacheMark,
     ImagePart,
@@ -217,7 +217,7 @@ def test_functions_of_a_namespace_are_offered_and_called_by_both_names() -> None
     offered = body(tools=tools).offered
     assert [tool["function"]["name"] for tool in offered.functions] == ["mcp__files__read", "read"]
     assert offered.paths == ["tools.0.tools.0.parameters", "tools.1.parameters"]
-    parts: list[list[ReplyDelta]] = [[CallBegin(0, "c1", "mcp__files__read")], [CallBegin(1, "c2", "read")]]
+    parts: list[list[ReplyDelta]] = [[CallBegin(0, "mcp__files__read", "c1")], [CallBegin(1, "read", "c2")]]
     calls = whole(events_of(parts), tools=tools)["output"]
     assert [(call["name"], call.get("namespace")) for call in calls] == [("read", "mcp__files"), ("read", None)]
     [called] = messages(*calls)
@@ -250,7 +250,7 @@ def writer(**fields: Any) -> ResponseWriter:
     request = body(**fields)
     echo = {name: json.loads(bytes(value)) for name, value in request.echo.items()}
     summary, namespaces = request.summary is not None, request.offered.namespaces
-    return ResponseWriter(HEAD, echo, reasoning_is_summary=summary, keep=None, namespaces=namespaces)
+    return ResponseWriter(HEAD, echo, OutputItems(HEAD.id, reasoning_is_summary=summary, namespaces=namespaces))
 
 
 def events_of(parts: Iterable[Sequence[ReplyDelta]], reason: Any = "stop", tokens: int = 0) -> list[ReplyEvent]:
@@ -298,7 +298,7 @@ def numbered(parts: list[list[Any]]) -> list[list[ReplyDelta]]:
 
 
 def call(index: int, arguments: str) -> list[ReplyDelta]:
-    return [CallBegin(index, f"call_{index}", "f"), ToolCallDelta(index, arguments)]
+    return [CallBegin(index, "f", f"call_{index}"), ToolCallDelta(index, arguments)]
 
 
 DELTAS = (
@@ -365,7 +365,7 @@ def test_a_keepalive_is_an_event_that_clients_count_and_ignore() -> None:
 
 def test_white_space_between_calls_is_no_message_and_before_a_text_it_belongs_to_it() -> None:
     blank: list[ReplyDelta] = [ContentDelta("\n\n")]
-    calls: list[list[ReplyDelta]] = [[CallBegin(n, f"call_{n}", "f"), ToolCallDelta(n, "{}")] for n in range(2)]
+    calls: list[list[ReplyDelta]] = [[CallBegin(n, "f", f"call_{n}"), ToolCallDelta(n, "{}")] for n in range(2)]
     output = whole(events_of([blank, calls[0], blank, calls[1], blank]))["output"]
     assert [item["type"] for item in output] == ["function_call", "function_call"]
     [message] = whole(events_of([blank, *HELLO, blank]))["output"]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from diskprefix.kv.layout import ExactAt
-from diskprefix.nouns import CacheOptions, Scope
 from diskprefix.store.verify import verify_index
+from diskprefix.values import CacheOptions, Scope
 from tests.exactness.architectures import tiny_model
 from tests.runner import Runner, tiny_llama, tiny_settings
 

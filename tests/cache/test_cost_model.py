@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from diskprefix.cache.cost_model import CostLine, CostModel
 from diskprefix.cache.tiers.tier import Prefetched
-from diskprefix.nouns import CacheOptions, Prompt, Scope
+from diskprefix.values import CacheOptions, Prompt, Scope
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 
 BYTES_PER_TOKEN = 23_040

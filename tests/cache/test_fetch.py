@@ -16,9 +16,9 @@ from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.forward import prefill
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.nouns import SHARED, CacheOptions, Prompt
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.tokens import TokenIds, floor_to_grid
+from diskprefix.values import SHARED, CacheOptions, Prompt
 from tests.cache.opening import AUTO, FULL, Opened
 from tests.runner import BLOCK, Runner, random_prompt
 from tests.store.building import chain, damage

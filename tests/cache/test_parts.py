@@ -13,11 +13,11 @@ import pytest
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
-from diskprefix.nouns import SHARED, CacheOptions, Mark, Prompt, Scope
 from diskprefix.store.note_record import NoteKind, StoredNote
 from diskprefix.store.schema import Kind, decode_node, node_name
 from diskprefix.store.tree import list_entries
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
+from diskprefix.values import SHARED, CacheOptions, Mark, Prompt, Scope
 from tests.cache.opening import AUTO, FULL, OFF, Opened, gated, is_sound
 from tests.runner import VOCAB, Answer, Runner, random_prompt, same
 from tests.store.building import damage
@@ -147,7 +147,7 @@ def test_a_damaged_node_is_removed_and_the_next_best_is_used(runner: Runner) -> 
     damage(runner.cache.store, first_block(runner, first))
     report = read(runner, wanted).report
     assert (report.restored, report.refused) == (21, "damaged")
-    runner.wait_for(lambda: runner.cache.writer.house.quarantined == 2)
+    runner.wait_for(lambda: runner.cache.writer.housekeeping.quarantined == 2)
     assert is_sound(runner)
     # A record, this time.
     with runner.cache.store.changes() as changes:
@@ -156,7 +156,7 @@ def test_a_damaged_node_is_removed_and_the_next_best_is_used(runner: Runner) -> 
         changes._put("nodes", first_block(runner, second), bytes(record))
     report = read(runner, wanted).report
     assert (report.restored, report.miss_reason) == (0, "damaged")
-    runner.wait_for(lambda: runner.cache.writer.house.quarantined > 2)
+    runner.wait_for(lambda: runner.cache.writer.housekeeping.quarantined > 2)
     assert is_sound(runner)
 
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.errors import SettingsError
 from diskprefix.extras.remote.remote_tier import RemoteTier
-from diskprefix.nouns import SHARED, Prompt
 from diskprefix.settings import Settings
+from diskprefix.values import SHARED, Prompt
 from tests.cache.opening import FULL
 from tests.object_server import Fault, ObjectServer, object_server
 from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings

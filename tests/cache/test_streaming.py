@@ -21,11 +21,11 @@ from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.runner import forward
-from diskprefix.nouns import CacheOptions, Prompt, Scope
 from diskprefix.store.codec.codec import PIECE_BYTES
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds
+from diskprefix.values import CacheOptions, Prompt, Scope
 from tests import forked
 from tests.cache.opening import AUTO, FULL, OFF, Opened, gated, is_sound, open_runner
 from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings
@@ -91,6 +91,7 @@ def address(payload: memoryview) -> int:
 @contextmanager
 def beside(runner: Runner, prompt: TokenIds) -> Iterator[SimpleNamespace]:
     """Measures the peak of what is allocated beside the memory of the prompt's state, by numpy and Python."""
+    runner.run(random_prompt(2, 10), "off")  # The plan of a step is made once.
     runner.sequence.reserve(len(prompt) + 16)
     found = SimpleNamespace(peak_bytes=0)
     tracemalloc.start()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diskprefix.cache.matching import Matcher, Restored
+from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.saving import Planner
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.local import BufferTier, DiskTier, DiskView
@@ -286,6 +286,6 @@ def test_a_checkpoint_that_waits_to_be_written_is_found_behind_blocks_on_the_dis
 
 def test_states_that_a_preempted_reply_copied_before_an_end_that_was_saved_save_nothing(store: Store) -> None:
     nodes = PromptNodes(TokenPath(store.secret, ROOT, LONG, BLOCK), PayloadLayout.parse(LAYOUT))
-    planner = Planner(nodes, Restored(), "checkpoints", len(LONG))
+    planner = Planner(nodes, RestoreResult(), "checkpoints", len(LONG))
     points = [nodes.checkpoint(blocks * BLOCK) for blocks in (3, 1, 4)]
     assert list(planner.saved_tokens(points)) == [3 * BLOCK, 0, BLOCK]

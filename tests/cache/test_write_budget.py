@@ -12,9 +12,9 @@ import pytest
 
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.write_budget import Spending, SpentByKey, within_budget
-from diskprefix.nouns import CacheOptions, CacheReport, Mark, Prompt, Scope, Selection, Tenant
 from diskprefix.store.written import WrittenBytes
 from diskprefix.tokens import as_token_ids
+from diskprefix.values import CacheOptions, CacheReport, Mark, Prompt, Scope, Selection, Tenant
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 
 RULES = Rules(block_size=16, min_tokens=100, cold_max=100, interval=100, state="token")
@@ -91,9 +91,9 @@ def test_states_count_and_what_is_left_ends_at_a_checkpoint() -> None:
 
 @pytest.mark.parametrize(("state", "kept"), [("token", 200), ("sliceable", 192)])
 def test_a_part_has_no_end_no_reply_and_at_least_the_fewest_tokens(state: Any, kept: int) -> None:
-    rules, whole = replace(RULES, state=state), replace(ALL, aligned=992, keep_tail=True, keeps_reply=True)
+    rules, whole = replace(RULES, state=state), replace(ALL, aligned=992, keep_tail=True, saves_reply=True)
     found = within(0.6, whole, rules=rules)
-    assert (found.kept, found.keep_tail, found.keeps_reply) == (kept, False, False)
+    assert (found.kept, found.keep_tail, found.saves_reply) == (kept, False, False)
     assert within(0.6, whole, rules=replace(rules, min_tokens=201)).kept == 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.nouns import Prompt
+from diskprefix.values import Prompt
 from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
 
 

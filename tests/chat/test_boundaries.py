@@ -14,8 +14,8 @@ from diskprefix.chat.boundaries import system_end, template_boundaries
 from diskprefix.chat.client_text import StandIns, TextRules, TokenTexts, with_stand_ins
 from diskprefix.chat.template import template_markers
 from diskprefix.chat.template_input import changed_texts
-from diskprefix.nouns import Prompt
 from diskprefix.tokens import as_token_ids, raw_boundaries
+from diskprefix.values import Prompt
 
 MARKERS = ("<|im_start|>", "<|im_end|>", "<s>", "<|im_end|>x")
 SPECIAL_IDS = {marker: index for index, marker in enumerate(MARKERS)}

@@ -21,8 +21,8 @@ from diskprefix.chat.control_tokens import IN_SYSTEM_MESSAGES
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.nouns import Prompt
 from diskprefix.server.body import parse_json
+from diskprefix.values import Prompt
 from tests.chat.families.conversations import SYSTEM, WEATHER_FUNCTION, Message, body_of, call, result, user
 from tests.chat.families.families import FAMILIES, Family, folder, named, renderer_of, tokenizer_of
 from tests.chat.rendering import rendered, tokenizer_with

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from diskprefix.chat.encoder import TextParts
 from diskprefix.errors import InvalidRequest
-from diskprefix.nouns import Prompt
 from diskprefix.tokens import common_prefix_length
+from diskprefix.values import Prompt
 from tests.chat.families.conversations import (
     CLIENTS,
     SYSTEM,

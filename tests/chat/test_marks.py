@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.nouns import MAX_MARKS, Mark, Prompt
 from diskprefix.server.body import parse_json
+from diskprefix.values import MAX_MARKS, Mark, Prompt
 from tests.chat.families.conversations import SYSTEM as OF_WEATHER
 from tests.chat.families.conversations import Message, call, prompt_of, result, text_of, user
 from tests.chat.families.families import FAMILIES, Family
 from tests.chat.rendering import rendered, renderer_of, tokenizer_with
-from tests.server.chat_model import CHAT_TEMPLATE
 
 MARK = {"type": "ephemeral"}
 HOUR = MARK | {"ttl": "1h"}
@@ -48,15 +47,6 @@ def part(text: str, control: Any = None) -> dict[str, Any]:
     return {"type": "text", "text": text} | ({} if control is None else {"cache_control": control})
 
 
-def test_a_marked_message_is_kept_with_the_end_of_its_turn(tokenizer: Any) -> None:
-    plain = render(tokenizer, TURNS)
-    assert not plain.marks
-    for index, message in enumerate(TURNS):
-        prompt = render(tokenizer, marked(TURNS, index))
-        assert prompt.token_ids.tolist() == plain.token_ids.tolist()
-        assert texts_before(tokenizer, prompt)[0].endswith(f"{message['content']}<|im_end|>\n")
-
-
 def test_a_marked_part_is_kept_without_the_parts_behind_it(tokenizer: Any) -> None:
     message = {"role": "user", "content": [part("one", MARK), part("two", HOUR), part("three")]}
     prompt = render(tokenizer, [SYSTEM, message, REPLY, MORE])
@@ -64,11 +54,6 @@ def test_a_marked_part_is_kept_without_the_parts_behind_it(tokenizer: Any) -> No
     assert first.endswith("<|im_start|>user\none\n")
     assert second.endswith("<|im_start|>user\none\ntwo\n")
     assert [mark.ttl_s for mark in prompt.marks] == [None, 3600.0]
-
-
-def test_the_last_part_ends_where_its_message_ends(tokenizer: Any) -> None:
-    message = {"role": "user", "content": [part("one"), part("two", MARK)]}
-    assert texts_before(tokenizer, render(tokenizer, [message]))[0].endswith("one\ntwo<|im_end|>\n")
 
 
 def test_the_last_part_ends_before_the_tool_calls_of_its_message(tokenizer: Any) -> None:
@@ -164,37 +149,16 @@ def test_a_tool_that_the_first_user_message_carries_is_found_there(tmp_path: Pat
     assert [mark.ttl_s for mark in prompt.marks] == [3600.0, None]
 
 
-WITHOUT_A_USER = (
-    "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}{{ raise_exception('') }}"
-)
-IN_THE_FIRST_TURN = (
-    "<|endoftext|>{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
-    "{% if loop.first and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}"
-)
-LAST_THOUGHTS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last %}{{ m.reasoning_content }}{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "index", "text", "next_text"),
-    [
-        (f"{WITHOUT_A_USER}{{% endif %}}{CHAT_TEMPLATE}", 0, "Be brief.", "Name"),
-        (IN_THE_FIRST_TURN, 0, "Be brief.", "Name"),
-        (LAST_THOUGHTS, 2, "Rhine, Po and Elbe.<|im_end|>\n", "And"),
-    ],
-    ids=["refuses a lone system message", "writes it in the first turn", "writes the thoughts of the last reply"],
-)
-def test_a_message_is_found_that_the_template_writes_otherwise_at_the_end(
-    tmp_path: Path, template: str, index: int, text: str, next_text: str
-) -> None:
+def test_a_system_message_that_the_template_writes_in_the_first_turn_is_found_there(tmp_path: Path) -> None:
+    template = (
+        "<|endoftext|>{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
+        "{% if loop.first and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
     tokenizer = tokenizer_with(tmp_path, template)
-    messages = [SYSTEM, USER, REPLY | {"reasoning_content": "Hm."}, MORE]
-    (before,) = texts_before(tokenizer, render(tokenizer, marked(messages, index)))
-    assert text in before
-    assert next_text not in before
+    (before,) = texts_before(tokenizer, render(tokenizer, marked(TURNS, 0)))
+    assert "Be brief." in before
+    assert "Name" not in before
 
 
 def test_a_mark_without_a_place_is_left_out_with_a_debug_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

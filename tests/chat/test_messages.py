@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from diskprefix.chat.fill_in import FillIn, fill_in_tags
-from diskprefix.chat.late_system import has_late_system, late_system_as_user
-from diskprefix.chat.messages import CacheMark, Conversation, Message, Role, TextPart
+from diskprefix.chat.messages import (
+    CacheMark,
+    Conversation,
+    Message,
+    Role,
+    TextPart,
+    has_late_system,
+    late_system_as_user,
+)
 from diskprefix.chat.template_input import MessageForm
 from diskprefix.errors import InvalidRequest
 from tests.chat.rendering import rendered, renderer_of, tokenizer_with

@@ -21,8 +21,8 @@ from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.geometry import TOKEN
 from diskprefix.extras.simulate.simulator import Policy, Simulator
 from diskprefix.extras.simulate.trace import TraceRequest
-from diskprefix.nouns import Change, Prompt, Rewriting, Scope
 from diskprefix.tokens import common_prefix_length
+from diskprefix.values import Change, Prompt, Rewriting, Scope
 from tests.agent_bodies import TOOLS, asked, billing_header, said, shuffled, words
 from tests.chat.rendering import rendered
 from tests.server.chat_model import VOCAB_SIZE

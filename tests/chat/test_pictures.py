@@ -30,8 +30,8 @@ from diskprefix.chat.messages import (
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.extras.compression.compression import fit
-from diskprefix.nouns import Picture, Prompt
 from diskprefix.tokens import picture_ids
+from diskprefix.values import Picture, Prompt
 from tests.chat.rendering import rendered
 from tests.chat.turns import Model
 from tests.server.chat_model import CHAT_TEMPLATE, write_tokenizer
@@ -178,16 +178,6 @@ def test_no_boundary_is_inside_a_picture(processor: Processor, renderer: PromptR
     assert set(ends) <= set(prompt.boundaries)
     assert not any(inside[position - 1] for position in prompt.boundaries if position < len(ids))
     assert "Be careful." in processor.tokenizer.decode(ids[: prompt.system_end])
-
-
-def test_a_longer_conversation_goes_on_from_the_shorter(renderer: PromptRenderer) -> None:
-    question = said("user", "Look: ", picture(5), "What is it?")
-    turns = [question, said("assistant", "A river."), said("user", "And this?", picture(4)), said("assistant", "No.")]
-    for beginning in ([], [said("user", "Hello."), said("assistant", "Hi.")]):
-        messages = [*beginning, *turns, said("user", "Why?")]
-        *shorter, longest = (rendered(renderer, talk(*messages[: len(beginning) + end])) for end in (1, 3, 5))
-        for prompt in shorter:
-            assert longest.token_ids[: len(prompt.token_ids)].tolist() == prompt.token_ids.tolist()
 
 
 def test_another_picture_of_the_same_size_is_another_name_and_nothing_is_encoded_again(

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.chat.messages import Conversation, Message, TextPart, ToolCall
-from diskprefix.chat.output.format import PlainText
+from diskprefix.chat.output.choose_format import PlainText
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
 from diskprefix.chat.splice import readings
 from diskprefix.chat.template import end_texts
 from diskprefix.errors import ContextTooLong
-from diskprefix.nouns import Prompt
+from diskprefix.values import Prompt
 from tests.chat.families.conversations import (
     CLIENTS,
     SYSTEM,
@@ -206,16 +206,6 @@ def test_text_before_a_reply_that_is_not_what_it_was_leaves_it_to_the_template(s
     assert prompt.replayed == (suffix == ".")
     if not prompt.replayed:
         assert prompt.token_ids.tolist() == rendered(renderer_of(QWEN2), conversation).token_ids.tolist()
-
-
-def test_reasoning_that_the_template_drops_does_not_come_back() -> None:
-    model, messages, _ = two_turns(QWEN3, text=THOUGHT + CALL)
-    assert "wants Oslo" in text_of(QWEN3, model.asked(conversation_of(QWEN3, *without_thoughts(messages))))
-    later = conversation_of(QWEN3, *messages, {"role": "assistant", "content": "Rain."}, user("Thanks."))
-    prompt = model.asked(later)
-    assert prompt.replayed == 0
-    assert "wants Oslo" not in text_of(QWEN3, prompt)
-    assert prompt.token_ids.tolist() == rendered(renderer_of(QWEN3), later).token_ids.tolist()
 
 
 def test_a_new_loop_is_replayed_behind_one_whose_reasoning_was_dropped() -> None:

@@ -19,10 +19,10 @@ from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.extras.compression.compression import fit
-from diskprefix.json_values import MOST_PARTS
-from diskprefix.nouns import Prompt
+from diskprefix.json_values import MAX_PARTS
 from diskprefix.server.body import parse_json
 from diskprefix.tokens import common_prefix_length
+from diskprefix.values import Prompt
 from tests.chat.rendering import rendered, renderer_of, tokenizer_with
 from tests.server.chat_model import CHAT_TEMPLATE, VOCAB_SIZE
 
@@ -49,15 +49,6 @@ def text_of(tokenizer: Any, prompt: Prompt, end: int | None = None) -> str:
     return str(tokenizer.decode(prompt.token_ids[:end].tolist()))
 
 
-def test_a_prompt_is_what_the_template_writes(renderer: PromptRenderer, tokenizer: Any) -> None:
-    prompt = rendered(renderer, conversation_of(("system", "Be brief."), ("user", "Name three rivers.")))
-    assert text_of(tokenizer, prompt) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName three rivers.<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    assert prompt.token_ids.dtype.name == "int32"
-
-
 def test_developer_becomes_system_unless_the_template_knows_it(
     renderer: PromptRenderer, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -67,17 +58,11 @@ def test_developer_becomes_system_unless_the_template_knows_it(
     assert "<|im_start|>developer\nBe brief." in text_of(knowing, rendered(renderer_of(knowing), body))
 
 
-@pytest.mark.parametrize("arguments", ["", "{}", {}])
-def test_a_tool_call_without_arguments_is_rendered(renderer: PromptRenderer, tokenizer: Any, arguments: Any) -> None:
-    prompt = rendered(renderer, calling(arguments, name="get_time"))
-    assert "<call>get_time</call><|im_end|>" in text_of(tokenizer, prompt)
-
-
 @pytest.mark.parametrize("num_calls", [1, 4])
 def test_arguments_with_too_many_values_are_refused_before_they_are_parsed(
     renderer: PromptRenderer, monkeypatch: pytest.MonkeyPatch, num_calls: int
 ) -> None:
-    body = calling("[" + ",".join(["[]"] * (MOST_PARTS // num_calls)) + "]", num_calls)
+    body = calling("[" + ",".join(["[]"] * (MAX_PARTS // num_calls)) + "]", num_calls)
     monkeypatch.setattr("diskprefix.chat.template_input.json.loads", pytest.fail)
     with pytest.raises(InvalidRequest, match=r"^messages: the arguments of calls.* objects, lists and texts") as caught:
         rendered(renderer, body)
@@ -85,7 +70,7 @@ def test_arguments_with_too_many_values_are_refused_before_they_are_parsed(
 
 
 def test_arguments_with_much_punctuation_in_their_texts_are_parsed(renderer: PromptRenderer) -> None:
-    city = "[" * (MOST_PARTS + 1)
+    city = "[" * (MAX_PARTS + 1)
     assert f"get_weather city={city}" in renderer.text_of(calling(json.dumps({"city": city})))
 
 
@@ -195,13 +180,6 @@ def test_the_preview_shows_how_a_conversation_begins_and_its_newest_question(ren
     assert "\n" not in prompt.text
 
 
-def test_a_completion_prompt_is_the_text_as_it_stands(renderer: PromptRenderer, tokenizer: Any) -> None:
-    prompt = renderer.completion("Name three<|im_end|> rivers")
-    assert text_of(tokenizer, prompt) == "Name three<|im_end|> rivers"
-    assert [text_of(tokenizer, prompt, end) for end in prompt.boundaries] == ["Name three<|im_end|>"]
-    assert prompt.text == "Name three<|im_end|> rivers"
-
-
 def test_token_ids_are_taken_as_they_are(renderer: PromptRenderer) -> None:
     prompt = renderer.completion([5, 2, 7])
     assert prompt.token_ids.tolist() == [5, 2, 7]
@@ -303,12 +281,6 @@ def test_auto_keeps_plain_text_of_a_tokenizer_that_adds_a_bos(tokenizer_with_bos
 def test_a_bos_that_begins_a_text_is_no_boundary_of_it(tokenizer: Any, tokenizer_with_bos: Any, text: str) -> None:
     for one in (tokenizer, tokenizer_with_bos):
         assert renderer_of(one).completion(text).boundaries == ()
-
-
-def test_special_tokens_in_a_text_stay_boundaries_beside_a_bos(tokenizer_with_bos: Any) -> None:
-    prompt = renderer_of(tokenizer_with_bos).completion("Name three<|im_end|> rivers")
-    cuts = [text_of(tokenizer_with_bos, prompt, end) for end in prompt.boundaries]
-    assert cuts == ["<|im_start|>Name three<|im_end|>"]
 
 
 def test_a_text_that_the_tokenizer_drops_is_a_400(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from diskprefix.chat.messages import Conversation, JsonObject
+from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.format import (
     ContentDelta,
     OutputDelta,
@@ -18,8 +19,8 @@ from diskprefix.chat.output.format import (
 )
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.replay import Replayed, ReplyMemory, Turn
-from diskprefix.nouns import Prompt
 from diskprefix.tokens import TokenIds
+from diskprefix.values import Prompt
 
 
 class Turns(dict[str, bytes]):
@@ -27,24 +28,14 @@ class Turns(dict[str, bytes]):
         self[id_] = record
 
 
-class TaggedFormat:
+class TaggedFormat(OutputFormat):
     """Thoughts between <think> tags and calls between <tool_call> tags, as Qwen writes them."""
 
-    name = "tagged"
-    special_tokens: frozenset[str] = frozenset()
-    thought = ThoughtTags("<think>", "</think>")
+    def __init__(self) -> None:
+        super().__init__(thought=ThoughtTags("<think>", "</think>"))
 
-    def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> TaggedParser:  # noqa: ARG002 (the protocol's)
+    def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> TaggedParser:  # noqa: ARG002
         return TaggedParser()
-
-    def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:
-        raise NotImplementedError
-
-    def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
-        raise NotImplementedError
-
-    def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
-        raise NotImplementedError
 
 
 class TaggedParser:

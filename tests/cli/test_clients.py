@@ -100,12 +100,6 @@ def test_the_settings_are_those_of_the_running_daemon(run: Run) -> None:
     assert '    model: "model-1"' in everything
 
 
-def test_a_refused_key_is_one_clear_line(run: Run) -> None:
-    with small_daemon(models=[(401, {"error": {"message": "this key is not known"}})]) as daemon:
-        ended = run("clients", "llm", "--api-key", "wrong", "--url", daemon.url)
-    assert (ended.exit_code, ended.stderr) == (2, "error: --api-key: this key is not known\n")
-
-
 @pytest.mark.parametrize("command", ["clients llm", "chat", "warm prompt.txt", "launch claude --print"])
 def test_what_takes_connections_and_says_nothing_is_not_waited_for(
     run: Run, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

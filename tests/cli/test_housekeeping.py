@@ -15,11 +15,11 @@ import pytest
 
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store.schema import EntryRecord, RootRecord, piece_key
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import root_hash
 from diskprefix.user_key import user_key
+from diskprefix.values import SHARED, Tenant
 from tests.cli.conftest import Run, holds, opened_elsewhere, saved
 from tests.cli.terminal import Terminal
 from tests.extras.remote.made import machine, share_of_each

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from diskprefix.nouns import Tenant
 from diskprefix.store.changes import Use, touches
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord
 from diskprefix.tenant_ids import matches
 from diskprefix.tokens import as_token_ids, picture_ids, root_hash
+from diskprefix.values import Tenant
 from tests.cli.conftest import Ended, Run
 from tests.extras.watch.browse.saved_chats import ALICE, LAYOUT, SavedChats, chat
 from tests.faults.damage import damaged

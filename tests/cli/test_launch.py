@@ -442,7 +442,7 @@ def test_an_interrupt_between_the_start_and_the_agent_ends_the_daemon(
 
     monkeypatch.setattr(launched_daemon, "locked", interrupted)
     shared = launched_daemon.LaunchedDaemon(folder=place.launches)
-    with pytest.raises(KeyboardInterrupt), shared.mutex(), shared.used(0, ["--model", "m"]):
+    with pytest.raises(KeyboardInterrupt), shared.mutex(), shared.use(0, ["--model", "m"]):
         """The agent would run."""
     assert place.served()
     assert not place.is_daemon_alive()

@@ -60,21 +60,16 @@ REFUSED = """
 2 | doctor --port 99999                            | --port
 2 | inspect --kv-cache-dir ''                      | it is empty
 2 | inspect --kv-cache-dir ~nobody-here/kv         | ~nobody-here is the home folder of nobody here
-2 | inspect '' --kv-cache-dir kv                   | at least 4 hexadecimal characters
 2 | inspect 3fa --kv-cache-dir kv                  | at least 4 hexadecimal characters
 2 | inspect zzzz --kv-cache-dir kv                 | no entry starts with 'zzzz', diskprefix inspect
 2 | inspect --tree --stats --kv-cache-dir kv       | give one of ENTRY, --tree and --stats
-2 | inspect 3fa9 --tree --kv-cache-dir kv          | give one of
 2 | inspect --model nobody --kv-cache-dir kv       | there are prompts of tiny
 4 | inspect --kv-cache-dir broken                  | data.mdb is damaged: , `verify --fix` cannot repair this
 4 | inspect --kv-cache-dir none                    | holds no diskprefix store
-4 | inspect --kv-cache-dir empty                   | holds no diskprefix store
 4 | verify --kv-cache-dir broken                   | data.mdb is damaged: , let `diskprefix serve` move it aside
-4 | verify --fix --kv-cache-dir broken             | data.mdb is damaged: , let `diskprefix serve` move it aside
 4 | verify --kv-cache-dir none                     | holds no diskprefix store
 4 | verify --fix --kv-cache-dir empty              | holds no diskprefix store
 2 | purge --kv-cache-dir kv                        | give ENTRY, --model, --salt, --older-than or --all
-2 | purge --dry-run --kv-cache-dir kv              | give ENTRY
 2 | purge --all --model tiny --kv-cache-dir kv     | --all takes no conditions
 2 | purge --all 3fa9 --kv-cache-dir kv             | --all takes no conditions
 2 | purge zzzz --kv-cache-dir kv                   | no entry starts with 'zzzz'
@@ -83,7 +78,6 @@ REFUSED = """
 2 | purge --model '' --kv-cache-dir kv             | '--model': it is empty
 2 | purge --older-than soon --kv-cache-dir kv      | is not a duration
 2 | purge --model tiyn --yes --kv-cache-dir kv     | --model: nothing is stored of 'tiyn', `diskprefix inspect` shows
-2 | purge --model tiyn --dry-run --kv-cache-dir kv | --model: nothing is stored of 'tiyn'
 2 | purge --salt s --json --kv-cache-dir kv        | --salt: nothing is stored of this tenant
 4 | purge --all --yes --kv-cache-dir broken        | data.mdb is damaged:
 4 | purge --all --yes --kv-cache-dir none          | holds no diskprefix store
@@ -126,7 +120,6 @@ REFUSED = """
 2 | DISKPREFIX_PORT=http warm text                 | DISKPREFIX_PORT, http
 2 | warm text --api-key ''                         | it is empty
 2 | warm text --scope off                          | --scope
-2 | warm text --scope some                         | --scope
 2 | warm text --kv-cache-dir x                     | --kv-cache-dir
 1 | warm text --url 'http://no host'               | diskprefix serve
 1 | warm text --url http://127.0.0.1:1             | no daemon answers at http://127.0.0.1:1, diskprefix serve

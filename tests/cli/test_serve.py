@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import tomllib
 from collections.abc import Callable
@@ -26,8 +25,8 @@ SettingsOf = Callable[..., Settings]
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for field in dataclasses.fields(Settings):
-        monkeypatch.delenv(variable_of(flag_of(field.name)), raising=False)
+    for name in SETTINGS:
+        monkeypatch.delenv(variable_of(flag_of(name)), raising=False)
     monkeypatch.delenv("DISKPREFIX_POLICY", raising=False)
 
 
@@ -91,8 +90,8 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "memory_limit": "6GiB",
         "idle_unload": "30m",
     }
-    assert other.keys() == {field.name for field in dataclasses.fields(Settings)}
-    switches = {field.name for field in dataclasses.fields(Settings) if isinstance(field.default, bool)}
+    assert other.keys() == SETTINGS.keys()
+    switches = {name for name, setting in SETTINGS.items() if setting.kind == "switch"}
     flags = [[flag_of(name)] if name in switches else [flag_of(name), value] for name, value in other.items()]
     by_flags = settings_of(*(part for parts in flags for part in parts))
     for name, value in other.items():

@@ -18,10 +18,10 @@ from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace_formats import read_trace
-from diskprefix.nouns import CacheOptions, CacheReport, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids
 from diskprefix.units import parse_size
+from diskprefix.values import CacheOptions, CacheReport, Scope, Selection
 from tests.cli.conftest import Ended, Run
 from tests.cli.terminal import Terminal
 from tests.extras.simulate.workloads import CATALOG, interleaved
@@ -139,6 +139,7 @@ def test_the_table_shows_each_row_with_its_figures(made: Made, run: Run) -> None
     assert [line.split()[0] for line in of_first[1:] if line] == [
         "sliceable,", "auto:8", "upper-bound", "sliceable,", "chat"
     ]  # fmt: skip
+    assert any(line.startswith("chat (auto") for line in of_first), "a policy file, beside its scope"
     verdicts = [line for line in lines if line.startswith("verdict: ")]
     assert verdicts[0].startswith("verdict: --disk-prefix-cache auto:8 restores ")
     assert verdicts[1].startswith("verdict: no scope restores anything; ")

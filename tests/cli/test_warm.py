@@ -328,17 +328,3 @@ def test_a_key_is_sent_where_one_is_asked_for(
         monkeypatch.setenv("DISKPREFIX_API_KEY", ADMIN_KEY)
         ended = run("warm", text, "--url", server.url)
         assert (ended.exit_code, ended.stderr) == (0, "")
-
-
-def test_a_system_prompt_is_restored_by_every_chat_that_begins_with_it(
-    run: Run, daemon: DaemonProcess, tmp_path: Path
-) -> None:
-    path = tmp_path / "prompt.txt"
-    path.write_text(f"You answer about rivers. {WORDS * 4}")
-    system = {"role": "system", "content": path.read_text()}
-    (row,) = rows(run("warm", "--system", path, "--url", daemon.url, "--json"))
-    with daemon.client() as client:
-        for question in ("Name one.", "And mountains?"):
-            body = {"messages": [system, {"role": "user", "content": question}], "max_tokens": 1}
-            found = client.post(CHAT, json=body).json()["prefix_cache"]
-            assert found["restored"] > row["prompt_tokens"] - 32, "all but the user's message, to a block"

@@ -1,14 +1,16 @@
-"""The model of most tests, and what compiles constraints for its tokenizer."""
+"""The model of most tests, and what compiles constraints for its tokenizer. Engines that a test loads are closed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from diskprefix.engine.constrained_reply import ConstraintCompiler
+from diskprefix.engine.loop import Engine
 from tests.model import tiny
 
 
@@ -24,3 +26,19 @@ def compiler() -> Iterator[ConstraintCompiler]:
     compiler = ConstraintCompiler(tiny.tokenizer(), {2}, 300)
     yield compiler
     compiler.close()
+
+
+@pytest.fixture(autouse=True)
+def closes_engines() -> Iterator[None]:
+    """A test need not close its engines. It does to load a model again from their folder."""
+    loaded, init = list[Engine](), Engine.__init__
+
+    def noted(self: Engine, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        loaded.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "__init__", noted)
+        yield
+    for engine in loaded:
+        engine.close()

@@ -33,10 +33,10 @@ from diskprefix.engine.request import (
 from diskprefix.engine.running_request import Reply
 from diskprefix.extras.simulate.recorded_request import RecordedRequest
 from diskprefix.kv.page_cache import PageCache
-from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
+from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds
+from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant
 from tests.exactness.architectures import tiny_model
-from tests.made_settings import made_settings
 from tests.model import tiny
 from tests.waiting import wait_for
 
@@ -60,7 +60,7 @@ def load(model: Path, kv: Path, *, block_size: int = BLOCK, **settings: Any) -> 
         "kv_cache_gate": "off",
         "speculative": "off",
     } | settings
-    return load_engine(made_settings(model=str(model), kv_cache_dir=kv, block_size=block_size, **given), lambda _: None)
+    return load_engine(Settings(model=str(model), kv_cache_dir=kv, block_size=block_size, **given), lambda _: None)
 
 
 def tokens(num_tokens: int, seed: int = 0) -> TokenIds:

@@ -105,7 +105,6 @@ def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
     engine = drafting(folder, tmp_path / "kv")
     yield engine
     assert engine.check_memory() == []
-    engine.close()
 
 
 def test_replies_of_several_requests_at_once_are_those_without(folder: Path, engine: Engine, tmp_path: Path) -> None:
@@ -153,7 +152,6 @@ def test_after_a_restart_the_first_step_guesses_as_well_as_before(folder: Path, 
     both = guesses[0].keys() & guesses[1].keys()
     assert min(both) == len(turn.prompt.token_ids), "from the first token on"
     assert {at: guesses[0][at] for at in both} == {at: guesses[1][at] for at in both}
-    engine.close()
 
 
 def test_a_layer_that_fails_fails_no_request(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

@@ -73,7 +73,6 @@ def test_the_model_is_loaded_while_the_file_of_the_store_is_checked(
     engine = load(folder, tmp_path / "kv")
     assert engine.cache.store.problem is None
     assert (tmp_path / "kv" / DAMAGED).exists() == is_damaged
-    engine.close()
 
 
 def test_a_model_that_cannot_be_loaded_leaves_the_folder_free_once_the_check_has_ended(
@@ -107,7 +106,6 @@ def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
     yield engine
     assert not engine.pages.running
     assert engine.pages.check() == []
-    engine.close()
 
 
 def replies(client: Client) -> list[list[int]]:

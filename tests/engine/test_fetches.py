@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +24,10 @@ from diskprefix.engine.request import DoneEvent, ErrorEvent
 from diskprefix.engine.running_request import Reply
 from diskprefix.errors import NotReady
 from diskprefix.kv.page_cache import PageCache
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store.environment import Environment
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds, TokenPath
+from diskprefix.values import SHARED, Tenant
 from tests.engine.driving import (
     Client,
     after_steps,
@@ -81,15 +80,13 @@ def stored(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 @pytest.fixture
 def engine(
     folder: Path, stored: tuple[Path, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Engine]:
+) -> Engine:
     """Its store has STORED, and its memory TURN."""
     shutil.copytree(stored[0], tmp_path / "kv")
     engine = load(folder, tmp_path / "kv")
     run_together(engine, [request(TURN)])
     monkeypatch.setattr(Environment.close, "__defaults__", (0.1,))
-    yield engine
-    monkeypatch.undo()
-    engine.close()
+    return engine
 
 
 @pytest.fixture
@@ -296,7 +293,6 @@ def test_the_thread_of_the_engine_does_not_read_the_disk(
     assert engine.cache.settle()
     assert by["kv-match"] > 0
     assert by["engine"] == 0
-    engine.close()
 
 
 def test_a_request_that_waits_for_another_is_matched_when_that_is_far_enough(

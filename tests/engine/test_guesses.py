@@ -37,11 +37,11 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.exact import runner
 from diskprefix.model.exact.drafts import likeliest
-from diskprefix.nouns import SHARED
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import Payload
 from diskprefix.store.purge import PurgeFilter
 from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.values import SHARED
 from tests.engine.driving import (
     BLOCK,
     WORDS,
@@ -324,8 +324,6 @@ def test_a_guess_whose_state_is_infinite_fails_no_reply(name: str, tmp_path: Pat
         weight[infinite] = torch.inf
     found = as_without(plain, ngram, one, always([infinite]))
     assert found.done.timings.drafted_tokens > 0
-    for engine in (plain, ngram):
-        engine.close()
 
 
 def test_a_model_that_is_not_exact_at_every_token_computes_no_guesses(
@@ -335,7 +333,6 @@ def test_a_model_that_is_not_exact_at_every_token_computes_no_guesses(
     assert "nothing is guessed" in caplog.text
     (client,) = run_together(engine, [request(TEXT)])
     assert client.done.timings.drafted_tokens == 0
-    engine.close()
 
 
 # Recurrent layers, whose states a wrong guess has changed.
@@ -376,8 +373,6 @@ def test_what_recurrent_layers_say_and_save_is_that_without_guesses(name: str, t
     assert all(map(some_are_wrong, clients))
     assert found == expected
     assert ngram.check_memory() == []
-    for engine in (plain, ngram):
-        engine.close()
 
 
 def test_where_no_memory_is_left_for_the_states_before_it_no_guess_is_computed(
@@ -392,7 +387,6 @@ def test_where_no_memory_is_left_for_the_states_before_it_no_guess_is_computed(
     assert said(found) == said(expected)
     assert found.done.timings.drafted_tokens == 0
     assert "waits" not in caplog.text
-    engine.close()
 
 
 # A draft model.
@@ -510,7 +504,6 @@ def test_what_only_memory_had_of_both_models_is_restored_after_the_model_was_unl
     as_without(plain, again, turn, helped)
     for cache in (again.cache, drafter(again).cache):
         assert cache.restored_tokens.total() > len(first.prompt.token_ids) + REPLY - 10
-    again.close()
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
@@ -545,7 +538,6 @@ def test_from_the_second_turn_on_guesses_begin_with_the_first_token(
     assert said(found) == said(expected)
     assert drafted[0] > 0
     assert no_memory_is_busy(engine)
-    engine.close()
 
 
 def test_a_request_waits_for_one_step_of_what_is_computed_ahead(draft: Engine) -> None:
@@ -615,7 +607,6 @@ def test_what_was_purged_is_not_computed_ahead(folders: tuple[Path, Path], tmp_p
     assert no_memory_is_busy(engine)
     assert engine.cache.writer.flush(10.0)
     assert engine.cache.stats()["prompts"] == engine.cache.stats()["blocks"] == 0
-    engine.close()
 
 
 @pytest.mark.parametrize("pays", [False, True])
@@ -637,7 +628,6 @@ def test_of_a_reply_during_which_all_is_purged_nothing_is_kept(
     assert engine.cache.writer.flush(10.0)
     assert engine.cache.stats()["prompts"] == engine.cache.stats()["blocks"] == 0
     assert not list(model.pages.kept.ended())
-    engine.close()
 
 
 def test_what_has_expired_is_not_computed_ahead(draft: Engine) -> None:
@@ -658,7 +648,7 @@ def test_what_has_expired_is_not_computed_ahead(draft: Engine) -> None:
 def test_texts_whose_embeddings_are_asked_for_are_nothing_for_it(draft: Engine) -> None:
     one = request(tokens(100, 28), max_tokens=0)
     before = proposer(draft)._reply_tokens
-    with patch.object(drafter(draft), "_begun") as begun:
+    with patch.object(drafter(draft), "_start_sequence") as begun:
         run_together(draft, [replace(one, reading=Reading(pooling="mean"))])
     assert not begun.called
     assert not drafter(draft)._lacking
@@ -681,7 +671,6 @@ def test_what_it_keeps_is_what_it_computes_as_the_served_model(
     assert kept.content() == sequence.content()
     pages.end(kept, keep=False)
     assert drafter(draft).cache.root == served.cache.root
-    served.close()
 
 
 def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_are_wrong(tmp_path: Path) -> None:
@@ -710,7 +699,6 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
             runner.run(drafter(engine)._model, [runner.Rows(sequence, part)])
     assert kept.content(4 * WINDOW - 4) == sequence.content(4 * WINDOW - 4, kept.num_tokens)
     pages.end(kept, keep=False)
-    engine.close()
 
 
 def test_what_the_draft_model_lacks_of_a_cancelled_request_is_computed_when_nothing_else_runs(
@@ -871,4 +859,3 @@ def test_memory_is_shared_so_that_as_many_tokens_fit_both(folders: tuple[Path, P
     assert served == pytest.approx(draft, rel=1e-3)
     assert engine.memory_stats()["limit_bytes"] == limit_bytes
     assert engine.memory_stats()["used_bytes"] == sum(pool.used_bytes for pool in pools)
-    engine.close()

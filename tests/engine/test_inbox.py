@@ -19,7 +19,7 @@ from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest
 from diskprefix.errors import ContextTooLong, DeviceLost, NonFiniteLogits, NotReady, QueueFull
-from diskprefix.nouns import Picture, Prompt
+from diskprefix.values import Picture, Prompt
 from tests.engine import driving
 from tests.engine.driving import Cancelled, Client, after_steps, load, serve_one_at_a_time, tokens, wait_until_idle
 

@@ -4,7 +4,7 @@ state is loaded, and stays right if that fails; the reply of the first choice is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, ProgressEvent, TextEvent
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest, StoreCorrupt, StoreUnavailable
-from diskprefix.nouns import CacheReport
 from diskprefix.store.pieces import Cut
 from diskprefix.store.schema import decode_node
 from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
+from diskprefix.values import CacheReport
 from tests.engine.driving import Cancelled, Client, done, load, request, run_request, tokens, tokens_of, wait_until_idle
 
 BLOCK = 16
@@ -32,11 +32,9 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+def engine(folder: Path, tmp_path: Path) -> Engine:
     """Nothing is restored from memory."""
-    engine = load(folder, tmp_path / "kv", block_size=BLOCK, kv_memory_keeps=False)
-    yield engine
-    engine.close()
+    return load(folder, tmp_path / "kv", block_size=BLOCK, kv_memory_keeps=False)
 
 
 def settle(engine: Engine) -> None:

@@ -35,9 +35,9 @@ from diskprefix.engine.step_times import StepTimes
 from diskprefix.errors import CacheError
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import latent, runner
-from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.tokens import TokenIds
+from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant
 from tests.engine.driving import (
     BIAS,
     WORDS,

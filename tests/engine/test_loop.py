@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ from diskprefix.errors import ContextTooLong
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import runner
-from diskprefix.nouns import Tenant
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.tokens import TokenIds, TokenPath, as_token_ids
+from diskprefix.values import Tenant
 from tests.engine.driving import (
     WORDS,
     Client,
@@ -51,11 +50,10 @@ from tests.waiting import wait_for
 
 
 @pytest.fixture
-def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+def engine(folder: Path, tmp_path: Path) -> Engine:
     engine = load(folder, tmp_path / "kv")
     assert engine.cache.layout.exact_at == "token"
-    yield engine
-    engine.close()
+    return engine
 
 
 def settle(engine: Engine) -> None:
@@ -174,7 +172,6 @@ def test_steps_beside_replies_keep_the_pace_and_the_replies_are_those_alone(
     usual = [rows for rows in beside[10:-1] if rows <= 32]
     assert all(rows >= 25 for rows in usual), "of the 50 ms, 20 are for the reply"
     assert len(usual) > 4 / 5 * len(beside[10:-1]), "now and then, a step with twice the rows is measured"
-    engine.close()
 
 
 # What stays in memory.
@@ -230,7 +227,7 @@ def test_what_was_purged_is_forgotten_in_memory_too(engine: Engine) -> None:
     settle(engine)
     purge(engine.cache.store, PurgeFilter(), time.time(), lambda _: None)
     # The writer looks for purges of other processes every second.
-    wait_for(lambda: engine.cache.namespaces.purged_at is not None)
+    wait_for(lambda: engine.cache.namespaces.purged_at == engine.cache.store.epoch.purged_at)
     (client,) = run_together(engine, [request(tokens(300))])
     assert client.done.usage.cached_tokens == 0
 
@@ -395,14 +392,12 @@ def test_who_waits_for_memory_is_matched_again_only_when_something_has_changed(
 
 
 @pytest.fixture
-def tight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Engine]:
+def tight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Engine:
     """KV memory has room for 3 264 of 4 096 tokens."""
     caplog.set_level("INFO")
     sizes = {"max_position_embeddings": 4096, "num_hidden_layers": 5}
     folder = tiny.write_folder(tmp_path / "model", dtype=torch.bfloat16, **sizes)
-    engine = load(folder, tmp_path / "kv", kv_memory=1 << 20)
-    yield engine
-    engine.close()
+    return load(folder, tmp_path / "kv", kv_memory=1 << 20)
 
 
 def test_the_context_is_as_long_as_kv_memory_has_room_for(tight: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -447,10 +442,8 @@ def sliding_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sliding(sliding_folder: Path, tmp_path: Path) -> Iterator[Engine]:
-    engine = load(sliding_folder, tmp_path / "kv")
-    yield engine
-    engine.close()
+def sliding(sliding_folder: Path, tmp_path: Path) -> Engine:
+    return load(sliding_folder, tmp_path / "kv")
 
 
 def goes_on(engine: Engine, *parts: TokenIds, **options: Any) -> Client:
@@ -503,7 +496,6 @@ def test_a_prompt_longer_than_the_memory_of_its_windows_is_saved_whole(
     assert goes_on(engine, whole, tokens(20, 2), max_tokens=6).done.usage.cached_tokens == len(whole)
     engine.pages.forget_idle()
     assert goes_on(engine, whole[:2777], tokens(30, 1), max_tokens=6).done.usage.cached_tokens == 2777
-    engine.close()
 
 
 def test_what_slides_out_is_not_written_for_a_request_that_saves_nothing(sliding: Engine) -> None:

@@ -22,9 +22,9 @@ from diskprefix.engine.picture_rows import PictureRowsSource, SlicedCall
 from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.engine.scheduler import NO_LIMIT
 from diskprefix.errors import DeviceLost, InvalidRequest
-from diskprefix.nouns import CacheOptions, Picture, Prompt, Scope
 from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import as_token_ids, picture_ids
+from diskprefix.values import CacheOptions, Picture, Prompt, Scope
 from tests.examples import examples
 from tests.waiting import wait_for
 

@@ -4,7 +4,7 @@ recorded."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +29,8 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.model.exact import state_layout
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.load import memory
-from diskprefix.nouns import Scope
 from diskprefix.settings import Settings
+from diskprefix.values import Scope
 from tests.engine.driving import (
     Cancelled,
     bound_memory,
@@ -57,10 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
-    engine = load(folder, tmp_path / "kv", block_size=BLOCK)
-    yield engine
-    engine.close()
+def engine(folder: Path, tmp_path: Path) -> Engine:
+    return load(folder, tmp_path / "kv", block_size=BLOCK)
 
 
 def test_the_reply_ends_at_max_tokens_or_at_the_positions(engine: Engine) -> None:
@@ -154,7 +152,6 @@ def test_a_prompt_or_a_reply_whose_state_exceeds_the_memory_is_refused_and_the_n
     free[0] = 0
     with pytest.raises(ContextTooLong, match=r"^1025 tokens need"):
         run(engine, tokens(1010), max_tokens=100)
-    engine.close()
 
 
 def test_memory_is_taken_ahead_for_the_longest_prompt_and_a_turn_or_less_where_little_is_free(
@@ -167,7 +164,8 @@ def test_memory_is_taken_ahead_for_the_longest_prompt_and_a_turn_or_less_where_l
     reserved: list[int] = []
     monkeypatch.setattr(PagePool, "make_ahead", lambda _, num_tokens, _wanted: reserved.append(num_tokens))
     loaded.model.config.max_position_embeddings = 1 << 20
-    cache: Any = SimpleNamespace(layout=layout, settings=Settings(), store=SimpleNamespace(longest_prompt=lambda: 3000))
+    store = SimpleNamespace(longest_prompt=lambda: 3000)
+    cache: Any = SimpleNamespace(layout=layout, settings=Settings(), store=store, close=bool)
     for free in (0, 200 * layout.bytes_per_token, 1 << 40):
         set_free_memory(monkeypatch, lambda free=free: free)  # type: ignore[misc]
         Engine(loaded, cache)
@@ -199,7 +197,6 @@ def test_what_a_cancelled_request_computed_is_there_after_a_restart(scope: str, 
     again = done(run(engine, tokens(100)))
     expected = (0, "none") if scope == "off" else (2 * BLOCK, "disk")
     assert (again.usage.cached_tokens, again.cache.source) == expected
-    engine.close()
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -299,7 +296,6 @@ def test_the_reply_of_a_model_that_bypasses_the_cache_is_what_generate_gives(
     with pytest.raises(Cancelled):
         run(engine, token_ids, steps=2)
     assert tokens_of(run(engine, token_ids, max_tokens=REPLY, logit_bias=unwanted)) == tokens_of(events)
-    engine.close()
 
 
 def test_a_model_that_transformers_cannot_run_step_by_step_is_refused_in_one_line(tmp_path: Path) -> None:

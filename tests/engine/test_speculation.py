@@ -243,7 +243,7 @@ class Asked(ChainProposer):
         self.last = list(replies)
         return self.last
 
-    def _computed(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
+    def _compute_guesses(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
         self.now += self.seconds
         return [(7, (*self._probabilities, math.nan)[len(one.tokens)]) for one in drafts]
 

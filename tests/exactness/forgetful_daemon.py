@@ -4,11 +4,13 @@ module, like the command."""
 from __future__ import annotations
 
 import os
+from functools import partialmethod
 
 from diskprefix.cli import main
 from diskprefix.settings import Settings
 
 if __name__ == "__main__":
-    Settings.kv_memory_keeps = False
-    Settings.kv_cache_interval = int(os.environ["CHECKPOINT_INTERVAL"])
+    interval = int(os.environ["CHECKPOINT_INTERVAL"])
+    init = partialmethod(Settings.__init__, kv_memory_keeps=False, kv_cache_interval=interval)
+    Settings.__init__ = init  # type: ignore[assignment, method-assign]
     main()

@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from diskprefix.model.load.loader import load_model
-from diskprefix.nouns import Picture
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids, picture_ids
+from diskprefix.values import Picture
 from tests.exactness.jobs import Job, Lengths, MakeTokens
 from tests.runner import Pictures
 from tests.server.picture_models import VISION_MODELS, image_bytes, write_lfm2_vl

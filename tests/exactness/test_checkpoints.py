@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.store.eviction import RECENT_CHECKPOINTS
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, as_token_ids, common_prefix_length
+from diskprefix.values import CacheOptions, Prompt
 from tests.exactness.architectures import tiny_model
 from tests.runner import BLOCK, Answer, Runner, random_prompt, same, tiny_settings
 

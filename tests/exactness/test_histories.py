@@ -21,8 +21,8 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.self_check import rehearse
-from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
+from diskprefix.values import CacheOptions, Prompt
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
 from tests.runner import BLOCK, VOCAB, Runner, random_prompt, tiny_settings

@@ -4,7 +4,11 @@ import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
+
+from tests.server.daemon_process import DaemonProcess
+from tests.server.scripted import AppServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -18,3 +22,9 @@ def browser() -> Iterator[Browser]:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess | AppServer) -> Iterator[httpx.Client]:
+    with daemon.client() as client:
+        yield client

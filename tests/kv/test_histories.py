@@ -29,8 +29,8 @@ from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.prefix_match import PrefixMatch
 from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.nouns import CacheOptions
 from diskprefix.tokens import TokenIds, TokenPath
+from diskprefix.values import CacheOptions
 from tests.examples import examples
 from tests.kv.hashed_state import (
     BLOCK,
@@ -109,15 +109,15 @@ class Histories(RuleBasedStateMachine):
     @rule(
         trunk=st.sampled_from([10, 100]), shared=st.integers(1, 40), rest=IDS,
         root=st.sampled_from([b"a", b"b", b"", b"ax", b"ay"]), lasts_s=st.sampled_from(LASTS_S),
-        leaves_last=st.booleans(),
+        computes_last=st.booleans(),
     )  # fmt: skip
-    def begin(self, trunk: int, shared: int, rest: list[int], root: bytes, lasts_s: float, leaves_last: bool) -> None:
+    def begin(self, trunk: int, shared: int, rest: list[int], root: bytes, lasts_s: float, computes_last: bool) -> None:
         token_ids = tokens(range(trunk, trunk + shared), *rest)
         owner = Owner(root[:1] * 16, 1, self.purged_at, root[1:]) if root else None
         self.num_begun += 1
         try:
             until = self.now + lasts_s
-            sequence = self.cache.begin(owner, token_ids, leaves_last=leaves_last, expires_at=until)
+            sequence = self.cache.begin(owner, token_ids, computes_last=computes_last, expires_at=until)
         except ContextTooLong:
             return
         if not isinstance(sequence, KVSequence):
@@ -127,7 +127,7 @@ class Histories(RuleBasedStateMachine):
         have, logits = sequence.num_tokens, self.cache.running[sequence].logits
         if have and not any(self.seeds[one] == seed for one in self.running):
             assert self.lasts_until[seed, token_ids[:have].tobytes()] > self.now
-        assert have < len(token_ids) or (logits is not None and not leaves_last)
+        assert have < len(token_ids) or (logits is not None and not computes_last)
         if logits is not None:
             assert torch.equal(logits, self.logits(seed, token_ids))
         self.private |= {owner.private} if owner is not None else set()

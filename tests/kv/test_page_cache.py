@@ -14,8 +14,8 @@ from diskprefix.kv.kept_blocks import KeptBlock, KeptBlocks
 from diskprefix.kv.page_cache import Later, PageCache
 from diskprefix.kv.pages import Page
 from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.nouns import CacheOptions
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
+from diskprefix.values import CacheOptions
 from tests.kv.hashed_state import (
     BLOCK,
     KINDS,
@@ -148,15 +148,16 @@ def test_as_much_is_found_as_the_model_can_go_on_from(
     logits = cache.running[again].logits
     assert (again.num_tokens, logits is not None) == (expected, has_logits and prompt == held)
     assert (found(cache, token_ids, B), cache.check()) == (0, [])
+    assert begun(cache, token_ids, owner=None).num_tokens == 0
 
 
 def test_the_last_token_is_left_to_compute_if_that_is_asked_for(cache: PageCache) -> None:
     sequence = run(cache, IDS)
     cache.keep_logits(sequence, torch.zeros(16))
     cache.end(sequence, keep=True)
-    again = begun(cache, IDS, leaves_last=True)
+    again = begun(cache, IDS, computes_last=True)
     assert (again.num_tokens, cache.running[again].logits) == (29, None)
-    assert begun(cache, IDS[:1], leaves_last=True).num_tokens == 0
+    assert begun(cache, IDS[:1], computes_last=True).num_tokens == 0
 
 
 def test_logits_are_kept_for_the_latest_prompts(cache: PageCache) -> None:
@@ -432,13 +433,6 @@ def test_replies_of_a_request_that_shares_nothing_begin_with_the_first_one_and_w
         cache.end(one, keep=True)
     cache.forget_private(b"own")
     assert (cache.pool.used_bytes, found(cache, prompt, own), cache.check()) == (used, 24, [])
-
-
-def test_a_tenant_finds_nothing_of_another(cache: PageCache) -> None:
-    ended(cache, IDS)
-    run(cache, more(IDS), owner=B)
-    assert (found(cache, more(IDS)), found(cache, more(IDS), B)) == (30, 49)
-    assert begun(cache, IDS, owner=None).num_tokens == 0
 
 
 def test_a_sequence_that_runs_over_a_purge_goes_on_and_nobody_finds_it(cache: PageCache) -> None:

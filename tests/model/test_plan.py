@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -21,18 +22,19 @@ PAGE_TOKENS = 16
 NUM_TOKENS = 70
 DENSE = """
     llama qwen2 qwen3 gemma gemma2 gemma3 mistral granite internlm3 iquestcoder cwm seed_oss
-    qwen2_vl qwen2_5_vl qwen3_vl
+    qwen2_vl qwen2_5_vl qwen3_vl olmo2 olmo3 exaone4 hunyuan_v1_dense ernie4_5 smollm3 ministral3
 """
 
 MIXTURES = """
-    qwen3_moe
+    qwen3_moe qwen2_moe mixtral gpt_oss minimax_m2 granitemoe granitemoeshared granitemoe_swa hunyuan_v1_moe dots1
+    glm4_moe ernie4_5_moe olmoe flex_olmo mimo_v2_flash llama4 exaone_moe afmoe hy_v3 solar_open laguna mellum
 """
 
-RECURRENT = """
-    lfm2
-"""
+LATENT = "youtu minicpm3 deepseek_v2 deepseek_v3 glm4_moe_lite"
 
-FAMILIES = [*DENSE.split(), *MIXTURES.split(), *RECURRENT.split()]
+RECURRENT = "lfm2 qwen3_next qwen3_5 qwen3_5_moe"
+
+FAMILIES = [*DENSE.split(), *MIXTURES.split(), *LATENT.split(), *RECURRENT.split()]
 
 
 def tokens(name: str = "one") -> torch.Tensor:
@@ -85,13 +87,48 @@ def test_a_plan_has_the_logits_of_transformers(name: str) -> None:
     assert error(logits, expected) < 1e-4
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"rope_parameters": YARN}),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+        ),
+        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+        ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+        ("deepseek_v2", {"topk_method": "greedy", "n_group": 4, "topk_group": 2}),
+    ],
+)
+def test_a_plan_has_what_a_configuration_says_besides(name: str, fields: dict[str, Any]) -> None:
+    model = tiny_model(name, torch.float32, **fields)
+    expected = oracle(model, tokens())
+    ((logits, _),) = computed(model, exact(model), one=[NUM_TOKENS])
+    assert error(logits, expected) < 1e-4
+
+
+def test_an_activation_that_plans_lack_is_computed_by_the_modules() -> None:
+    model = tiny_model("llama", torch.float32, hidden_act="mish")
+    layout, reason = make_exact(model)
+    assert (layout.exact_at, reason) == ("token", "")
+    assert plan_of(model, layout, PAGE_TOKENS) is None
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_plan_in_bfloat16_errs_no_more_than_transformers_does(name: str) -> None:
     expected = oracle(tiny_model(name, torch.float32), tokens())
     model = tiny_model(name, torch.bfloat16)
     of_modules = oracle(model, tokens())
     ((logits, _),) = computed(model, exact(model), one=[NUM_TOKENS])
-    assert (logits.float() - expected).square().mean() < 1.2**2 * (of_modules.float() - expected).square().mean()
+    # That of the median token: the router of a mixture may choose another expert for some.
+    of_plan, of_modules = ((found.float() - expected).square().mean(-1).median() for found in (logits, of_modules))
+    assert of_plan < 1.2**2 * of_modules
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "Q8_0"])
@@ -106,3 +143,30 @@ def test_a_token_has_the_same_bits_in_any_step(name: str, form: str) -> None:
     for (logits, state), (expected, of_alone) in zip(together, (alone, other), strict=True):
         assert torch.equal(logits, expected)
         assert state == of_alone
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", RECURRENT.split())
+def test_states_behind_guesses_that_are_taken_back_are_those_without(name: str, form: str) -> None:
+    model = tiny_model(name, getattr(torch, form))
+    layout = exact(model)
+    pool, start, num_guessed = PagePool(layout, model.device, block_size=PAGE_TOKENS), 34, 4
+    for right in range(-1, num_guessed):
+        sequences = [KVSequence(pool), KVSequence(pool)]
+        with torch.inference_mode():
+            run(model, [Rows(one, tokens()[:, :start]) for one in sequences])
+            wrong = torch.cat((tokens()[:, start : start + 1 + right], tokens("other")[:, : num_guessed - right]), 1)
+            run(model, [Rows(one, wrong, 1 + num_guessed) for one in sequences])
+            for one in sequences:
+                one.take_back(start + 1 + right)
+            going_on = run(model, [Rows(one, tokens()[:, start + 1 + right : NUM_TOKENS]) for one in sequences])
+        ((expected, of_alone),) = computed(model, layout, one=[NUM_TOKENS])
+        assert all(torch.equal(logits[-1], expected[-1]) for logits in going_on)
+        assert all(one.content() == of_alone for one in sequences)
+
+
+@pytest.mark.parametrize(("name", "option"), [("olmoe", {"clip_qkv": 8.0}), ("hunyuan_v1_moe", {"moe_topk": [1, 2]})])
+def test_a_model_with_an_option_that_plans_lack_has_none(name: str, option: dict[str, Any]) -> None:
+    model = tiny_model(name, torch.float32, **option)
+    layout, _ = make_exact(model)
+    assert plan_of(model, layout, PAGE_TOKENS) is None

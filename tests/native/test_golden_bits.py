@@ -21,7 +21,7 @@ from diskprefix.model.quants.forms import matrix_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import library, scans
 from diskprefix.native.attention_operator import attention
-from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm, StepPlace
+from diskprefix.native.blocks import AttentionBlock, Gated, Norm, StepPlace
 from diskprefix.native.dense import head_products
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
@@ -126,8 +126,9 @@ def of_layers(operators: Operators, page_tokens: int = TOKENS) -> list[torch.Ten
     cosines, sines = (made_up(1, ROWS, DIM, seed=seed, dtype=torch.bfloat16) for seed in (2, 3))
     memory = Pages([made_up(2, TOKENS, DIM, seed=seed, dtype=torch.bfloat16) for seed in (4, 5)], page_tokens)
     place = StepPlace(memory.run(START, ROWS), 1, cosines, sines)
-    layer = Layer(block, gated, (norms[0], None, norms[1], None))
-    return [gated(operators, rows), block(operators, rows, place), layer(operators, rows, place), *memory.joined()]
+    found = [gated(operators, rows), block(operators, rows, place)]
+    middle = rows + block(operators, norms[0](operators, rows), place)
+    return [*found, middle + gated(operators, norms[1](operators, middle)), *memory.joined()]
 
 
 def of_scans(operators: Operators, dtype: torch.dtype) -> list[torch.Tensor]:

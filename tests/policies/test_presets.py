@@ -16,10 +16,10 @@ from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Regime
 from diskprefix.extras.simulate.geometry import SLICEABLE
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
-from diskprefix.nouns import Prompt, Scope
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds
 from diskprefix.units import parse_duration, parse_size
+from diskprefix.values import Prompt, Scope
 from tests.extras.simulate.workloads import CATALOG
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"

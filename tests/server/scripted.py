@@ -36,7 +36,6 @@ from diskprefix.engine.request import (
     Usage,
 )
 from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted
-from diskprefix.nouns import CacheReport, Scope, Selection, Tenant
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.http_app import create_app
 from diskprefix.server.keys import OwnerToken
@@ -46,8 +45,8 @@ from diskprefix.settings import Settings
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
 from diskprefix.tokens import TokenIds
+from diskprefix.values import CacheReport, Scope, Selection, Tenant
 from tests.engine.driving import Cancelled, serve_one_at_a_time
-from tests.made_settings import made_settings
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.server.daemon_process import wait_until
 
@@ -329,7 +328,7 @@ def scripted_app(model: Path, engine: ScriptedEngine | None = None, **changes: A
 
 @contextmanager
 def started_app(model: Path, load_engine: Any, **changes: Any) -> Iterator[AppServer]:
-    server = AppServer(made_settings(model=str(model), port=0, **{"max_sequences": 1} | changes), load_engine)
+    server = AppServer(Settings(model=str(model), port=0, **{"max_sequences": 1} | changes), load_engine)
     server.start()
     try:
         yield server

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -12,11 +11,10 @@ import pytest
 from anthropic import Anthropic, beta_tool
 
 from diskprefix.engine.request import FinishEvent, GenerateRequest, ProgressEvent, TextEvent
-from diskprefix.errors import DiskPrefixError
 from tests.server.agent_model import call, pieces, thought
 from tests.server.chat_model import POSITIONS
 from tests.server.daemon_process import DaemonProcess
-from tests.server.scripted import CHOSEN, AppServer, Emit, ScriptedEngine, done, scripted_app
+from tests.server.scripted import CHOSEN, AppServer, Emit, ScriptedEngine, done
 
 MODEL = "scripted"
 MESSAGES: list[Any] = [{"role": "user", "content": "What does a.py print?"}]
@@ -45,16 +43,10 @@ def answering(*replies: str, stop: str | None = None) -> Callable[..., None]:
     return script
 
 
-@pytest.fixture(scope="module")
-def server(agent_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
-    with scripted_app(agent_model, engine) as running:
-        yield running
-
-
 @pytest.fixture
-def client(server: AppServer, engine: ScriptedEngine) -> Iterator[Anthropic]:
+def client(agent: AppServer, engine: ScriptedEngine) -> Iterator[Anthropic]:
     engine.script = answering(CALLING)
-    with Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+    with Anthropic(base_url=agent.url, api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -124,38 +116,21 @@ def test_the_tool_runner_calls_the_tool_and_hands_back_its_result(client: Anthro
     assert "<tool_response>\nprint(1)\n</tool_response>" in prompt
 
 
-def test_a_stop_sequence_is_named(client: Anthropic, engine: ScriptedEngine) -> None:
-    engine.script = answering(ANSWERING, stop="\n\n")
-    message = ask(client, stop_sequences=["END", "\n\n"])
-    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "\n\n")
-    assert engine.requests[-1].sampling.stop == ("END", "\n\n")
-    with client.messages.stream(model=MODEL, max_tokens=64, messages=MESSAGES) as stream:
-        assert stream.get_final_message().stop_sequence == "\n\n"
-
-
 def test_sampling_and_the_fields_of_the_cache_reach_the_engine(client: Anthropic, engine: ScriptedEngine) -> None:
     of_cache = {"prefix_cache": {"scope": "full", "ttl": "1h"}, "cache_salt": "alice"}
-    ask(client, max_tokens=7, extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 3} | of_cache)
+    ask(
+        client,
+        max_tokens=7,
+        stop_sequences=["END", "\n\n"],
+        extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 3} | of_cache,
+    )
     ask(client)
     salted, plain = engine.requests[-2:]
     sampling = salted.sampling
+    assert sampling.stop == ("END", "\n\n")
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.9, 3, 7)
     assert (str(salted.cache.scope), salted.cache.ttl_s, salted.constraint) == ("full", 3600.0, None)
     assert plain.cache.tenant != salted.cache.tenant
-
-
-def test_an_error_in_a_stream_is_raised_by_the_client(client: Anthropic, engine: ScriptedEngine) -> None:
-    def failing(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
-        emit(TextEvent(0, "It ", (1,)))
-        raise DiskPrefixError("the accelerator failed", code="device_lost")
-
-    engine.script = failing
-    with (
-        pytest.raises(anthropic.APIStatusError, match="the accelerator failed") as caught,
-        client.messages.stream(model=MODEL, max_tokens=64, messages=MESSAGES) as stream,
-    ):
-        stream.until_done()
-    assert (caught.value.type, caught.value.error_code) == ("api_error", "device_lost")
 
 
 FORMAT = {"type": "json_schema", "schema": {"type": "object"}}

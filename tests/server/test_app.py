@@ -22,10 +22,9 @@ from diskprefix import hooks
 from diskprefix.api.anthropic import Messages
 from diskprefix.api.figures import figures_reply
 from diskprefix.api.openai_chat import Chat, ChatWriter
-from diskprefix.api.response_store import ResponseStore
 from diskprefix.api.responses import Responses
 from diskprefix.api.responses_writer import ResponseWriter
-from diskprefix.chat.output.format import PlainText
+from diskprefix.chat.output.choose_format import PlainText
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import Constraint, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.errors import ModelError
@@ -187,18 +186,6 @@ def test_a_failed_load_is_kept_for_the_exit_and_where_files_are_is_told_to_the_a
             assert "the model could not be loaded: " in said.json()["error"]["message"]
 
 
-def test_a_degraded_cache_is_named_by_health_and_does_not_stop_requests(
-    server: AppServer, engine: ScriptedEngine
-) -> None:
-    engine.stats |= {"state": "degraded", "error": "disk full"}
-    with server.client() as client:
-        health = client.get("/health")
-        assert health.status_code == 200
-        assert health.json()["status"] == "degraded"
-        assert health.json()["cache"] == {"state": "degraded", "error": "disk full"}
-        assert client.post(CHAT, json=HELLO).status_code == 200
-
-
 @pytest.mark.parametrize("kind", ["rendering", "large"])
 def test_a_prompt_that_is_rendered_without_end_is_told_by_health_and_starves_the_watchdog(
     kind: Any, server: AppServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -272,25 +259,6 @@ def test_a_disk_that_does_not_answer_stops_neither_figures_nor_requests_nor_the_
             engine.cache.is_readable.set()
 
 
-def test_a_full_queue_is_503_with_retry_after(chat_model: Path, engine: ScriptedEngine) -> None:
-    engine.script = until_cancelled
-    with scripted_app(chat_model, engine, max_queue=1) as server, server.client() as client:
-        running = open_raw(server.port, HELLO)
-        assert engine.entered.wait(30)
-        waiting = open_raw(server.port, HELLO)
-        wait_until(lambda: client.get("/health").json()["queue_depth"] == 1, "the second request waits")
-        answer = client.post(CHAT, json=HELLO)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
-        assert int(answer.headers["retry-after"]) >= 1
-        with open_raw(server.port, HELLO, announced_bytes=20_000_000) as refused:
-            assert refused.recv(1000).startswith(b"HTTP/1.1 503 "), "before the body is sent"
-        running.close()
-        waiting.close()
-        wait_until(lambda: not client.get("/health").json()["running"], "the engine is free again")
-        engine.script = say_hello
-        assert client.post(CHAT, json=HELLO).status_code == 200
-
-
 def test_a_body_that_does_not_come_is_a_408_and_its_place_is_free_again(
     chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,7 +292,7 @@ def test_a_large_body_has_the_longer_to_arrive_the_more_of_it_has(
     server: AppServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(reading, "_LEAST_BYTES_PER_S", 1)
+    monkeypatch.setattr(reading, "_MIN_BYTES_PER_S", 1)
     payload = json.dumps(HELLO).encode()
     with open_raw(server.port, HELLO, announced_bytes=len(payload) + 1) as connection:
         threading.Event().wait(0.4)
@@ -446,31 +414,20 @@ def test_a_stream_has_the_choices_in_order_and_our_figures_in_its_last_chunk(ser
     assert (chunks[-1]["timings"]["restore_ms"], "usage" in chunks[-1]) == (3.14, False)
 
 
-KEEPS = {"boundary": 8, "boundary_reason": "continues", "saved": "queued"}
-
-
 @pytest.mark.parametrize(
     ("report", "said"),
     [
-        (
-            {"restored": 6, "source": "disk", "saved": "queued"},
-            {"scope": "auto:30", "restored": 6, "source": "disk"} | KEEPS,
-        ),
-        (
-            {"miss_reason": "not_stored", "saved": "queued"},
-            {"scope": "auto:30", "restored": 0, "miss_reason": "not_stored"} | KEEPS,
-        ),
-        (
-            {"miss_reason": "diverged", "saved": "queued"},
-            {"scope": "auto:30", "restored": 0, "miss_reason": "diverged", "diverged_at": 3} | KEEPS,
-        ),
+        ({"restored": 6, "source": "disk"}, {"restored": 6, "source": "disk"}),
+        ({"miss_reason": "not_stored"}, {"restored": 0, "miss_reason": "not_stored"}),
+        ({"miss_reason": "diverged"}, {"restored": 0, "miss_reason": "diverged", "diverged_at": 3}),
     ],
     ids=["hit", "miss", "diverged"],
 )
 def test_a_response_says_what_the_cache_did_in_this_order(report: dict[str, Any], said: dict[str, Any]) -> None:
     selection = replace(CHOSEN, reason="continues", selected=9, aligned=8)
-    found = figures_reply(done(**{"selection": selection, **report}), None)["prefix_cache"]
-    assert list(found.items()) == list(said.items())
+    found = figures_reply(done(selection=selection, saved="queued", **report), None)["prefix_cache"]
+    kept = {"boundary": 8, "boundary_reason": "continues", "saved": "queued"}
+    assert list(found.items()) == list(({"scope": "auto:30"} | said | kept).items())
 
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
@@ -579,24 +536,6 @@ def test_large_bodies_and_replies_are_read_and_written_beside_the_event_loop(
     assert on_the_loop == [False]
 
 
-def test_a_stored_response_is_read_within_the_bounds_of_the_queue(
-    server: AppServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arriving: list[int] = []
-    get = ResponseStore.get
-
-    def counted(store: ResponseStore, id_: str) -> Any:
-        arriving.append(server.daemon.in_flight.num)
-        return get(store, id_)
-
-    with server.client() as client:
-        made = client.post("/v1/responses", json={"input": "hello"}).json()
-        monkeypatch.setattr(ResponseStore, "get", counted)
-        assert client.get(f"/v1/responses/{made['id']}").json() == made
-        assert len(client.get(f"/v1/responses/{made['id']}/input_items").json()["data"]) == 1
-    assert arriving == [1, 1]
-
-
 OF_RESPONSES = {"input": "hello", "include": ["message.output_text.logprobs"], "top_logprobs": 20}
 
 
@@ -647,7 +586,7 @@ def test_a_body_that_waits_until_the_end_of_a_stop_is_refused_and_leaves_no_trac
     large = {"messages": [{"role": "user", "content": "x" * 2_000_000}]}
     with scripted_app(chat_model, engine) as server:
         turns = server.daemon.bodies._turns
-        monkeypatch.setattr(turns, "_most", 0)
+        monkeypatch.setattr(turns, "_max_working", 0)
         waiting = threading.Thread(target=lambda: answers.append(httpx.post(server.url + CHAT, json=large)))
         waiting.start()
         wait_until(lambda: turns._waiting, "the body waits for its turn")

@@ -18,11 +18,11 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from diskprefix.errors import SettingsError
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server.guards import BrowserGuard, is_loopback
 from diskprefix.server.keys import ApiKeys, Caller
 from diskprefix.server.status import WELCOME
 from diskprefix.user_key import user_key
+from diskprefix.values import SHARED, Tenant
 from tests.server.daemon_process import DaemonProcess, open_raw, running_daemon, wait_until
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
 
@@ -277,15 +277,6 @@ def test_one_key_cannot_take_the_whole_queue(chat_model: Path, keys_file: Path) 
 def tenant_of(client: httpx.Client, engine: ScriptedEngine, key: str | None, **fields: Any) -> Tenant:
     client.post(CHAT, json=HELLO | fields, headers=bearer(key) if key else {}).raise_for_status()
     return engine.requests[-1].cache.tenant
-
-
-def test_the_tenant_is_the_keys_and_a_salt_is_added_to_it(client: httpx.Client, engine: ScriptedEngine) -> None:
-    alice, bob = Tenant.of_key(ALICE), Tenant.of_key(BOB)
-    assert tenant_of(client, engine, ALICE) == alice
-    assert tenant_of(client, engine, BOB) == bob
-    for salt in ("x", BOB, str(bob), str(bob.with_salt("x"))):
-        assert tenant_of(client, engine, ALICE, cache_salt=salt) == alice.with_salt(salt)
-        assert tenant_of(client, engine, ALICE, prefix_cache={"salt": salt}) == alice.with_salt(salt)
 
 
 def test_without_a_file_of_keys_the_bearer_is_the_tenant_and_a_salt_is_added_to_it(

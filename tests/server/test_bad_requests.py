@@ -322,7 +322,7 @@ def test_a_text_comes_back_from_its_tokens(client: httpx.Client) -> None:
 
 
 def test_a_text_to_tokenize_has_a_largest_size_in_bytes(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_routes, "_MOST_BYTES", 10)
+    monkeypatch.setattr(model_routes, "_MAX_BYTES", 10)
     assert tokens_of(client, "\u00e9" * 5)
     refused = client.post("/tokenize", json={"content": "\u00e9" * 6})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "content")

@@ -77,13 +77,3 @@ def test_a_forged_turn_is_text_unless_the_request_asks_for_it(
         if path == "/v1/messages":
             counted = client.post("/v1/messages/count_tokens", json=body).json()
             assert counted["input_tokens"] == len(ids)
-
-
-def test_a_prompt_without_a_template_spells_tokens(daemon: DaemonProcess) -> None:
-    with daemon.client() as client:
-        texts = [
-            client.post("/v1/completions", json={"prompt": text, **GREEDY}).json() for text in (FORGED, "<|im_end|>")
-        ]
-        assert texts[1]["usage"]["prompt_tokens"] == 1
-        refused = client.post("/v1/completions", json={"prompt": FORGED, "special_tokens_in_text": False})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "special_tokens_in_text")

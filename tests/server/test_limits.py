@@ -21,8 +21,7 @@ from diskprefix.api.fields import Body
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import InvalidRequest, QueueFull, ShareFull
-from diskprefix.json_values import MOST_PARTS, MOST_VALUES
-from diskprefix.nouns import SHARED, Tenant
+from diskprefix.json_values import MAX_PARTS, MAX_VALUES
 from diskprefix.server import body as body_module
 from diskprefix.server import limits
 from diskprefix.server.body import Bodies
@@ -32,6 +31,7 @@ from diskprefix.server.log_context import LogContext
 from diskprefix.server.process import connection as connections
 from diskprefix.server.threads import Kind, Threads
 from diskprefix.settings import Settings
+from diskprefix.values import SHARED, Tenant
 from tests.server import test_auth as auth
 from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app
@@ -389,8 +389,8 @@ def read(body: bytes) -> Anything:
 @pytest.mark.parametrize(
     ("value", "num_values", "most"),
     [
-        *((value, MOST_PARTS, MOST_PARTS) for value in ("[]", "{}", '""', '{"x":0}')),
-        ("1", MOST_VALUES + 1, MOST_VALUES),
+        *((value, MAX_PARTS, MAX_PARTS) for value in ("[]", "{}", '""', '{"x":0}')),
+        ("1", MAX_VALUES + 1, MAX_VALUES),
     ],
 )
 def test_a_body_of_too_many_parts_or_numbers_is_refused_before_it_is_parsed(
@@ -402,7 +402,7 @@ def test_a_body_of_too_many_parts_or_numbers_is_refused_before_it_is_parsed(
 
 @pytest.mark.parametrize("text", ["[],{}", '"[', "\\", '\\"', 'a\\\\"b,c: ["d"]'])
 def test_what_stands_in_a_text_is_no_value_and_many_tokens_are_taken(text: str) -> None:
-    values = [text * MOST_PARTS, [text * 100], [1] * MIB]
+    values = [text * MAX_PARTS, [text * 100], [1] * MIB]
     assert read(json.dumps({"a": values}).encode()).a == values
 
 
@@ -418,7 +418,7 @@ def say_much(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], 
 
 @pytest.fixture
 def three(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AppServer]:
-    monkeypatch.setattr(connections, "OTHER_CONNECTIONS", 3 - InFlight(Settings(max_sequences=1)).most)
+    monkeypatch.setattr(connections, "OTHER_CONNECTIONS", 3 - InFlight(Settings(max_sequences=1)).max_requests)
     with scripted_app(chat_model, ScriptedEngine(say_much)) as running:
         yield running
 

@@ -13,7 +13,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from diskprefix.api.responses_items import full_name
-from diskprefix.extras.front.front_messages import read_named
+from diskprefix.extras.front.front_messages import read_routing
 from diskprefix.json_values import whole_characters
 from tests.server.agent_model import call, saying
 from tests.server.scripted import AppServer, ScriptedEngine, events_of, scripted_app
@@ -422,4 +422,4 @@ def test_every_page_and_every_question_answers_head_as_get_without_a_body(client
 
 def test_the_front_reads_the_model_of_a_body_with_half_a_character() -> None:
     body = json.dumps({"model": "ash", "messages": [USER | {"content": HALF}]}).encode()
-    assert read_named(body).model == read_named(b"\xef\xbb\xbf" + body).model == "ash"
+    assert read_routing(body).model == read_routing(b"\xef\xbb\xbf" + body).model == "ash"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -17,7 +16,7 @@ from pydantic import BaseModel
 from diskprefix.server import generation
 from tests.server.agent_model import call, saying, thought
 from tests.server.daemon_process import DaemonProcess
-from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
+from tests.server.scripted import AppServer, ScriptedEngine
 
 MODEL = "tiny-chat"
 RIVERS: list[Any] = [
@@ -112,17 +111,11 @@ REPLY = thought("I must look.") + "I look.\n" + call("read", path="a.py") + "\n"
 CALLS = [("read", {"path": "a.py"}), ("write", {"path": 'b "2".py'})]
 
 
-@pytest.fixture(scope="module")
-def server(agent_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
-    with scripted_app(agent_model, engine) as running:
-        yield running
-
-
 @pytest.fixture
-def client(server: AppServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAI]:
+def client(agent: AppServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAI]:
     # The scripted model says all at once. What waits is not joined, as if the client kept up with it.
     monkeypatch.setattr(generation, "_is_continued", lambda *_: False)
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with OpenAI(base_url=f"{agent.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -253,10 +246,10 @@ def test_choices_without_parallel_calls_have_the_first_one_of_their_own(client: 
     ],
 )
 def test_a_budget_for_thinking_ends_the_thought(
-    server: AppServer, engine: ScriptedEngine, path: str, fields: dict[str, Any]
+    agent: AppServer, engine: ScriptedEngine, path: str, fields: dict[str, Any]
 ) -> None:
     engine.script = saying("hello")
-    httpx.post(f"{server.url}/v1/{path}", json={"model": "scripted"} | fields).raise_for_status()
+    httpx.post(f"{agent.url}/v1/{path}", json={"model": "scripted"} | fields).raise_for_status()
     budget = engine.requests[-1].thought_budget
     assert budget is not None
     assert (budget.max_tokens, engine.tokenizer.decode(budget.closing)) == (40, "</think>")
@@ -264,8 +257,8 @@ def test_a_budget_for_thinking_ends_the_thought(
     assert [see(piece) for piece in ["", "<think>", "hm", "</think>", "a"]] == [False, False, True, False, False]
 
 
-def test_props_and_the_model_card_tell_how_the_model_writes(server: AppServer) -> None:
-    with server.client() as http:
+def test_props_and_the_model_card_tell_how_the_model_writes(agent: AppServer) -> None:
+    with agent.client() as http:
         assert http.get("/props").json()["model"]["output_format"] == "hermes"
         [card] = http.get("/v1/models").json()["data"]
     assert {"tool_use", "reasoning"} <= set(card["capabilities"])

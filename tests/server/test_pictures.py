@@ -27,7 +27,6 @@ from diskprefix.engine.sampler import Sampler
 from diskprefix.extras.pictures import picture_reader
 from diskprefix.extras.pictures.picture_reader import PictureReader
 from diskprefix.model.exact.invariant import as_it_was
-from diskprefix.store.purge import PurgeFilter
 from tests.server.daemon_process import reply_to
 from tests.server.picture_models import (
     VISION_MODELS,
@@ -267,16 +266,6 @@ def test_conversations_at_once_have_the_bits_that_each_has_alone(vision: AppServ
         assert logprobs_of(ask(vision, sent | OFF)) == logprobs_of(reply)
 
 
-def test_purged_images_are_encoded_again(llava: AppServer) -> None:
-    sent = body(image_part(image_bytes((33, 44, 55))), text_part(QUESTION))
-    ask(llava, sent)
-    stored_by(llava)
-    llava.engine.cache.purge(PurgeFilter())
-    again = ask(llava, sent)
-    assert again["prefix_cache"]["restored"] == 0
-    assert pictures_of(again) == (1, 0)
-
-
 def test_a_stop_does_not_wait_until_a_picture_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = threading.Event()
     with real_app(write_llava(tmp_path / "model"), tmp_path / "kv") as server, ThreadPoolExecutor(1) as clients:
@@ -362,7 +351,7 @@ def test_the_number_of_images_and_their_pixels_together_are_limited(
     monkeypatch.setattr(picture_reader, "MAX_REQUEST_PIXELS", 40 * 30 * 2)
     ask(llava, body(IMAGE, IMAGE))
     assert refusal(llava, IMAGE, IMAGE, IMAGE)["param"] == "messages.0.content.2.image_url.url"
-    monkeypatch.setattr(server_content, "_MOST_IMAGES", 2)
+    monkeypatch.setattr(server_content, "_MAX_IMAGES", 2)
     error = refusal(llava, IMAGE, IMAGE, IMAGE)
     assert error["param"] == "messages.0.content.2"
     assert "at most 2 images" in error["message"]

@@ -12,9 +12,9 @@ import pytest
 from diskprefix.app import load_engine
 from diskprefix.cache.resources import open_store
 from diskprefix.errors import SettingsError
-from diskprefix.nouns import Break, CacheReport, Rewriting, Scope, Selection
 from diskprefix.server.recent import PrefixBreaks
 from diskprefix.settings import Settings
+from diskprefix.values import Break, CacheReport, Rewriting, Scope, Selection
 from tests.agent_bodies import billing_header, words
 from tests.server.daemon_process import reply_to, wait_until
 from tests.server.scripted import AppServer, real_app, started_app

@@ -45,12 +45,6 @@ MESSAGE = {
 RESPONSES: dict[str, dict[str, Any]] = {
     # The requests of Open Responses' own compliance tests that a model for text can serve.
     "basic": {"input": [{"type": "message", "role": "user", "content": "Say hello in exactly 3 words."}]},
-    "system": {
-        "input": [
-            {"type": "message", "role": "system", "content": "You are a pirate."},
-            {"type": "message", "role": "user", "content": "Say hello."},
-        ]
-    },
     "tools": {"input": [USER | {"type": "message"}], "tools": [{"type": "function", **FUNCTION}]},
     "turns": {
         "input": [

@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from diskprefix.api.dialect import Head
 from diskprefix.api.openai_chat import ChatWriter
 from diskprefix.api.reply import ReplyReader
-from diskprefix.chat.output.format import PlainText
+from diskprefix.chat.output.choose_format import PlainText
 from diskprefix.engine.request import (
     ErrorEvent,
     Event,
@@ -142,13 +142,6 @@ def sent_by(script: Prepared, response: Callable[[Generation], Any]) -> Sent:
     asyncio.run(response(cast("Generation", script))(scope, None, sent.send))
     assert script.is_closed
     return sent
-
-
-def test_the_headers_and_a_comment_of_a_stream_go_out_before_anything_is_there() -> None:
-    sent = streamed(Prepared(ClientDisconnect()))
-    assert sent.status == 200
-    assert sent.body.startswith(b": ")
-    assert sent.body.endswith(b"\n\n")
 
 
 SILENT: list[Event] = [TextEvent(0, "", (token,)) for token in range(300)]

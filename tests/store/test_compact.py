@@ -75,7 +75,6 @@ def test_a_compacted_store_holds_the_same_in_fewer_bytes(folder: Path, pubs: lis
     more = publication(store, prompt(77, 2 * BLOCK))
     store.publish(more)
     assert is_whole(store, more)
-    store.close()
 
 
 def test_the_blocks_of_a_prompt_lie_behind_each_other(folder: Path, pubs: list[Publication]) -> None:
@@ -191,7 +190,6 @@ main(["compact", "--kv-cache-dir", {str(folder)!r}])
     assert not (folder / "replacement").exists()
     store = open_store(folder)
     assert all(is_whole(store, pub) for pub in pubs)
-    store.close()
 
 
 def test_a_damaged_file_is_not_copied(folder: Path, tmp_path: Path) -> None:
@@ -256,7 +254,6 @@ def test_a_file_that_is_rewritten_beside_a_process_loses_nothing_that_it_saves(
     store.close()
     store = open_store(folder)
     assert is_clean(store)
-    store.close()
 
 
 def test_a_file_that_nobody_has_open_is_rewritten_without_what_was_deleted(
@@ -268,4 +265,3 @@ def test_a_file_that_nobody_has_open_is_rewritten_without_what_was_deleted(
     assert (folder / "data.mdb").stat().st_size < size // 2
     store = open_store(folder)
     assert all(is_whole(store, pub) for pub in pubs)
-    store.close()

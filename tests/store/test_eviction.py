@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -257,10 +257,8 @@ Then = Callable[[list[bytes]], object]
 
 
 @pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
-    store = open_store(tmp_path, budget_bytes=14 << 20, clock=clock)
-    yield store
-    store.close()
+def store(tmp_path: Path, clock: Clock) -> Store:
+    return open_store(tmp_path, budget_bytes=14 << 20, clock=clock)
 
 
 def saved(store: Store, clock: Clock, seed: int) -> Publication:

@@ -30,7 +30,6 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
     store = open_store(tmp_path / "kv", clock=clock)
     yield store
     assert not verify_index(store).problems
-    store.close()
 
 
 def see(store: Store, token_ids: TokenIds, group: bytes = b"", ttl_s: float | None = None) -> None:

@@ -297,7 +297,6 @@ def test_a_damaged_note_is_a_missing_one_and_goes(store: Store, tmp_path: Path) 
     assert of(notes).get(RESPONSE, "resp_1") is None
     notes.write()
     assert num_stored(again) == 0
-    again.close()
 
 
 def test_a_flush_waits_for_a_note_that_is_being_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,4 +378,3 @@ def test_counts_of_many_roots_keep_the_share_of_notes_and_none_is_lost(tmp_path:
     with store.snapshot() as snapshot:
         assert snapshot.note_bytes() <= total_limit(store.budget_bytes)
         assert total_savings(snapshot).total.requests == num_roots * num_hits
-    store.close()

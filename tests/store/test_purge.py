@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store import purge as purging
 from diskprefix.store.changes import NewNode, Use, touches
 from diskprefix.store.codec.codec import Codec
@@ -25,6 +24,7 @@ from diskprefix.store.savings import SavingsLog, Tally, read_savings
 from diskprefix.store.schema import EntryRecord, Kind, ModelRecord, RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds, root_hash
+from diskprefix.values import SHARED, Tenant
 from tests.examples import examples
 from tests.faults.damage import damaged
 from tests.store.building import (
@@ -448,7 +448,6 @@ def test_a_damaged_store_is_to_be_mended_first(store: Store, tmp_path: Path, dat
     store = open_store(tmp_path)
     with pytest.raises(StoreCorrupt, match="verify --fix"):
         purge(store, PurgeFilter(), 0.0, lambda _: None)
-    store.close()
 
 
 def test_counts_that_are_too_high_leave_blocks_and_say_so(store: Store, tmp_path: Path) -> None:
@@ -459,7 +458,6 @@ def test_counts_that_are_too_high_leave_blocks_and_say_so(store: Store, tmp_path
     store = open_store(tmp_path)
     purged = purge(store, PurgeFilter(), 0.0, lambda _: None)
     assert (purged.blocks, purged.left_blocks) == (1, 2)
-    store.close()
 
 
 def test_after_purge_and_compact_no_byte_of_a_tenant_is_in_the_file(store: Store, tmp_path: Path) -> None:
@@ -485,7 +483,6 @@ def test_after_purge_and_compact_no_byte_of_a_tenant_is_in_the_file(store: Store
     store = open_store(tmp_path)
     assert all(is_whole(store, pub) for pub in bob)
     assert is_clean(store)
-    store.close()
 
 
 HYBRID = layout_of(20_000, 8_000)

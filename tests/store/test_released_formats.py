@@ -36,7 +36,6 @@ def test_a_store_of_a_released_format_is_restored_bit_for_bit(path: Path, tmp_pa
     expected = json.loads(path.with_name(path.name.replace(".mdb.gz", ".json")).read_text(encoding="utf-8"))
     assert contents(store) == expected
     assert verify_index(store).problems == ()
-    store.close()
 
 
 def test_what_is_kept_is_what_was_released() -> None:

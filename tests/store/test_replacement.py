@@ -11,7 +11,7 @@ import pytest
 from diskprefix.store.changes import Use, touches
 from diskprefix.store.eviction import RECENT_CHECKPOINTS, recorded_ttl
 from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.store.schema import Kind, UsageRecord
+from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
@@ -47,14 +47,6 @@ def ends(store: Store) -> list[int]:
 def entries(store: Store) -> list[int]:
     with store.snapshot() as snapshot:
         return sorted(entry.num_tokens for _, entry in snapshot.entries())
-
-
-def usage(store: Store, pub: Publication) -> UsageRecord:
-    assert pub.last_node is not None
-    with store.snapshot() as snapshot:
-        found = snapshot.usage(pub.last_node)
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("first", [Kind.BLOCK, Kind.TAIL])

@@ -53,7 +53,6 @@ def test_counts_outlive_the_process_and_those_of_several_add_up(tmp_path: Path) 
     with store.snapshot() as snapshot:
         assert total_savings(snapshot).total.prompt_tokens == 2 * 120 + 2 * 7
     assert is_clean(store)
-    store.close()
 
 
 def test_a_process_counts_what_it_saved_since_its_start(store: Store) -> None:
@@ -141,7 +140,6 @@ def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:
     log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
     store.write_from(log.writing)
     assert stored(store)[ROOT].total.requests == 1
-    store.close()
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 500)), max_size=40))

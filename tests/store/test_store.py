@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +18,9 @@ from tests.store.other_process import beside, fill, open_and_fill
 
 
 @pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
+def store(tmp_path: Path, clock: Clock) -> Store:
     """With a small budget."""
-    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
-    yield store
-    store.close()
+    return open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
 
 
 def test_the_longest_prompt_is_known_and_a_damaged_entry_is_none(store: Store) -> None:
@@ -200,7 +197,6 @@ def test_a_store_of_thousands_of_blocks_is_shrunk_to_a_budget_it_has_long_outgro
     pub = publication(store, prompt(1000, 3 * BLOCK))
     store.publish(pub)
     assert is_whole(store, pub)
-    store.close()
 
 
 HYBRID = layout_of(400_000, 400_000)
@@ -283,4 +279,3 @@ def test_what_a_reader_without_a_lock_got_stays_as_it_was_when_its_pages_are_ove
         assert forked.run(open_and_fill, tmp_path, 16 << 20, range(100, 130)) == 0
         assert (tmp_path / "data.mdb").read_bytes()[offset : offset + 4096] not in before, "the pages are overwritten"
         assert bytes(piece) == before
-    reader.close()

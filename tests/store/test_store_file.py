@@ -77,14 +77,12 @@ def test_a_daemon_with_another_key_is_refused_and_the_store_stays(
     assert "\n" not in caught.value.message
     again = opened(tmp_path, first)
     assert (again.store_id, again.secret) == (store_id, secret)
-    again.close()
 
 
 def test_commands_need_no_key(tmp_path: Path) -> None:
     opened(tmp_path, A).close()
     tool = Store(tmp_path, read_only=True)
     assert tool.secret == A.names_seed
-    tool.close()
 
 
 def test_a_store_that_the_disk_does_not_make_durable_is_read_only(
@@ -100,7 +98,6 @@ def test_a_store_that_the_disk_does_not_make_durable_is_read_only(
     assert store.problem is not None
     with store.snapshot() as snapshot:
         assert snapshot.counts()["entries"] == 0
-    store.close()
 
 
 PAGE = mmap.PAGESIZE
@@ -396,7 +393,6 @@ def test_a_file_that_lmdb_dies_of_ends_two_processes_and_the_third_moves_it_asid
     store = daemon(folder)
     assert store.counts()["entries"] == 0
     assert (folder / DAMAGED).exists()
-    store.close()
 
 
 def refused(folder: Path) -> None:
@@ -451,7 +447,6 @@ def test_a_daemon_that_runs_does_not_wait_for_who_replaces_the_file(folder: Path
     lock.close()
     store._retry_at = 0.0
     assert store.maintain()
-    store.close()
 
 
 def test_a_store_that_is_refused_keeps_its_file_and_its_mark(folder: Path) -> None:
@@ -488,7 +483,6 @@ def test_pages_whose_header_is_damaged_are_not_deleted_by_lmdb_before_it_is_writ
     assert is_whole(store, publication(store, prompt(1, 3 * BLOCK)))
     assert store.quarantine(node.name, node.parent) == len(pub.nodes)
     assert is_clean(store)
-    store.close()
 
 
 def test_damage_that_is_found_while_a_daemon_runs_moves_the_file_aside(folder: Path) -> None:
@@ -500,7 +494,6 @@ def test_damage_that_is_found_while_a_daemon_runs_moves_the_file_aside(folder: P
     assert store.maintain()
     assert store.problem is None
     assert (folder / DAMAGED).exists()
-    store.close()
 
 
 def change_meta(key: str, *, is_removed: bool) -> Callable[[Path], None]:
@@ -523,7 +516,6 @@ def write_noise(path: Path) -> None:
     (path / DATA).write_bytes(random.Random(1).randbytes(1 << 16))
 
 
-NEWER = FORMAT_VERSION + 1
 IDENTITY = "identity of the store is damaged; move the file away"
 UNUSABLE: dict[str, tuple[Callable[[Path], None], type[CacheError], str]] = {
     "older": (lambda path: change_format(path, 1), StoreFormatError, "has format 1, .* or choose another"),

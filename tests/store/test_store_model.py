@@ -34,7 +34,6 @@ from hypothesis.stateful import (
 )
 
 from diskprefix.errors import PrefixGone, StoreFull
-from diskprefix.nouns import SHARED
 from diskprefix.store.changes import NewNode, Use, touches
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.environment import Environment
@@ -46,6 +45,7 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
+from diskprefix.values import SHARED
 from tests.examples import examples
 from tests.store.building import (
     BLOCK,

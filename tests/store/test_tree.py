@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -80,7 +80,6 @@ def test_a_path_with_a_missing_block_and_a_node_under_another_name_are_errors(st
         with pytest.raises(StoreCorrupt):
             tree.node(other.nodes[0].name)
         assert PrefixTree(snapshot).node(other.nodes[0].name) is not None
-    store.close()
 
 
 def test_a_path_that_goes_round_in_a_circle_is_an_error(store: Store, tmp_path: Path) -> None:
@@ -92,17 +91,14 @@ def test_a_path_that_goes_round_in_a_circle_is_an_error(store: Store, tmp_path: 
     store = open_store(tmp_path)
     with store.snapshot() as snapshot, pytest.raises(StoreCorrupt, match="where its child starts"):
         PrefixTree(snapshot).path(end(pub))
-    store.close()
 
 
 LAYOUT = layout_of(1000)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = open_store(tmp_path, budget_bytes=64 << 20)
-    yield store
-    store.close()
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path, budget_bytes=64 << 20)
 
 
 def tail(store: Store, token_ids: TokenIds) -> NewNode:
@@ -166,4 +162,3 @@ def test_a_node_whose_record_is_damaged_or_gone_leaves_the_index(tmp_path: Path)
         store.quarantine(node.name, node.parent)
     with store.snapshot() as snapshot:
         assert {key[-16:] for key in snapshot.keys("children")} == {other.nodes[0].name}
-    store.close()

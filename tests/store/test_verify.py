@@ -141,7 +141,6 @@ def test_a_sound_store_is_clean_and_every_piece_is_counted(stored: Stored) -> No
     assert payloads.problems == ()
     assert payloads.num_pieces == sum(len(node.pieces) for node in nodes.values())
     assert payloads.num_bytes == sum(done) == sum(index.stored_bytes.values())
-    store.close()
 
 
 def test_an_empty_store_is_clean(store: Store) -> None:
@@ -399,7 +398,6 @@ def test_verify_finds_and_fix_mends(stored: Stored, what: str) -> None:
         store.publish(pub)
         assert is_whole(store, pub)
     assert problems_of(store) == []
-    store.close()
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -421,7 +419,6 @@ def test_whatever_happens_to_records_what_is_left_after_fix_is_right(stored: Sto
         store.publish(pub)
         assert is_whole(store, pub)
     assert problems_of(store) == []
-    store.close()
 
 
 def _damage_at_random(records: Records, rng: random.Random) -> None:
@@ -458,7 +455,6 @@ def test_a_damaged_checkpoint_goes_alone(stored: Stored) -> None:
     assert store.counts()["blocks"] == before["blocks"] - 1
     others = tuple(node for node in stored.hybrid.nodes if node.name != name)
     assert is_whole(store, replace(stored.hybrid, nodes=others))
-    store.close()
 
 
 def test_a_long_subtree_goes_in_several_transactions_and_a_stop_between_them_leaves_a_tree(
@@ -493,7 +489,6 @@ def test_a_long_subtree_goes_in_several_transactions_and_a_stop_between_them_lea
     remove_damaged(store, found)
     assert store.counts()["blocks"] == 1 + len(other.nodes)
     assert is_whole(store, other)
-    store.close()
 
 
 def test_a_node_that_goes_while_payloads_are_checked_is_passed_over(
@@ -516,7 +511,6 @@ def test_a_node_that_goes_while_payloads_are_checked_is_passed_over(
     largest = max(len(node.pieces) for pub in stored.publications for node in pub.nodes)
     assert 0 < payloads.num_pieces <= largest
     assert store.counts()["blocks"] == 0
-    store.close()
 
 
 def test_a_publication_replaces_the_damaged_record_of_its_root_and_what_lies_under_it_stays(stored: Stored) -> None:
@@ -526,7 +520,6 @@ def test_a_publication_replaces_the_damaged_record_of_its_root_and_what_lies_und
     store.publish(stored.other)
     assert problems_of(store) == []
     assert is_whole(store, stored.other)
-    store.close()
 
 
 def test_damage_that_makes_saving_fail_goes_and_nothing_else(stored: Stored) -> None:
@@ -541,7 +534,6 @@ def test_damage_that_makes_saving_fail_goes_and_nothing_else(stored: Stored) -> 
     store.publish(more)
     assert all(is_whole(store, pub) for pub in (more, stored.first, stored.second, stored.hybrid))
     assert remove_damaged(store).records == 0
-    store.close()
 
 
 @pytest.mark.parametrize(("has_lock", "pauses_s"), [(True, []), (False, [0.1, 1.0])])

@@ -242,7 +242,7 @@ def _live(folder: Path, original: Original, seed: int) -> Life:
             store_id=store.store_id.hex(),
             restored=restored,
             nodes=sum(len(pub.nodes) for pub in publications),
-            quarantined=writer.house.quarantined,
+            quarantined=writer.housekeeping.quarantined,
             evicted=writer.evicted,
             dropped=writer.dropped,
             error=writer.error,

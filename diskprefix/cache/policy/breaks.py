@@ -8,8 +8,8 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from diskprefix.nouns import Break
 from diskprefix.tokens import TokenIds, common_prefix_length
+from diskprefix.values import Break
 
 _WINDOW = 32
 """The length of the token runs that are searched for behind the break. A power of two."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import cast
 
 from diskprefix.errors import InvalidScope
-from diskprefix.nouns import ACCEPTED, DEFAULT_WINDOW, Scope, ScopeKind, short_value
+from diskprefix.values import ACCEPTED, DEFAULT_WINDOW, Scope, ScopeKind, short_value
 
 # ASCII, because \d would take the digits of every script.
 _SCOPE = re.compile(

@@ -153,7 +153,7 @@ class SeenPrompts:
         """The approximate size in memory."""
         return self._prompt_bytes + self._end_bytes + _GHOST_BYTES * len(self._ghosts)
 
-    def look(self, token_ids: TokenIds, names: Sequence[bytes], window: int, group: bytes = b"") -> Sighting:
+    def sighting_of(self, token_ids: TokenIds, names: Sequence[bytes], window: int, group: bytes = b"") -> Sighting:
         """Returns the knowledge about a prompt from the last `window` prompts of its group, and from all others."""
         content, path = token_ids.tobytes(), self._path(names)
         trials, again = self._counts.get(_kind(len(names) - len(path)), (0, 0))

@@ -30,9 +30,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from diskprefix.cache.policy.seen import Earlier, Sighting
-from diskprefix.nouns import Prompt, Reason, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tokens import LEAST_TOKENS, floor_to_grid
+from diskprefix.values import Prompt, Reason, Scope, Selection
 
 StateKind: TypeAlias = Literal["token", "sliceable", "token_checkpoints", "checkpoints"]
 """Where a restored prefix can end: at any token; at the end of any block; at a checkpoint, which may be at any token;
@@ -205,7 +205,7 @@ def select(
         selected=selected,
         aligned=aligned,
         keep_tail=keep_tail,
-        keeps_reply=choice.goes_on and (keep_tail or aligned > 0 or reason == "already_saved"),
+        saves_reply=choice.goes_on and (keep_tail or aligned > 0 or reason == "already_saved"),
         checkpoints=checkpoints,
         anchors=tuple(sorted(anchors - {0})) if at_checkpoints else (),
         votes=tuple(support[position] for position in checkpoints) if choice.support is not None else (),

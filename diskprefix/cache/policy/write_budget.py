@@ -16,8 +16,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from diskprefix.cache.policy.select import Rules
-from diskprefix.nouns import Prompt, Selection
 from diskprefix.tokens import floor_to_grid
+from diskprefix.values import Prompt, Selection
 
 _MISSED, _SYSTEM, _GOES_ON, _NEW = 0.95, 0.75, 0.25, 0.2
 """The shares. The last twentieth of the budget is for records: uses of blocks, recent prompts."""
@@ -149,7 +149,7 @@ def _cut(selection: Selection, at: int, rules: Rules) -> Selection:
         selected=at,
         aligned=at,
         keep_tail=False,
-        keeps_reply=False,
+        saves_reply=False,
         checkpoints=checkpoints,
         votes=selection.votes[: len(checkpoints)],
     )

@@ -14,7 +14,7 @@ from diskprefix.errors import InvalidRequest
 
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The layout of jinja's tojson, which the model has seen in prompts."""
-_MOST_CHARS = 1 << 19
+_MAX_CHARS = 1 << 19
 """The most characters of a grammar. The definitions of a schema are repeated for each argument."""
 _NUMBER = " /[0-9]{1,2}/ "
 _BLANKS = r"/\s{0,8}/"
@@ -64,7 +64,7 @@ class CallGrammar:
             if begin in self._token_ids:
                 # The letters begin a call too, because the parser reads text, not tokens.
                 opened = f"({opened} | {self._terminals(begin)})"
-            parts.append(f"{opened} {self._begun(begin, strict)}")
+            parts.append(f"{opened} {self._opening(begin, strict)}")
         for index, function in enumerate(self._functions):
             if function["name"] in strict:
                 opened = self._up_to(f"object_{index}", _object_head([function]))
@@ -87,7 +87,7 @@ class CallGrammar:
         more = f"(({tokens}) TEXT?)*" if tokens else ""
         return f"start: TEXT? {more}\nTEXT: /(?s:.+)/ & ~/(?s:.*)({_written('|'.join(begins))})(?s:.*)/\n"
 
-    def _begun(self, begin: str, strict: Collection[str]) -> str:
+    def _opening(self, begin: str, strict: Collection[str]) -> str:
         """Returns the rule of the text after `begin`: calls of strict tools, or the head of another call."""
         before, heads, calls = self._family.before, [], []
         for index, function in enumerate(self._functions):
@@ -118,8 +118,8 @@ class CallGrammar:
         return self._rule(f"call_{index}", f"{head} {arguments} {self._literal(after)}")
 
     def _name(self, function: JsonObject) -> str:
-        name: str = function["name"]
-        return json.dumps(name, ensure_ascii=False) if self._family.body == "objects" else name
+        is_json = self._family.body == "objects"
+        return json.dumps(function["name"], ensure_ascii=False) if is_json else str(function["name"])
 
     def _arguments(self, index: int, schema: JsonObject) -> str:
         """Returns the rule of arguments in the order of the schema, optional unless required."""
@@ -188,8 +188,8 @@ class CallGrammar:
 
     def _rule(self, head: str, expression: str, *, name: str | None = None) -> str:
         self._num_chars += len(expression)
-        if self._num_chars > _MOST_CHARS:
-            raise InvalidRequest.at("tools", f"make a grammar of more than {_MOST_CHARS} characters")
+        if self._num_chars > _MAX_CHARS:
+            raise InvalidRequest.at("tools", f"make a grammar of more than {_MAX_CHARS} characters")
         self._rules.append(f"{head}: {expression}")
         return name or head
 

@@ -59,7 +59,10 @@ class CallReader:
         """Reads the calls after an opening tag, and the closing tag if there is one. Returns whether any was read."""
         start = self._calls.count
         if self._family.body == "python":
-            yield from self._python()
+            yield from self._reader.space()
+            reader, patterns = self._reader, self._patterns
+            rest = reader.before(patterns.ends, patterns.ends_or_strings) if self._family.ends else reader.brackets()
+            self._all(python_calls((yield from rest) or "", self._tools))
         else:
             more = bool(self._family.ends or self._family.bare)
             while (yield from self._call()) and more:
@@ -123,8 +126,7 @@ class CallReader:
         return found
 
     def _object(self, known_only: bool, *, is_inner: bool = False) -> Parsing[bool]:
-        """Reads a call that is an object. Returns whether a call has begun; the rest of the object belongs to it.
-        `is_inner`: the object is inside another one, as in {"function": {…}}."""
+        """Reads an object. Returns whether a call has begun. `is_inner`: inside another one, as {"function": {…}}."""
         reader = self._reader
         name, early, begun = "", "", False
         reader.at += 1
@@ -239,13 +241,6 @@ class CallReader:
             if (yield from reader.match(self._patterns.tail)):
                 arguments = elements(text, quotes, {"properties": self._tools.properties(name)})
         return isinstance(arguments, dict) and self._all([ParsedCall(name, arguments)])
-
-    def _python(self) -> Parsing[None]:
-        yield from self._reader.space()
-        is_tagged = bool(self._family.ends)
-        reader, patterns = self._reader, self._patterns
-        source = yield from (reader.before(patterns.ends, patterns.ends_or_strings) if is_tagged else reader.brackets())
-        self._all(python_calls(source or "", self._tools))
 
     def _all(self, calls: Sequence[ParsedCall]) -> bool:
         """Emits calls that were parsed as a whole. Returns whether any was emitted."""

@@ -54,8 +54,8 @@ class OfferedTools:
 
 
 def value_of(text: str, schema: object) -> object:
-    """Returns the value of `text`, an argument without quotes, by its schema if that names types. A text that does not
-    fit the schema stays text: the client, which runs the tool, can say what is wrong."""
+    """Returns the value of an argument without quotes, by its schema if that names types. A text that does not fit the
+    schema stays text: the client can say what is wrong."""
     if types := _types(schema):
         return _typed(text, types)
     with suppress(ValueError, RecursionError):

@@ -1,5 +1,4 @@
-"""Chooses the format of a chat template: a known call is rendered, and the format must parse it back. The renderings
-also show the form in which the template takes calls."""
+"""Chooses the format that reads a call back from a template's text, and the form in which the template takes calls."""
 
 from __future__ import annotations
 
@@ -15,26 +14,26 @@ from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.call_grammar import CallGrammar
 from diskprefix.chat.output.call_values import OfferedTools
 from diskprefix.chat.output.families import FAMILIES, NONE, THOUGHTS, Family
-from diskprefix.chat.output.format import OutputFormat, OutputParser, ThoughtTags, ToolCallBegin
+from diskprefix.chat.output.format import OutputParser, PlainParser, ThoughtTags, ToolCallBegin
 from diskprefix.chat.output.parsers import ChannelParser, FamilyParser
 from diskprefix.chat.replay import Turn
 from diskprefix.chat.template_input import MessageForm, common_chars
+from diskprefix.errors import InvalidRequest
 
 log = logging.getLogger("diskprefix")
 
 
 @dataclass(frozen=True)
-class FamilyFormat:
-    """The format of a family. `OutputFormat` documents the methods.
-
-    `thoughts` are the pairs of tags around reasoning that the parser reads; `thought` is the template's pair.
-    `token_ids` has the added tokens of the tokenizer that are tags of this format, by text.
-    """
+class OutputFormat:
+    """The format of the replies of one chat template, found when the model is loaded. Thread-safe."""
 
     family: Family = NONE
     thoughts: tuple[tuple[str, str], ...] = THOUGHTS[:1]
+    """The pairs of tags around reasoning that the parser reads."""
     thought: ThoughtTags | None = None
+    """The template's pair; None if the template knows no reasoning."""
     token_ids: Mapping[str, int] = field(default_factory=dict)
+    """The ids of the tokenizer's added tokens that are tags of this format."""
 
     @property
     def name(self) -> str:
@@ -42,14 +41,18 @@ class FamilyFormat:
 
     @property
     def special_tokens(self) -> frozenset[str]:
+        """The special tokens that the engine must emit as text, because the parser reads them."""
         return frozenset(self.token_ids)
 
     def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:
+        """Returns the parser of one reply. Without `tools`, in the form of OpenAI's API, calls are content. The last 64
+        or more characters of the prompt, `prompt_end`, show whether the template opened a thought."""
         if channels := self.family.channels:
             return ChannelParser(self.family, channels, OfferedTools(tools), prompt_end)
         return FamilyParser(self.family, self.thoughts, OfferedTools(tools), prompt_end)
 
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:
+        """Returns a Lark grammar, as llguidance reads it, of one call or (`many`) of one or more calls of `tools`."""
         return CallGrammar(self.family, tools, self.token_ids).forced(many=many)
 
     def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
@@ -57,6 +60,22 @@ class FamilyFormat:
 
     def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
         return CallGrammar(self.family, tools, self.token_ids).forbidden()
+
+
+class PlainText(OutputFormat):
+    """The format of replies without reasoning and calls."""
+
+    def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:  # noqa: ARG002
+        return PlainParser()
+
+    def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:  # noqa: ARG002
+        raise InvalidRequest.at("tool_choice", "this model's chat template knows no tool calls")
+
+    def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:  # noqa: ARG002
+        return "start: /(?s:.*)/\n"
+
+    def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
+        return self.strict_grammar(tools, ())
 
 
 Render = Callable[[list[JsonObject], list[JsonObject], bool], str]
@@ -83,8 +102,7 @@ class Chosen(NamedTuple):
 
 
 def choose_format(template: str, render: Render, *, special: Collection[str], added: Mapping[str, int]) -> Chosen:
-    """Returns the format of a chat template. `added` has the ids of the tokenizer's added tokens, of which those in
-    `special` are not shown as text."""
+    """Returns the format of a chat template. `added` has the ids of added tokens; those in `special` are not shown."""
     written, dropped = [], _answer_tags(render)
     for form in _FORMS:
         if not (replies := list(_replies(render, form))):
@@ -168,16 +186,15 @@ def _candidates(
             yield _family_format(family, shown, added, dropped)
 
 
-def _family_format(family: Family, shown: str, added: Mapping[str, int], dropped: tuple[str, ...]) -> FamilyFormat:
-    """Returns the format of a family with the tags of reasoning in `shown`, the template and its output. `dropped` are
-    the tags around answers."""
+def _family_format(family: Family, shown: str, added: Mapping[str, int], dropped: tuple[str, ...]) -> OutputFormat:
+    """Returns the format of a family with the tags of reasoning in `shown`. `dropped` are the tags around answers."""
     family = replace(family, dropped=(*family.dropped, *dropped))
     known = tuple(
         (begin, end) for begin, end in THOUGHTS if end in shown and (begin in shown or begin == THOUGHTS[0][0])
     )
     thoughts = known if THOUGHTS[0] in known else (*known, THOUGHTS[0])
     tags = "\n".join([*family.tags, *(tag for pair in thoughts for tag in pair if not family.channels)])
-    return FamilyFormat(
+    return OutputFormat(
         family,
         thoughts,
         thought=family.thought or (ThoughtTags(*known[0]) if known and not family.channels else None),

@@ -65,8 +65,7 @@ class Family:
     dropped: tuple[str, ...] = ()
     """Tags around the answer that are left out."""
     signs: tuple[str, ...] = ()
-    """Where tags do not tell families apart: each call that the template writes has one of these texts. With channels,
-    the template or its output has all of them."""
+    """Where tags do not tell families apart: each written call has one of these texts; with channels, all occur."""
     thought: ThoughtTags | None = None
     """The texts around reasoning, if they are not among `THOUGHTS`: in the file, the end and the text before it."""
     channels: Channels | None = None

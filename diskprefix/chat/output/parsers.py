@@ -100,12 +100,14 @@ class FamilyParser(StreamParser):
         self._plain = CallReader(self.reader, NONE, tools, calls)
         self._tools = tools
         self._opener = self._openers(family, is_offered=bool(tools))
-        self._begins = self._begins_in_reasoning(family, tools)
+        # Inside reasoning, a tag of plain text may be a quotation unless it begins a line.
+        begins = family.begins if tools else ()
+        patterns = [regex.escape(tag) if "|" in tag or "｜" in tag else rf"^{regex.escape(tag)}" for tag in begins]
+        self._begins = "|".join(patterns) or r"(?!)"
 
     @staticmethod
     def _openers(family: Family, *, is_offered: bool) -> regex.Pattern[str]:
-        """Returns a pattern of the beginnings of calls and of tags around content, without the names of tools: a
-        thousand long names take a second to compile."""
+        """Returns a pattern of the beginnings of calls and of tags around content. Names of tools compile slowly."""
         kinds = [rf"(?P<drop>{alternatives(family.dropped)})"]
         if is_offered:
             own = {*family.begins, *family.dropped}
@@ -118,13 +120,6 @@ class FamilyParser(StreamParser):
                 rf"(?P<json>^[ \t]{{0,8}}(?:{_FENCE}\s*)?(?:(?:{wrapper})\s*)?(?:\[(?=\s*\{{)|\{{(?=\s*\")))",
             ]
         return regex.compile("|".join(kinds), regex.MULTILINE)
-
-    @staticmethod
-    def _begins_in_reasoning(family: Family, tools: OfferedTools) -> str:
-        """Returns a pattern of calls that may begin inside reasoning, where a tag of plain text may be a quotation."""
-        begins = family.begins if tools else ()
-        patterns = [regex.escape(tag) if "|" in tag or "｜" in tag else rf"^{regex.escape(tag)}" for tag in begins]
-        return "|".join(patterns) or r"(?!)"
 
     def reply(self) -> Parsing[None]:
         yield from self._reasoning()
@@ -143,8 +138,10 @@ class FamilyParser(StreamParser):
             self.reader.at = found.end()
         elif kind in ("json", "inline"):
             self.reader.at = found.end() - 1
-            done = yield from self._plain.objects(known_only=True)
-            yield from self._wrapper_ends(done)
+            ends = done = yield from self._plain.objects(known_only=True)
+            while ends:
+                yield from self.reader.space()
+                ends = (yield from self.reader.match(_WRAPPER_END)) is not None
         elif kind == "function":
             self.reader.at = found.start()
             done = yield from self._plain.group()
@@ -157,11 +154,6 @@ class FamilyParser(StreamParser):
             self.reader.give_up(found.end())
             otherwise(self.reader.text[found.start() : self.reader.at])
         return done
-
-    def _wrapper_ends(self, done: bool) -> Parsing[None]:
-        while done:
-            yield from self.reader.space()
-            done = (yield from self.reader.match(_WRAPPER_END)) is not None
 
     def _after_tag(self) -> Parsing[None]:
         """Drops the white space around a tag."""
@@ -208,10 +200,10 @@ class ChannelParser(StreamParser):
         self._end = _compiled(channels.end.replace("NAMES", names))
         self._tag = any_of(channels.tags) if channels.tags else self._end
         # The prompt may end with the header of the first message.
-        self._begun = prompt_end[max(0, prompt_end.rfind("<|start|>")) :]
+        self._begun_header = prompt_end[max(0, prompt_end.rfind("<|start|>")) :]
 
     def reply(self) -> Parsing[None]:
-        header = self._header.fullmatch(self._begun) or (yield from self.reader.match(self._header))
+        header = self._header.fullmatch(self._begun_header) or (yield from self.reader.match(self._header))
         while True:
             if header is not None:
                 self.space.clear()

@@ -21,7 +21,7 @@ _DELIMITERS = re.compile(r'["\\{}\[\]<`\x00-\x1f]')
 _BRACKETS = re.compile(r"""["'\\()\[\]{}]""")
 _SHORT, _SHARE = 256, 8
 """A longer text is parsed again only when it has grown by an eighth."""
-_LITTLE, _MOST_IN_VAIN = 4096, 2
+_LITTLE, _MAX_IN_VAIN = 4096, 2
 """At most 4096 characters plus twice the reply are parsed as calls in vain."""
 
 
@@ -74,7 +74,7 @@ class Reader:
         """Goes back to a position, to look for other calls after it. If much text was read in vain, stays after that
         text instead, because nested values would be read over and over."""
         self.back_to(at)
-        if self._num_in_vain > _MOST_IN_VAIN * self._num_read + _LITTLE:
+        if self._num_in_vain > _MAX_IN_VAIN * self._num_read + _LITTLE:
             self.at = max(at, self._furthest)
 
     def more(self) -> Parsing[bool]:
@@ -99,8 +99,8 @@ class Reader:
         return self.text[self.at : self.at + 1]
 
     def match(self, pattern: regex.Pattern[str]) -> Parsing[regex.Match[str] | None]:
-        """Reads a match of `pattern` at this position. Returns None, and reads nothing, if there is none. A match ends
-        as soon as it is whole, so a pattern must not end with a repetition."""
+        """Reads a match of `pattern` at this position. Returns None, and reads nothing, without one. `pattern` must not
+        end with a repetition, because a match ends as soon as it is whole."""
         while True:
             found = pattern.match(self.text, self.at, partial=not self.ended)
             if found is None:
@@ -118,8 +118,7 @@ class Reader:
         return found is not None
 
     def until(self, pattern: regex.Pattern[str], take: Take) -> Parsing[regex.Match[str] | None]:
-        """Passes the text before a match of `pattern` to `take`. Returns the match, which is not read, or None at the
-        end. Only text that may begin a match is held back."""
+        """Passes the text before a match of `pattern` to `take`. Returns the match, unread, or None at the end."""
         while True:
             found = self._search(pattern)
             end = len(self.text) if found is None else found.start()
@@ -147,10 +146,10 @@ class Reader:
         return found
 
     def before(self, pattern: regex.Pattern[str], skipping: regex.Pattern[str] | None = None) -> Parsing[str | None]:
-        """Reads the text before a match of `pattern`, or the rest if there is none. Returns None for an empty text.
+        """Reads the text before a match of `pattern`, else the rest. Returns None for an empty text.
 
-        `skipping` matches `pattern`, or a string as the group `string`. A match in a string counts only if there is no
-        other when the reply has ended."""
+        `skipping` matches `pattern`, or a string as the group `string`. Strings count if the reply ends without others.
+        """
         while True:
             if skipping is None:
                 found = pattern.search(self.text, self.at)

@@ -23,9 +23,9 @@ from diskprefix.model.load.hub import cached_models
 from diskprefix.model.load.named_model import path_of, plain_name
 from diskprefix.model.load.proposals import full_name, none_known
 from diskprefix.native import build
-from diskprefix.nouns import MOST_NAME_CHARS, require_model_name
 from diskprefix.printable import first_line, shown
 from diskprefix.settings import OF_ONE_MODEL, Settings, config_home, flag_of
+from diskprefix.values import MOST_NAME_CHARS, require_model_name
 
 log = logging.getLogger("diskprefix")
 
@@ -107,7 +107,7 @@ class Catalogue:
         """
         models: list[KnownModel] = []
         by_name: dict[str, KnownModel] = {}
-        for model in self._found():
+        for model in self._known_models():
             if model.origin in ("pulled", *OWNERS):
                 if (other := by_name.get(model.name)) is not None:
                     what = "was pulled with" if model.origin == "pulled" else f"{model.origin} has under"
@@ -121,13 +121,13 @@ class Catalogue:
             for name in (model.name, *model.aliases):
                 other = by_name.setdefault(name, model)
                 if other is not model:
-                    both = " and ".join(f"{one.source} ({one.origin})" for one in (other, model))
+                    both = " and ".join(f"{each.source} ({each.origin})" for each in (other, model))
                     raise SettingsError(
                         f"two models are called {name!r}: {both}; give one of them another name in models.toml"
                     )
         self._models, self._by_name = tuple(models), by_name
 
-    def _found(self) -> Iterator[KnownModel]:
+    def _known_models(self) -> Iterator[KnownModel]:
         settings, seen = self._settings, set[str]()
         file = _models_file(settings)
         for table in [] if file is None else read_models_file(file):

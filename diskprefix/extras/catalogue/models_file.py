@@ -48,19 +48,19 @@ def _listed(path: Path, name: str, table: object) -> ListedModel:
         raise SettingsError(f"{where}: must be a table: [{name}], with the model's keys below it")
     if not name.strip():
         raise SettingsError(f"{where}: a model needs a name")
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in table.items():
         field = key.replace("-", "_")
-        if field in found:
+        if field in values:
             raise SettingsError(f"{where}.{key}: is there twice, with - and with _")
         try:
-            found[field] = _value(field, value)
+            values[field] = _value(field, value)
         except SettingsError as error:
             reason = error.message.removeprefix(f"{field}: ").removeprefix(f"{flag_of(field)}: ")
             raise SettingsError(f"{where}.{key}: {reason}") from error
-    if "model" not in found:
+    if "model" not in values:
         raise SettingsError(f"{where}.model: is missing; give a file, a folder or a repository")
-    own = {field: value for field, value in found.items() if field in PER_MODEL}
+    own = {field: value for field, value in values.items() if field in PER_MODEL}
     for field in own.keys() & {"chat_template", "draft_model"}:
         own[field] = _beside(path, str(own[field]))
     try:
@@ -69,10 +69,10 @@ def _listed(path: Path, name: str, table: object) -> ListedModel:
         raise SettingsError(f"{where}: {error.message}") from error
     return ListedModel(
         name=name,
-        model=_beside(path, found["model"]),
-        aliases=found.get("aliases", ()),
-        pin=found.get("pin", False),
-        idle_unload_s=found.get("idle_unload"),
+        model=_beside(path, values["model"]),
+        aliases=values.get("aliases", ()),
+        pin=values.get("pin", False),
+        idle_unload_s=values.get("idle_unload"),
         own={field: getattr(parsed, field) for field in own},
     )
 

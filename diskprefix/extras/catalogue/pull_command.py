@@ -21,10 +21,10 @@ from diskprefix.model.load.found_models import found_model
 from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.proposals import meant_name, require_repository
-from diskprefix.nouns import require_model_name
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
+from diskprefix.values import require_model_name
 
 
 @click.command(short_help="Fetch a model from the Hugging Face hub.")
@@ -51,8 +51,8 @@ def pull(name: str, as_json: bool) -> None:
     \b
     Exit codes: 0 done; 2 wrong usage; 3 the model cannot be fetched, or no quant of it fits.
     """
-    if "/" not in name and (found := found_model(name)) is not None and not found.problem:
-        raise SettingsError(f"{found.owner} has {name} on this machine: diskprefix serve --model {shlex.quote(name)}")
+    if "/" not in name and (model := found_model(name)) is not None and not model.problem:
+        raise SettingsError(f"{model.owner} has {name} on this machine: diskprefix serve --model {shlex.quote(name)}")
     name = require_repository(name)
     path = fetch(name, "pull")
     fetched = next((known for known, place in cached_models() if place.samefile(path)), None)
@@ -131,8 +131,8 @@ def _not_pulled(name: str, here: Sequence[str]) -> str:
     if os.path.exists(os.path.expanduser(name)):
         return f"{name} is a file or folder of yours; rm removes only what was fetched from the hub"
     require_model_name(name)
-    if (found := found_model(name)) is not None:
-        return f"{name} belongs to {found.owner}, and only that removes it"
+    if (model := found_model(name)) is not None:
+        return f"{name} belongs to {model.owner}, and only that removes it"
     near = get_close_matches(name, here, n=1)
     hint = f"the nearest name is {near[0]!r}" if near else "`diskprefix list` shows the names"
     return f"no model that was fetched from the hub is called {name!r}; {hint}"

@@ -1,4 +1,4 @@
-"""The settings with which clients use the daemon, a file for each, and the daemons of this user."""
+"""The settings with which clients use the daemon, and commands for the daemons of this user."""
 
 from __future__ import annotations
 

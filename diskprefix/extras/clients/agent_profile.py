@@ -1,4 +1,4 @@
-"""The folder in which an agent that diskprefix launches has its files, in place of the user's home folder."""
+"""The folder in which a launched agent keeps its files, in place of the user's home folder."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ Report = Callable[[str], object]
 
 @dataclass(frozen=True, kw_only=True)
 class AgentProfile:
-    """The profile of one agent. Each running agent holds a shared lock on `session.lock` in its `folder`.
+    """The profile of one agent. A running agent holds a shared lock on `session.lock` in its `folder`.
 
-    Agents and users edit the files, so `written.json` has the digest of each text that was written. A file is rewritten
-    only if its recipe changed; an edited one is backed up first.
+    Agents and users edit the files. `written.json` has the digest of each text that was written: a file is rewritten
+    only if its recipe has changed, and an edited file is backed up first.
     """
 
     folder: Path
 
     @contextmanager
     def session(self, recipe: Recipe, say: Report) -> Iterator[None]:
-        """Writes the files of a recipe, and keeps other launches from changing them until the end.
+        """Writes the files of a recipe. Until the context ends, other launches do not change them.
 
-        Raises `SettingsError` if they must change and the agent is running. The caller holds the launches' mutex at
-        the entry.
+        Raises `SettingsError` if they must change and the agent is running. The caller holds the launches' mutex when
+        it enters.
         """
         with locked(self.folder / "session.lock", fcntl.LOCK_SH) as fd:
             stale = [file for file in recipe.files if not self._is_current(file)]
             if stale:
-                self._only(fd, f"{recipe.title} is running with other settings")
+                self._require_alone(fd, f"{recipe.title} is running with other settings")
                 for file in stale:
                     self._write(file, say)
                 fcntl.flock(fd, fcntl.LOCK_SH)
             yield
 
     def remove(self, title: str) -> bool:
-        """Removes the folder with all that the agent has left there. Returns False if there is none. Raises
-        `SettingsError` if the agent is running. The caller holds the launches' mutex."""
+        """Removes the folder. Returns False if there is none. Raises `SettingsError` if the agent is running. The
+        caller holds the launches' mutex."""
         if not self.folder.exists():
             return False
         with locked(self.folder / "session.lock", fcntl.LOCK_SH) as fd:
-            self._only(fd, f"{title} is running")
+            self._require_alone(fd, f"{title} is running")
             shutil.rmtree(self.folder)
         return True
 
-    def _only(self, fd: int, problem: str) -> None:
+    def _require_alone(self, fd: int, problem: str) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -70,7 +70,7 @@ class AgentProfile:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.exists() and _digest(path.read_bytes()) != written.get(file.path):
             copy = next(
-                place for number in range(1, 10**6) if not (place := path.with_name(f"{path.name}.{number}")).exists()
+                free for number in range(1, 10**6) if not (free := path.with_name(f"{path.name}.{number}")).exists()
             )
             shutil.copy2(path, copy)
             say(f"{path} had been changed and is written anew; it was copied to {copy}")
@@ -82,7 +82,7 @@ class AgentProfile:
         return self.folder / "written.json"
 
     def _written(self) -> dict[str, str]:
-        """Returns the digests by path. A record that cannot be read counts as none, so that files are copied."""
+        """Returns the digests by path. A record that cannot be read counts as empty, so files are backed up."""
         try:
             return dict(json.loads(self._record.read_text(encoding="utf-8")))
         except (OSError, ValueError):
@@ -90,8 +90,7 @@ class AgentProfile:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file that only this user can read. Readers see the old one or the new one, also after a power
-    failure."""
+    """Replaces a file atomically, also across a power failure. Only this user can read it."""
     new = path.with_name(f"{path.name}.new")
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(text)

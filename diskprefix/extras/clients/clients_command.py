@@ -12,7 +12,6 @@ from diskprefix.errors import SettingsError
 from diskprefix.extras.clients.model_choice import ask_served
 from diskprefix.extras.clients.recipe import names, recipe
 from diskprefix.extras.daemon_call import running_daemon
-from diskprefix.printable import escaped
 
 
 @click.command(short_help="Print the settings with which agents and libraries use the daemon.")
@@ -50,5 +49,4 @@ def clients(name: str | None, url: str, model: str | None, api_key: str | None, 
     if as_json:
         print_json({"clients": [asdict(each) for each in recipes]})
     else:
-        text = "\n\n\n".join(each.shown() for each in recipes)
-        click.echo("\n".join(map(escaped, text.splitlines())))
+        click.echo("\n\n\n".join(each.shown() for each in recipes))

@@ -1,4 +1,4 @@
-"""The daemon that `launch` and `run` use: one of this user that has the model, or one that is started with it."""
+"""The daemon that `launch` and `run` use: a running daemon of this user that has the model, or a new daemon."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from diskprefix.units import format_size, parse_size
 
 
 def shared_daemon() -> LaunchedDaemon:
-    """Returns the first of the daemons that launches share, which may not live."""
+    """Returns the first of the daemons that launches share, which need not run."""
     return LaunchedDaemon(folder=config_home() / "launch")
 
 
 def find_daemon(stack: ExitStack, url: str, model: str | None, api_key: str | None, *flags: str) -> Choice:
-    """Returns `model` (None: one that agents can work with) at a daemon that has it until the end of `stack`.
+    """Returns `model` (None: a model that agents can work with) at a daemon that keeps it until `stack` ends.
 
-    It is the daemon of this user at `url`, the usual address, or one that launches share. Of these, one with another
-    model ends if nobody uses it. The last choice is a new one, with `flags`. Raises `NotReady` if that does not start,
-    and as `ask_served` and `flags_of_model`.
+    Tries this user's daemon at `url`, the usual address, then the daemons that launches share. A shared daemon with
+    another model ends if nobody uses it. Starts a new daemon with `flags` if need be. Raises `NotReady` if it does not
+    start, and raises as `ask_served` and `flags_of_model`.
     """
 
     def served_at(url: str) -> Choice | None:
-        """Returns the model of a running daemon, None if another daemon has a better one."""
+        """Returns the model of a running daemon, or None if another daemon should be used."""
         try:
             choice = ask_served(running_daemon(url, api_key), url, model, api_key)
             if not choice.problem or model is not None:
@@ -49,46 +49,45 @@ def find_daemon(stack: ExitStack, url: str, model: str | None, api_key: str | No
 
     path = os.path.abspath(os.path.expanduser(model)) if model and os.path.exists(os.path.expanduser(model)) else ""
     shared = shared_daemon()
-    if url not in {one.url() for one in shared.all()} and is_ours(url) and (choice := served_at(url)):
+    if url not in {daemon.url() for daemon in shared.all()} and is_ours(url) and (choice := served_at(url)):
         return choice
-    for one in shared.beside():
+    for daemon in shared.candidates():
         while True:
-            was_absent = one.url() is None
-            # It may fetch a model, for which other launches should not wait.
-            named = flags_of_model(model) if was_absent else []
+            was_absent = daemon.url() is None
+            # This may fetch a model. Other launches should not wait for it, so the mutex is not held.
+            model_flags = flags_of_model(model) if was_absent else []
             with ExitStack() as held:
-                with one.mutex():
-                    is_new = one.url() is None
+                with daemon.mutex():
+                    is_new = daemon.url() is None
                     if is_new and not was_absent:
                         continue
                     if is_new:
                         _say_start(flags)
                     policy = ("--policy", "agent")
-                    use = held.enter_context(one.used(urlsplit(url).port or 0, [*policy, *flags, *named]))
-                    log_bytes = one.log.stat().st_size
+                    use = held.enter_context(daemon.use(urlsplit(url).port or 0, [*policy, *flags, *model_flags]))
+                    log_bytes = daemon.log.stat().st_size
                 try:
-                    at = use.url
-                    found: Choice | None = None
+                    choice = None
                     if is_new:
-                        found = ask_served(running_daemon(at, api_key), at, model, api_key)
-                    elif path in ("", *one.flags()):
-                        # Two files may have one name.
-                        found = served_at(at)
+                        choice = ask_served(running_daemon(use.url, api_key), use.url, model, api_key)
+                    elif path in ("", *daemon.flags()):
+                        # Two files may have the same name.
+                        choice = served_at(use.url)
                 except NotReady as error:
-                    raise NotReady(one.failure()) if one.has_ended() else error from None
-                if found is not None:
+                    raise NotReady(daemon.failure()) if daemon.has_ended() else error from None
+                if choice is not None:
                     use.is_serving = True
                     stack.enter_context(held.pop_all())
-                    stack.callback(one.say_deaths, log_bytes)
-                    return found
-            with one.mutex():
-                if one.end_unused():
+                    stack.callback(daemon.say_deaths, log_bytes)
+                    return choice
+            with daemon.mutex():
+                if daemon.end_unused():
                     break
     raise AssertionError
 
 
 def _say_start(flags: Sequence[str]) -> None:
-    """Says what a daemon that is started takes of the disk, and how one ends that stays."""
+    """Says that a daemon is started, how much of the disk it uses, and what ends a daemon that goes on."""
     variable = variable_of("--kv-cache-budget")
     budget = parse_size(os.environ.get(variable) or policy_values("agent")["kv_cache_budget"], param=variable)
     folder = os.environ.get(variable_of("--kv-cache-dir")) or default_kv_cache_dir()

@@ -1,4 +1,4 @@
-"""`diskprefix ps` and `diskprefix stop`: what the daemons of this user have in memory, and how it is given back."""
+"""`diskprefix ps` and `diskprefix stop`: show and free the memory of this user's daemons."""
 
 from __future__ import annotations
 
@@ -49,19 +49,20 @@ def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> 
         return
     titles = ("model", "memory", "context", "loaded", "requests", "daemon")
     print_table(titles, map(_cells, rows), right=("memory", "context", "requests"), wrapped=())
-    for running in (running for row in rows for running in row["running"]):
-        click.echo(printable_only(_progress(running)))
+    for row in rows:
+        for running in row["running"]:
+            click.echo(printable_only(_progress(running)))
 
 
 def _urls(context: click.Context, url: str) -> list[str]:
-    """Returns the addresses of the daemons that are meant: those of this user, unless one is named."""
+    """Returns the address that was given with --url, or else the addresses of this user's daemons."""
     is_named = context.get_parameter_source("url") is not ParameterSource.DEFAULT
     return [url] if is_named else [*own_daemons().values()] or [url]
 
 
 def _rows(urls: list[str], api_key: str | None) -> list[dict[str, Any]]:
-    """Returns what the daemons have in memory. Of several, one that ends or refuses the key hides no other: it is
-    named. Raises as `_in_memory`."""
+    """Returns the rows of all daemons. An error of one of several daemons is printed, and hides no other daemon. The
+    error of an only daemon is raised."""
     rows: list[dict[str, Any]] = []
     for url in urls:
         try:
@@ -74,8 +75,8 @@ def _rows(urls: list[str], api_key: str | None) -> list[dict[str, Any]]:
 
 
 def _in_memory(url: str, api_key: str | None) -> list[dict[str, Any]]:
-    """Returns the models that a daemon has in memory, or loads, or a row without a model. Raises `NotReady` if none
-    answers, `SettingsError` if the key is refused."""
+    """Returns a row for each model that a daemon has or loads, or a row without a model. Raises `NotReady` if no daemon
+    answers, and `SettingsError` if it refuses the key."""
     call = running_daemon(url, api_key)
     health = state_of(call, url)
     if health["status"] == "loading":
@@ -84,28 +85,28 @@ def _in_memory(url: str, api_key: str | None) -> list[dict[str, Any]]:
     if answer.status in (401, 403):
         raise SettingsError(f"--api-key: {answer.message}")
     if answer.status != 200:
-        # It has unloaded its only model.
+        # The daemon has unloaded its only model.
         return [_row(url, {"phase": "unloaded"})]
     if "models" not in answer.body:
         return [_row(url, {"phase": "ready"}, answer.body)]
     rows = []
-    for place in answer.body["models"]:
-        # The others do not answer before they are loaded.
-        own = call("GET", f"/props?model={quote(place['model'], safe='')}", None) if place["phase"] == "ready" else None
-        rows.append(_row(url, place, own.body if own is not None and own.status == 200 else None))
+    for slot in answer.body["models"]:
+        # A worker that loads would not answer.
+        own = call("GET", f"/props?model={quote(slot['model'], safe='')}", None) if slot["phase"] == "ready" else None
+        rows.append(_row(url, slot, own.body if own is not None and own.status == 200 else None))
     return rows or [_row(url, {"phase": "unloaded"})]
 
 
-def _row(url: str, place: dict[str, Any], props: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns a model. `place` is what the front says of it, `props` what its process says."""
+def _row(url: str, slot: dict[str, Any], props: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns a row from what the front (`slot`) and the model's process (`props`) say."""
     model, running = (props["model"], props["running"]) if props else ({}, [])
     return {
-        "model": model.get("name", place.get("model")),
-        "state": place["phase"],
-        "memory_bytes": model.get("needs_bytes", place.get("needed_bytes")),
+        "model": model.get("name", slot.get("model")),
+        "state": slot["phase"],
+        "memory_bytes": model.get("needs_bytes", slot.get("needed_bytes")),
         "context": model.get("max_positions"),
         "loaded_at": model.get("loaded_at"),
-        "requests": len(running) if props else place.get("num_active", 0),
+        "requests": len(running) if props else slot.get("num_active", 0),
         "running": running,
         "url": url,
     }
@@ -124,13 +125,13 @@ def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def _progress(running: dict[str, Any]) -> str:
     """Returns a line about a request that is being answered."""
-    said = f"{running['model']}: {running['computed_tokens']:,} of {running['prompt_tokens']:,} tokens of the prompt"
+    line = f"{running['model']}: {running['computed_tokens']:,} of {running['prompt_tokens']:,} tokens of the prompt"
     if running["reply_tokens"]:
-        said += f", {running['reply_tokens']:,} of the reply"
+        line += f", {running['reply_tokens']:,} of the reply"
     if running["tokens_per_s"]:
-        said += f", {running['tokens_per_s']:.0f} tokens/s"
+        line += f", {running['tokens_per_s']:.0f} tokens/s"
     left_s = running["seconds_left"]
-    return said if left_s is None else f"{said}, {format_duration(left_s)} left"
+    return line if left_s is None else f"{line}, {format_duration(left_s)} left"
 
 
 @click.command(short_help="Unload a model, or end the daemon.")
@@ -167,34 +168,34 @@ def stop(context: click.Context, model: str | None, url: str, api_key: str | Non
 
 
 def _unload(urls: list[str], model: str, api_key: str | None) -> dict[str, str]:
-    """Unloads a model where it is in memory. Raises `SettingsError` if it is nowhere, or cannot be unloaded."""
+    """Unloads a model. Raises `SettingsError` if no daemon has it in memory, or if it cannot be unloaded."""
     names = {row["model"]: row["url"] for row in _rows(urls, api_key) if row["model"] is not None}
     name = next((name for name in (model, full_name(model)) if name in names), None)
     if name is None:
-        there = ", ".join(map(shown, names)) or "none"
-        raise SettingsError(f"{shown(model)} is not in memory; the models there are: {there}")
+        loaded = ", ".join(map(shown, names)) or "none"
+        raise SettingsError(f"{shown(model)} is not in memory; the models there are: {loaded}")
     answer = running_daemon(names[name], api_key)("POST", f"/models/{quote(name)}/unload", None)
     if answer.status != 200:
-        alone = f"the daemon at {names[name]} cannot unload {shown(name)} ({answer.message})"
-        raise SettingsError(f"{alone}; end it: diskprefix stop --url {names[name]}")
+        problem = f"the daemon at {names[name]} cannot unload {shown(name)} ({answer.message})"
+        raise SettingsError(f"{problem}; end it: diskprefix stop --url {names[name]}")
     return {"model": name, "url": names[name], "status": answer.body["status"]}
 
 
 def _end(url: str) -> str:
-    """Ends a daemon of this user, and returns how. Raises `NotReady` and `SettingsError`."""
+    """Ends a daemon of this user. Returns the status to show. Raises `NotReady` and `SettingsError`."""
     if (pid := process_of(url)) is None:
         raise SettingsError(f"the daemon at {url} is not yours: its user ends it")
-    for one in shared_daemon().all():
-        if one.url() == own_daemons().get(pid, url):
-            with one.mutex():
-                if one.end_unused():
+    for daemon in shared_daemon().all():
+        if daemon.url() == own_daemons().get(pid, url):
+            with daemon.mutex():
+                if daemon.end_unused():
                     raise SettingsError(f"an agent or a conversation uses the daemon at {url}; end that first")
             return "ended"
     is_service = False
     with suppress(OSError):
         is_service = "/diskprefix.service" in (_PROC / str(pid) / "cgroup").read_text(encoding="ascii")
     waiting = status("the daemon finishes its requests, and saves what only memory holds …")
-    # A daemon that does not listen any more may still save.
+    # A daemon still saves after it has stopped to listen.
     with suppress(ProcessLookupError), waiting, open(os.pidfd_open(pid)) as process:
         os.kill(pid, signal.SIGTERM)
         select.select([process], [], [])

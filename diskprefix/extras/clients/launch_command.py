@@ -23,14 +23,13 @@ from diskprefix.extras.clients.agent_profile import AgentProfile
 from diskprefix.extras.clients.daemon_choice import find_daemon, shared_daemon
 from diskprefix.extras.clients.launched_daemon import LaunchedDaemon, is_ours
 from diskprefix.extras.clients.model_choice import LEAST_CONTEXT, NotServed, ask_served, flags_of_model
-from diskprefix.extras.clients.recipe import KnownAgent, Recipe, Served, agents, recipe
+from diskprefix.extras.clients.recipe import KnownAgent, Served, agents, recipe
 from diskprefix.extras.daemon_call import running_daemon
-from diskprefix.printable import escaped
 from diskprefix.server.process.token_file import dashboard_line, token_for
 from diskprefix.units import counted, format_duration, format_size
 
 _SIGNAL_EXIT_CODE = 128
-"""A shell reports a process that signal N killed as this and N."""
+"""A shell reports a process that signal N killed as 128 + N."""
 
 
 @click.command(short_help="Start an agent that uses the daemon, and the daemon if none runs.")
@@ -88,43 +87,45 @@ def launch(
     """
     shared = shared_daemon()
     if agent is None and not clean:
-        click.echo("\n".join(f"{each.name:<12} {_place(each)}" for each in agents()))
+        click.echo("\n".join(f"{each.name:<12} {_location(each)}" for each in agents()))
         return None
-    known = agents() if agent is None else [_known(agent)]
+    if agent is None:
+        return _clean(shared, agents(), yes=yes)
+    known = _known(agent)
     if clean:
-        return _clean(shared, known, yes=yes)
-    [one] = known
-    profile = shared.folder / one.name
+        return _clean(shared, [known], yes=yes)
+    profile = shared.folder / known.name
     own_url = url if context.get_parameter_source("url") is not ParameterSource.DEFAULT else None
     if prints:
         own_url = own_url or shared.url() or (url if is_ours(url) else None)
-        _show(recipe(one.name, _served(own_url, url, model, api_key), profile), arguments)
+        settings = recipe(known.name, _served(own_url, url, model, api_key), profile)
+        click.echo(replace(settings, run=" ".join((settings.run, *map(shlex.quote, arguments)))).shown())
         return None
-    program = shutil.which(one.program)
+    program = shutil.which(known.program)
     if program is None:
-        raise SettingsError(f"{one.title} is not installed (no {one.program} in PATH); install it: {one.install}")
+        raise SettingsError(f"{known.title} is not installed (no {known.program} in PATH); install it: {known.install}")
     with _signals() as agent_process, ExitStack() as stack:
         if own_url is None:
             choice = find_daemon(stack, url, model, api_key)
         else:
             choice = ask_served(running_daemon(own_url, api_key), own_url, model, api_key)
-        settings = recipe(one.name, choice.served, profile)
+        settings = recipe(known.name, choice.served, profile)
         with shared.mutex():
             stack.enter_context(AgentProfile(folder=profile).session(settings, say))
         if choice.problem:
             say(f"warning: {choice.problem}; {choice.advice}")
-        say(f"{one.title} uses {choice.served.model} at {choice.served.url}; its profile is {profile}")
-        if one.first_prompt_tokens and choice.prefill_s_per_token:
-            lasts = format_duration(one.first_prompt_tokens * choice.prefill_s_per_token)
+        say(f"{known.title} uses {choice.served.model} at {choice.served.url}; its profile is {profile}")
+        if known.first_prompt_tokens and choice.prefill_s_per_token:
+            lasts = format_duration(known.first_prompt_tokens * choice.prefill_s_per_token)
             how = "as measured here" if choice.is_measured else "a guess from the size of the model"
-            say(f"its first prompt has {one.first_prompt_tokens:,} tokens: about {lasts}, once ({how})")
+            say(f"its first prompt has {known.first_prompt_tokens:,} tokens: about {lasts}, once ({how})")
         if (token := token_for(choice.served.url)) is not None:
             say(dashboard_line(choice.served.url, token))
         command = [program, *shlex.split(settings.run)[1:], *arguments]
         return agent_process.run(command, os.environ | settings.environment | _not_by_proxy(choice.served.url))
 
 
-def _place(agent: KnownAgent) -> str:
+def _location(agent: KnownAgent) -> str:
     return shutil.which(agent.program) or f"not installed: {agent.install}"
 
 
@@ -139,25 +140,25 @@ def _known(agent: str) -> KnownAgent:
 
 def _clean(shared: LaunchedDaemon, known: Sequence[KnownAgent], *, yes: bool) -> int:
     profiles = {each.title: AgentProfile(folder=shared.folder / each.name) for each in known}
-    there = {title: profile for title, profile in profiles.items() if profile.folder.exists()}
-    for title, profile in there.items():
+    existing = {title: profile for title, profile in profiles.items() if profile.folder.exists()}
+    for title, profile in existing.items():
         files = [path for path in profile.folder.rglob("*") if path.is_file() and not path.is_symlink()]
         size = format_size(sum(path.stat().st_size for path in files))
         say(f"to remove: {profile.folder} ({counted(len(files), 'file')}, {size}), with what {title} keeps there")
-    if there and not yes and not confirmed("Remove the profiles, with the conversations in them?"):
+    if existing and not yes and not confirmed("Remove the profiles, with the conversations in them?"):
         say("nothing was removed")
         return 1
     if not shared.folder.exists():
         say("nothing to remove")
         return 0
-    for one in shared.all()[1:]:
-        with one.mutex():
-            is_used = one.end_unused()
+    for daemon in shared.all()[1:]:
+        with daemon.mutex():
+            is_used = daemon.end_unused()
         if not is_used:
-            shutil.rmtree(one.folder)
+            shutil.rmtree(daemon.folder)
     with shared.mutex():
         is_used = shared.end_unused()
-        for title, profile in there.items():
+        for title, profile in existing.items():
             if profile.remove(title):
                 say(f"removed {profile.folder}")
         if not is_used and not any(path.is_dir() for path in shared.folder.iterdir()):
@@ -167,13 +168,14 @@ def _clean(shared: LaunchedDaemon, known: Sequence[KnownAgent], *, yes: bool) ->
     return 0
 
 
-def _served(found: str | None, url: str, model: str | None, api_key: str | None) -> Served:
-    """Returns what the daemon at `found` serves, or what one would that must be started first. The key of this user is
-    neither drawn nor shown."""
+def _served(running_url: str | None, url: str, model: str | None, api_key: str | None) -> Served:
+    """Returns the values of the daemon at `running_url`, or those that are known of a daemon that would be started. The
+    key of this user is neither drawn nor shown."""
     key = api_key or "KEY"
     with suppress(NotServed):
-        if found is not None:
-            choice = ask_served(running_daemon(found, api_key), found, model, api_key, lambda _url: key)
+        if running_url is not None:
+            call = running_daemon(running_url, api_key)
+            choice = ask_served(call, running_url, model, api_key, lambda _url: key)
             if choice.problem:
                 say(f"warning: {choice.problem}; {choice.advice}")
             return choice.served
@@ -183,13 +185,8 @@ def _served(found: str | None, url: str, model: str | None, api_key: str | None)
     return Served(url=url, model=flags[-1] if flags else "MODEL", key=key, context=LEAST_CONTEXT)
 
 
-def _show(settings: Recipe, arguments: Sequence[str]) -> None:
-    text = replace(settings, run=" ".join((settings.run, *map(shlex.quote, arguments)))).shown()
-    click.echo("\n".join(map(escaped, text.splitlines())))
-
-
 def _not_by_proxy(url: str) -> dict[str, str]:
-    """Returns the variables with which programs ask no proxy for the daemon."""
+    """Returns the variables that keep programs from using a proxy for the daemon."""
     own = urlsplit(url).hostname or ""
     upper = [f"{kind}_PROXY" for kind in ("HTTP", "HTTPS", "ALL")]
     if not any(map(os.environ.get, (*upper, *map(str.lower, upper)))):
@@ -200,7 +197,7 @@ def _not_by_proxy(url: str) -> dict[str, str]:
 
 
 class _Foreground:
-    """The agent's process. Signals are for it as soon as it runs; the terminal sends it SIGINT by itself."""
+    """The agent's process. Signals are passed on to it, but for SIGINT, which the terminal sends to it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -221,7 +218,7 @@ class _Foreground:
 
 @contextmanager
 def _signals() -> Iterator[_Foreground]:
-    """Ends the daemon too when the launch is ended, and passes signals on to the agent."""
+    """Handles signals: they raise an exception here, which ends the daemon, or go to the running agent."""
     foreground, numbers = _Foreground(), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, foreground.handle) for number in numbers}
     try:

@@ -1,8 +1,8 @@
-"""The daemons of `diskprefix launch` and `run`: found, or started and shared until the last launch ends.
+"""The daemons that `diskprefix launch` and `run` start and share.
 
-Until it ends, a daemon holds a lock on `daemon.json`, and each launch that uses the daemon holds a shared lock on
-`daemon.users`. The locks show, without process numbers and also after a launch was killed, whether the daemon lives and
-whether it is in use. The daemon has a front, which starts the process of a model again when that dies.
+A daemon holds a lock on `daemon.json`, and each launch that uses it holds a shared lock on `daemon.users`. So the locks
+tell whether the daemon runs and whether it is in use, even after a launch was killed. The daemon has a front, which
+starts the process of a model again when that dies.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _POLL_S, _PATIENCE_S = 0.05, 5.0
 _DEATH = b"[front] the worker of"
 """The beginning of what a front logs when the process of a model dies."""
 STAYS = ("--idle-unload", "5m")
-"""The flags of a daemon that stays when nobody uses it: it gives back the memory of its model."""
+"""The flags of a daemon that goes on when nobody uses it. It unloads its model then."""
 
 
 @contextmanager
 def locked(file: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int]:
-    """Holds a lock on a file, which is made if it is missing, and yields its descriptor. Raises `BlockingIOError` for
-    a `kind` with LOCK_NB if another process holds it."""
+    """Holds a lock on a file, which is created if it is missing, and yields its descriptor. Raises `BlockingIOError`
+    if `kind` has LOCK_NB and another process holds the lock."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     while True:
         fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, kind)
-            # --clean may have removed it meanwhile.
+            # --clean may have removed the file meanwhile.
             if file.exists() and os.path.samestat(os.fstat(fd), file.stat()):
                 yield fd
                 return
@@ -58,12 +58,12 @@ def locked(file: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedDaemon:
-    """A daemon that launches share. `folder` has its files, that of the first one the profiles of agents too."""
+    """A daemon that launches share. `folder` has its files; the first daemon's folder has the agents' profiles, too."""
 
     folder: Path
     _turn: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
     _held: list[bool] = field(default_factory=list, init=False, repr=False)
-    """Not empty while a thread of this process holds `mutex`."""
+    """Not empty while this process holds the lock of `mutex`."""
 
     @property
     def log(self) -> Path:
@@ -71,8 +71,7 @@ class LaunchedDaemon:
 
     @contextmanager
     def mutex(self) -> Iterator[None]:
-        """Lets one launch at a time look and change. A thread that holds it may take it again: an interrupt may come
-        anywhere, and what it then cleans up takes it."""
+        """Excludes other launches. A thread may take it again, because the clean-up after an interrupt takes it."""
         with self._turn, ExitStack() as stack:
             if not self._held:
                 stack.enter_context(locked(self.folder / "lock"))
@@ -81,7 +80,7 @@ class LaunchedDaemon:
             yield
 
     def url(self) -> str | None:
-        """Returns the address of the daemon that a launch started, None if none lives."""
+        """Returns the address of the running daemon, or None."""
         file = self.folder / "daemon.json"
         if not file.exists():
             return None
@@ -91,27 +90,26 @@ class LaunchedDaemon:
         return f"http://127.0.0.1:{state['port']}" if state else None
 
     def _state(self) -> dict[str, Any]:
-        """Returns what `daemon.json` says of the daemon, nothing if its start has just begun. Behind the first line
-        there may be the end of a longer, older one. Raises `ValueError` if it is damaged."""
+        """Returns the first line of `daemon.json`, or an empty dict if the start has just begun. Behind that line
+        there may be the rest of an older, longer line. Raises `ValueError` if the file is damaged."""
         line = (self.folder / "daemon.json").read_text(encoding="utf-8").partition("\n")[0]
         return dict(json.loads(line)) if line else {}
 
-    def beside(self) -> Iterator[LaunchedDaemon]:
-        """Yields this daemon and those that are started if the ones before are in use with another model. There is no
-        last one."""
+    def candidates(self) -> Iterator[LaunchedDaemon]:
+        """Yields this daemon, then without end the daemons to start while all before are in use with other models."""
         yield self
         for number in count(2):
             yield LaunchedDaemon(folder=self.folder / f"daemon-{number}")
 
     def all(self) -> list[LaunchedDaemon]:
-        """Returns those of `beside` that have files. The caller holds no `mutex` of theirs."""
+        """Returns the candidates that have files. The caller holds no `mutex` of theirs."""
         return [self, *(LaunchedDaemon(folder=folder) for folder in sorted(self.folder.glob("daemon-*")))]
 
     @contextmanager
-    def used(self, port: int, flags: Sequence[str]) -> Iterator[DaemonUse]:
-        """Yields the use of the daemon, which is started as by `start` if none lives. At the end the daemon ends,
-        unless another launch uses it, or it stays (`STAYS`) and has served. Raises `NotReady` if it does not start. The
-        caller holds `mutex` at the entry, and no more at the end."""
+    def use(self, port: int, flags: Sequence[str]) -> Iterator[DaemonUse]:
+        """Starts the daemon as by `start` if it does not run, and yields its use. When the context ends, the daemon
+        ends, unless another launch uses it, or it has `STAYS` and has served. Raises `NotReady` if it does not start.
+        The caller holds `mutex` when it enters, and not when it leaves."""
         process = self.start(port, flags) if self.url() is None else None
         use = DaemonUse(url=str(self.url()))
         try:
@@ -119,16 +117,16 @@ class LaunchedDaemon:
                 yield use
         finally:
             with self.mutex():
-                is_left = (use.is_serving and set(STAYS) <= set(self.flags())) or self.end_unused()
-            if process is not None and not is_left:
+                goes_on = (use.is_serving and set(STAYS) <= set(self.flags())) or self.end_unused()
+            if process is not None and not goes_on:
                 process.wait()
 
     def flags(self) -> list[str]:
-        """Returns the flags of the daemon, none if there is none."""
+        """Returns the flags of the daemon, none if it does not run."""
         return [] if self.url() is None else self._state().get("flags", [])
 
     def end_unused(self) -> bool:
-        """Ends the daemon if no launch uses it, and waits for that. Returns whether it goes on. The caller holds
+        """Ends the daemon if no launch uses it, and waits for its end. Returns whether it goes on. The caller holds
         `mutex`."""
         if self.url() is None:
             return False
@@ -136,9 +134,8 @@ class LaunchedDaemon:
             with locked(self.folder / "daemon.users", fcntl.LOCK_EX | fcntl.LOCK_NB):
                 state = self._state()
                 if "pid" not in state:
-                    # Its launch was killed in the middle of the start.
+                    # Its launch was killed during the start.
                     return True
-                # It may have died just now.
                 with suppress(ProcessLookupError):
                     os.kill(state["pid"], signal.SIGTERM)
                 with status("the daemon saves what only memory holds …"), locked(self.folder / "daemon.json"):
@@ -147,28 +144,12 @@ class LaunchedDaemon:
             return True
 
     def start(self, usual_port: int, flags: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Starts the daemon at the usual port, or at another one if that is in use, and returns when it answers. Raises
-        `NotReady` if it ends. The caller holds `mutex`."""
+        """Starts the daemon at the usual port, or at a free one if that is in use, and returns when it answers. Raises
+        `NotReady` if it ends before. The caller holds `mutex`."""
         port = _free_port(usual_port)
         call = running_daemon(f"http://127.0.0.1:{port}", None)
         if self.log.exists():
             self.log.replace(self.log.with_name("daemon.log.1"))
-        process = self._spawn(port, flags)
-        try:
-            with status("starting the daemon …"):
-                while process.poll() is None:
-                    with suppress(NotReady):
-                        call("GET", "/health", None)
-                        return process
-                    time.sleep(_POLL_S)
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-        raise NotReady(self.failure())
-
-    def _spawn(self, port: int, flags: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Starts the process of the daemon. The caller holds `mutex`."""
         state = {"port": port, "flags": [*flags]}
         process: subprocess.Popen[bytes] | None = None
         try:
@@ -176,10 +157,10 @@ class LaunchedDaemon:
                 locked(self.folder / "daemon.json") as fd,
                 open(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log,
             ):
-                # Each write is one call, because other launches read the file meanwhile.
-                # First, so that others find a daemon whose launch was killed before it knew the process.
+                # One call for each write, because other launches read the file meanwhile. The first write is before
+                # the start, so that they find a daemon whose launch was killed before the second.
                 os.pwrite(fd, f"{json.dumps(state)}\n".encode(), 0)
-                # Of another session, so that ^C in the terminal is for the agent only. It inherits the lock.
+                # In a new session, so that ^C in the terminal reaches only the agent. It inherits the lock.
                 process = subprocess.Popen(
                     [*SERVE, "--front", "--host", "127.0.0.1", "--port", str(port), *flags],
                     stdin=subprocess.DEVNULL,
@@ -189,15 +170,21 @@ class LaunchedDaemon:
                     start_new_session=True,
                 )
                 os.pwrite(fd, f"{json.dumps(state | {'pid': process.pid})}\n".encode(), 0)
+            with status("starting the daemon …"):
+                while process.poll() is None:
+                    with suppress(NotReady):
+                        call("GET", "/health", None)
+                        return process
+                    time.sleep(_POLL_S)
         except BaseException:
             if process is not None:
                 process.terminate()
                 process.wait()
             raise
-        return process
+        raise NotReady(self.failure())
 
     def has_ended(self) -> bool:
-        """Returns whether the daemon, which does not serve, has ended, or does so within some seconds."""
+        """Waits some seconds for the end of a daemon that does not serve. Returns whether it has ended."""
         deadline = time.monotonic() + _PATIENCE_S
         while self.url() is not None:
             if time.monotonic() > deadline:
@@ -206,14 +193,14 @@ class LaunchedDaemon:
         return True
 
     def failure(self) -> str:
-        """Returns why the daemon ended, by the last error or else the last line of its log."""
+        """Returns why the daemon ended: the last error in its log, or else the last line."""
         lines = [line for line in self.log.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         last = [*lines[-1:], *errors[-1:]] or ["its log is empty"]
         return f"the daemon ended: {shown(last[-1], 500)} (its log: {self.log})"
 
     def say_deaths(self, seen_bytes: int) -> None:
-        """Says how often the process of a model has died since the log had `seen_bytes`, or that the daemon has."""
+        """Says how often the model's process has died since the log had `seen_bytes`, or why the daemon has ended."""
         # --clean removes the folder of a daemon that has ended.
         with suppress(FileNotFoundError):
             if (url := self.url()) is None:
@@ -229,11 +216,11 @@ class DaemonUse:
 
     url: str
     is_serving: bool = False
-    """The daemon has the model that the launch needs."""
+    """Whether the daemon has the model that the launch needs."""
 
 
 def is_ours(url: str) -> bool:
-    """Returns whether a daemon of this user listens at an address of this machine. Nothing is sent there."""
+    """Returns whether a daemon of this user listens at `url`, without sending it anything."""
     return token_for(url) is not None
 
 

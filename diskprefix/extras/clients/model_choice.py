@@ -1,4 +1,4 @@
-"""The model that clients use: one that the daemon serves, or one that a daemon is started with."""
+"""The model that clients use: one that a daemon serves, or one to start a daemon with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from diskprefix.settings import Settings
 from diskprefix.units import format_size
 
 LEAST_CONTEXT = 16_384
-"""Positions. The first prompts of agents have 2 000 to 19 000 tokens."""
+"""In tokens. The first prompts of agents have 2 000 to 19 000 tokens."""
 _SHOWN = 3
 _BYTES_A_S, _FAST_BYTES_A_S = 4.5e10, 1e11
 """Bytes of weights that a core multiplies by a token of a long prompt in a second, with AVX2, and with AVX-512 and
@@ -36,9 +36,9 @@ bfloat16: measured for dense models of 0.5 and 3 billion parameters in 4 bits.""
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A model of the daemon. `problem` says why agents may not work with it, and is empty if they should. `advice` says
-    what to do then. `prefill_s_per_token` is how long a token of a prompt takes, None if nothing tells; `is_measured`:
-    the daemon has measured it, else it is guessed from the bytes of the weights."""
+    """A model of the daemon. `problem` says why agents may not work with it, or is empty; `advice` is what to do then.
+    `prefill_s_per_token` is measured by the daemon if `is_measured`, else guessed from the size of the weights, and
+    None if it is unknown."""
 
     served: Served
     problem: str
@@ -48,17 +48,16 @@ class Choice:
 
 
 class NotServed(SettingsError):
-    """The daemon does not serve the model that is asked for."""
+    """The daemon does not serve the requested model."""
 
 
 def ask_served(
     call: Call, url: str, model: str | None, api_key: str | None, key_of: Callable[[str], str] = key_for
 ) -> Choice:
-    """Waits until the daemon at `url` has loaded its model, and returns what `model` needs: by default the only one, or
-    of several one that is in memory.
+    """Waits until the daemon at `url` serves. Returns `model`, or without a name preferably a model in memory.
 
     Without an `api_key`, `key_of` returns the key for the daemon's address. Raises `NotReady` if no daemon answers,
-    `SettingsError` for a key that it does not take or a model that it does not serve.
+    `SettingsError` for a key that it refuses, and `NotServed` for a model that it does not serve.
     """
     with status("waiting for the daemon and its model …") as say:
         wait_ready(call, url, say)
@@ -86,14 +85,14 @@ def ask_served(
 
 
 def _chosen(cards: list[dict[str, Any]], model: str | None, url: str) -> dict[str, Any]:
-    """Returns the card of `model`, or of the model to take without a name."""
+    """Returns the card of `model`, or without a name that of the best model."""
     if model is not None:
         # A file and a folder are served by their own names.
         wanted = {model, meant_name(model), plain_name(model)}
         named = [card for card in cards if wanted & {card["id"], *card.get("aliases", ())}]
         if not named:
-            there = ", ".join(shown(card["id"]) for card in cards)
-            raise NotServed(f"the daemon at {url} serves {there}, and not {shown(model)}")
+            served = ", ".join(shown(card["id"]) for card in cards)
+            raise NotServed(f"the daemon at {url} serves {served}, and not {shown(model)}")
         return named[0]
     sound = [card for card in cards if not card.get("problem")]
     if not sound:
@@ -111,7 +110,7 @@ def _problem(card: dict[str, Any]) -> str:
 
 
 def _advice(cards: list[dict[str, Any]]) -> str:
-    """Returns what to do about a problem of a model: the other models of the daemon come before a download."""
+    """Returns what to do about a problem of a model: use another model of the daemon, or else fetch one."""
     fitting = [
         f"--model {shown(card['id'])} ({format_size(card['needs_bytes'])} of memory)"
         for card in cards
@@ -123,7 +122,7 @@ def _advice(cards: list[dict[str, Any]]) -> str:
 
 
 def _measured_speed(call: Call, model: str) -> float | None:
-    """Returns the seconds that a token of a prompt takes; None if the daemon has computed none, or does not say."""
+    """Returns the measured prefill seconds per token, or None if the daemon has none."""
     answer = call("GET", f"/props?model={quote(model, safe='')}", None)
     if answer.status != 200:
         return None
@@ -132,7 +131,7 @@ def _measured_speed(call: Call, model: str) -> float | None:
 
 
 def _guessed_speed(card: dict[str, Any]) -> float | None:
-    weights_bytes = sum(num_bytes for what, num_bytes in card.get("needs", {}).items() if what.startswith("weights"))
+    weights_bytes = sum(num_bytes for part, num_bytes in card.get("needs", {}).items() if part.startswith("weights"))
     with suppress(OSError):
         is_fast = "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
         return weights_bytes / (os.cpu_count() or 1) / (_FAST_BYTES_A_S if is_fast else _BYTES_A_S) or None
@@ -140,20 +139,18 @@ def _guessed_speed(card: dict[str, Any]) -> float | None:
 
 
 def flags_of_model(model: str | None, *, fetches: bool = True) -> list[str]:
-    """Returns the flags with which `serve` has `model`. Without one, it is the largest of those that were fetched that
-    fits and calls tools, unless the daemon's own settings name models.
-
-    Raises `SettingsError` if there is no such model; it proposes one.
-    """
+    """Returns the flags with which `serve` has `model`: without a name the largest fetched model that fits and calls
+    tools, and no flags if the daemon's settings name models. Raises `SettingsError`, which proposes a model, if there
+    is none."""
     catalogue = open_catalogue(Settings())
     names = [name for known in catalogue.models() for name in (known.name, *known.aliases)] if catalogue else []
     if model is not None:
-        return [] if {model, meant_name(model)} & {*names} else ["--model", _found(model, fetches=fetches)]
+        return [] if {model, meant_name(model)} & {*names} else ["--model", _find_model(model, fetches=fetches)]
     if catalogue or any(os.environ.get(variable_of(flag)) for flag in ("--model", "--models-dir", "--models-file")):
         return []
     with status("reading headers of models …"):
-        here = [(known.path, row_of(known)) for known in Catalogue(Settings()).models()]
-        rows = [(path, row) for path, row in here if path is not None and row["fits"]]
+        fetched = [(known.path, row_of(known)) for known in Catalogue(Settings()).models()]
+        rows = [(path, row) for path, row in fetched if path is not None and row["fits"]]
     fit = [row for path, row in rows if row["context"] >= LEAST_CONTEXT and "tools" in template_of(path)]
     if not fit:
         raise SettingsError(
@@ -163,8 +160,8 @@ def flags_of_model(model: str | None, *, fetches: bool = True) -> list[str]:
     return ["--model", max(fit, key=lambda row: int(row["file_bytes"]))["name"]]
 
 
-def _found(model: str, *, fetches: bool) -> str:
-    """Returns the name or the path for `serve --model`. What the hub has is fetched, so that the progress is seen."""
+def _find_model(model: str, *, fetches: bool) -> str:
+    """Returns the name or path for `serve --model`. Fetches a model of the hub, to show the progress."""
     if os.path.exists(path := os.path.expanduser(model)):
         return os.path.abspath(path)
     if own_path(model) is not None:

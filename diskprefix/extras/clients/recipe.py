@@ -1,4 +1,4 @@
-"""The settings of clients: a file of this folder for each, with places for address, model and key."""
+"""The settings of clients: a template for each, a `.toml` file of this folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from string import Template
 from typing import Any
 
 from diskprefix.errors import SettingsError
+from diskprefix.printable import escaped
 
 FOLDER = Path(__file__).parent
 _OUTPUT_SHARE = 4
-"""A reply may take so much of the positions, in clients that keep room for it."""
+"""One part in so many of the context is for the reply, in clients that reserve room for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,21 +29,10 @@ class Served:
     context: int
     takes_images: bool = False
 
-    @property
-    def values(self) -> dict[str, str]:
-        return {
-            "url": self.url,
-            "model": self.model,
-            "key": self.key,
-            "context": str(self.context),
-            "output": str(self.context // _OUTPUT_SHARE),
-            "images": json.dumps(self.takes_images),
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFile:
-    """A file to write. A `path` with ~ begins in the home folder, another one in the current folder."""
+    """A file to write. `path` begins with ~ for the home folder, or is relative to the current folder."""
 
     path: str
     text: str
@@ -60,7 +50,7 @@ class Recipe:
     files: tuple[RecipeFile, ...]
 
     def shown(self) -> str:
-        """Returns it as text for people, the environment as lines for a shell."""
+        """Returns the settings as text for a terminal, with the environment as lines for a shell."""
         parts = [f"## {self.title}"]
         if self.note:
             parts.append(self.note)
@@ -69,7 +59,7 @@ class Recipe:
         parts += [f"{file.path}:\n\n{_indented(file.text)}" for file in self.files]
         if self.run:
             parts.append(f"Then: {self.run}")
-        return "\n\n".join(parts)
+        return "\n".join(map(escaped, "\n\n".join(parts).splitlines()))
 
 
 def names() -> list[str]:
@@ -80,28 +70,36 @@ def names() -> list[str]:
 def recipe(name: str, served: Served, profile: Path | None = None) -> Recipe:
     """Returns the settings of the client `name`. Raises `SettingsError` if there is no recipe for it.
 
-    With a `profile`, they are those of an agent that has its files in this folder in place of the home folder.
+    With a `profile`, the agent has its files in that folder in place of the home folder.
     """
-    told = _told(name)
-    plain = served.values | {"home": "~" if profile is None else str(profile)}
-    # The quoted strings of JSON, TOML, YAML and Python have these escapes in common.
-    escaped = {key: json.dumps(value)[1:-1] for key, value in plain.items()}
+    table = _recipe_of(name)
+    plain = {
+        "url": served.url,
+        "model": served.model,
+        "key": served.key,
+        "context": str(served.context),
+        "output": str(served.context // _OUTPUT_SHARE),
+        "images": json.dumps(served.takes_images),
+        "home": "~" if profile is None else str(profile),
+    }
+    # JSON, TOML, YAML and Python share these escapes.
+    quoted = {key: json.dumps(value)[1:-1] for key, value in plain.items()}
     # Some clients send no picture to a model whose settings do not list them.
-    escaped["inputs"] = json.dumps(["text", "image"] if served.takes_images else ["text"])
+    quoted["inputs"] = json.dumps(["text", "image"] if served.takes_images else ["text"])
     shell = {key: shlex.quote(value) for key, value in plain.items()}
-    launch = {} if profile is None else told["launch"]
-    environment = told.get("environment", {}) | launch.get("environment", {})
+    launch = {} if profile is None else table["launch"]
+    environment = table.get("environment", {}) | launch.get("environment", {})
     files = tuple(
-        RecipeFile(path=file["path"].replace("~", plain["home"], 1), text=Template(file["text"]).substitute(escaped))
-        for file in (*told.get("files", ()), *launch.get("files", ()))
+        RecipeFile(path=file["path"].replace("~", plain["home"], 1), text=Template(file["text"]).substitute(quoted))
+        for file in (*table.get("files", ()), *launch.get("files", ()))
     )
-    # OpenCode reads a variable after all files, so it has the text of the file there, too.
+    # OpenCode reads a variable after all files, so the variable has the text of the file, too.
     plain["file"] = files[0].text if files else ""
     return Recipe(
         name=name,
-        title=told["title"],
-        run=Template(told.get("run", "")).substitute(shell),
-        note=Template(told.get("note", "")).substitute(plain) if profile is None else "",
+        title=table["title"],
+        run=Template(table.get("run", "")).substitute(shell),
+        note=Template(table.get("note", "")).substitute(plain) if profile is None else "",
         environment={key: Template(value).substitute(plain) for key, value in environment.items()},
         files=files,
     )
@@ -109,8 +107,8 @@ def recipe(name: str, served: Served, profile: Path | None = None) -> Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownAgent:
-    """A client that `diskprefix launch` starts: its program, the line that installs it, and the tokens of its first
-    prompt as measured, 0 if that is not known."""
+    """A client that `diskprefix launch` starts. `install` is a command line. `first_prompt_tokens` is measured, or 0 if
+    unknown."""
 
     name: str
     title: str
@@ -124,17 +122,17 @@ def agents() -> list[KnownAgent]:
     return [
         KnownAgent(
             name=name,
-            title=told["title"],
-            program=told["run"].split()[0],
-            install=told["launch"]["install"],
-            first_prompt_tokens=told["launch"].get("first_prompt_tokens", 0),
+            title=table["title"],
+            program=table["run"].split()[0],
+            install=table["launch"]["install"],
+            first_prompt_tokens=table["launch"].get("first_prompt_tokens", 0),
         )
-        for name, told in ((name, _told(name)) for name in names())
-        if "launch" in told
+        for name, table in ((name, _recipe_of(name)) for name in names())
+        if "launch" in table
     ]
 
 
-def _told(name: str) -> dict[str, Any]:
+def _recipe_of(name: str) -> dict[str, Any]:
     if name not in names():
         raise SettingsError(f"there is no recipe for {name!r}; there are {', '.join(names())}")
     return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from diskprefix.chat.draft import CountTokens, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.messages import Conversation, Message, TextPart
 from diskprefix.errors import ContextTooLong
-from diskprefix.nouns import LeftOut
+from diskprefix.values import LeftOut
 
 PLACEHOLDER = "(Earlier messages of this conversation were left out.)"
 """The assistant's message between two messages of the user, which many templates refuse in a row."""

@@ -26,13 +26,13 @@ from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent, GenerateRequest, ReadEvent, Reading, SamplingParams
 from diskprefix.errors import InvalidRequest
 from diskprefix.extras.embedding.model_purpose import Purpose
-from diskprefix.nouns import CacheOptions, Prompt, Scope
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation, disconnected, together
 from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.routes import Routes
 from diskprefix.server.serving import Serving
 from diskprefix.tenant_ids import group_of
+from diskprefix.values import CacheOptions, Prompt, Scope
 
 MAX_INPUTS, MAX_TOKENS = 2048, 300_000
 """The most inputs of a request, and tokens in all of them, as in OpenAI's API."""
@@ -112,8 +112,8 @@ async def read_vectors(request: Request) -> tuple[EmbeddingsRequest, Serving, li
         reading = Reading(pooling=purpose.pooling)
         make = partial(GenerateRequest, sampling=SamplingParams(max_tokens=0), cache=_options(cache, reading))
         requests = [make(id=f"read-{uuid.uuid4().hex}", prompt=prompt, reading=reading) for prompt in prompts]
-        found = await _Readings(request, context, daemon, serving).run(requests)
-        return body, serving, [values for values, _ in found], _count(context, [done for _, done in found])
+        results = await _Readings(request, context, daemon, serving).run(requests)
+        return body, serving, [values for values, _ in results], _count(context, [done for _, done in results])
 
 
 def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> list[Prompt]:
@@ -168,7 +168,7 @@ def _options(cache: CacheOptions, reading: Reading) -> CacheOptions:
     if reading.pooling == "mean":
         cache = replace(cache, scope=Scope("off"))
     group = cache.group or group_of("embedding")
-    return replace(cache, group=group, replay=False, leaves_last=True)
+    return replace(cache, group=group, replay=False, computes_last=True)
 
 
 def _count(context: LogContext, done: Sequence[DoneEvent]) -> JsonObject:
@@ -189,7 +189,7 @@ class _Readings:
 
     async def run(self, requests: Sequence[GenerateRequest]) -> list[tuple[Values, DoneEvent]]:
         """Returns the values of each prompt. The first error ends all of them."""
-        tasks = [asyncio.create_task(self._read(one)) for one in requests]
+        tasks = [asyncio.create_task(self._read(request)) for request in requests]
         try:
             return await asyncio.gather(*tasks)
         finally:

@@ -66,8 +66,8 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
         known = {name: getattr(info, name) for name in ("id", "model", "tenant", "num_tokens")}
         print_json({"file": str(path), "file_bytes": file_bytes} | known)
     else:
-        what = f"{info.num_tokens:,} tokens of {_named(info.model, info.tenant)}"
-        click.echo(f"{path}: {what}, {format_size(file_bytes)}, entry {short_id(info.id)}")
+        content = f"{info.num_tokens:,} tokens of {_named(info.model, info.tenant)}"
+        click.echo(f"{path}: {content}, {format_size(file_bytes)}, entry {short_id(info.id)}")
 
 
 @click.command("import", short_help="Add exported prompts to the store.")
@@ -119,7 +119,7 @@ def import_(files: tuple[Path, ...], dry_run: bool, force: bool, kv_cache_dir: P
         if not dry_run:
             with progress("importing", num_bytes) as advance:
                 done = [import_entry(store, reader, advance=advance)._asdict() for reader in readers]
-    results = [_described(reader) | result for reader, result in zip(readers, done or [{}] * len(readers), strict=True)]
+    results = [_summary(reader) | result for reader, result in zip(readers, done or [{}] * len(readers), strict=True)]
     if as_json:
         print_json({"dry_run": dry_run, "entries": results})
     else:
@@ -127,20 +127,20 @@ def import_(files: tuple[Path, ...], dry_run: bool, force: bool, kv_cache_dir: P
             click.echo(f"{result['file']}: {_sentence(result)}")
 
 
-def _described(reader: EntryReader) -> dict[str, Any]:
+def _summary(reader: EntryReader) -> dict[str, Any]:
     manifest = reader.manifest
     model = {"file": str(reader.path), "model": manifest.root.model, "tenant": manifest.root.tenant}
     return model | {"num_tokens": manifest.entry.num_tokens, "num_nodes": len(manifest.nodes)}
 
 
 def _sentence(result: dict[str, Any]) -> str:
-    what = f"{result['num_tokens']:,} tokens of {_named(result['model'], result['tenant'])}"
+    content = f"{result['num_tokens']:,} tokens of {_named(result['model'], result['tenant'])}"
     blocks = counted(result["num_nodes"], "block")
     if "id" not in result:
-        return f"would import {what} in {blocks}"
+        return f"would import {content} in {blocks}"
     new = f"{result['new_nodes']:,} new ({format_size(result['new_bytes'])})" if result["new_nodes"] else "none new"
     evicted = f", evicted {counted(result['evicted'], 'block')} for them" if result["evicted"] else ""
-    return f"imported {what} in {blocks}, {new}{evicted}, entry {short_id(result['id'])}"
+    return f"imported {content} in {blocks}, {new}{evicted}, entry {short_id(result['id'])}"
 
 
 def _named(model: str, tenant: str) -> str:

@@ -20,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreFormatError, StoreUnavailable
 from diskprefix.identity import identity_text
-from diskprefix.nouns import Tenant
 from diskprefix.printable import escaped, first_line
 from diskprefix.store.folder import sync
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import MAX_PREFILL_S, EntryRecord, Kind, RootRecord
 from diskprefix.tokens import TokenIds, checksum, root_hash
+from diskprefix.values import Tenant
 
 FORMAT, VERSION = "diskprefix-entry", "1"
 
@@ -131,8 +131,8 @@ class EntryReader:
 
     def read_payload(self, index: int) -> memoryview:
         """Returns the raw payload of node number `index`, checked. Raises `StoreCorrupt`."""
-        start, end = self._starts[index : index + 2]
-        payload: memoryview = self._payloads[start:end].data
+        start, stop = self._starts[index : index + 2]
+        payload: memoryview = self._payloads[start:stop].data
         with _naming(self.path):
             if checksum(payload) != self._checksums[index]:
                 node = self.manifest.nodes[index]
@@ -201,8 +201,8 @@ def _naming(path: Path) -> Iterator[None]:
     except OSError as error:
         raise StoreUnavailable(f"{path}: {error.strerror or error}") from error
     except (StoreCorrupt, SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
-        what = "it is cut short, or no .safetensors file: " if isinstance(error, SafetensorError) else ""
-        raise StoreCorrupt(f"{path} is damaged: {what}{escaped(first_line(error))}; export it again") from error
+        cause = "it is cut short, or no .safetensors file: " if isinstance(error, SafetensorError) else ""
+        raise StoreCorrupt(f"{path} is damaged: {cause}{escaped(first_line(error))}; export it again") from error
 
 
 def _index_checksum(manifest: str, token_ids: TokenIds, checksums: list[int]) -> int:

@@ -55,7 +55,7 @@ def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance:
             advance(len(payload))
 
     # Checkpoints repeat tokens of blocks, except at the end.
-    token_ids = [node.token_ids for one, node in nodes.items() if node.kind == Kind.BLOCK or one == name]
+    token_ids = [node.token_ids for key, node in nodes.items() if node.kind == Kind.BLOCK or key == name]
     return write_entry(path, manifest, np.concatenate(token_ids), payloads(), force=force)
 
 
@@ -70,7 +70,7 @@ def _read_entry(snapshot: Snapshot, secret: int, name: bytes) -> tuple[Manifest,
     if PayloadLayout.parse(root.layout).states and all(node.kind == Kind.BLOCK for node in nodes.values()):
         problem = "has lost the checkpoint at which it could be restored; send the prompt again, then export it"
         raise SettingsError(f"entry {name.hex()} {problem}")
-    usages = [snapshot.usage(one) for one in nodes]
+    usages = [snapshot.usage(key) for key in nodes]
     seconds = [usage.prefill_s if usage and 0 <= usage.prefill_s <= MAX_PREFILL_S else 0.0 for usage in usages]
     described = [EntryNode(n.kind, n.position, n.num_tokens, s) for n, s in zip(nodes.values(), seconds, strict=True)]
     # The tokenizer's folder is on this machine only.
@@ -89,9 +89,9 @@ def _read_node(snapshot: Snapshot, name: bytes, node: NodeRecord, layout: Payloa
     payload, start = np.empty(layout.payload_bytes(node.num_tokens, node.kind), dtype=np.uint8), 0
     try:
         for piece in stored_pieces(snapshot, name, layout.pieces(node.num_tokens, node.kind)):
-            end = start + piece.expected.num_bytes
-            piece.decode(payload[start:end].reshape(piece.expected.num_rows, -1))
-            start = end
+            stop = start + piece.expected.num_bytes
+            piece.decode(payload[start:stop].reshape(piece.expected.num_rows, -1))
+            start = stop
     except StoreCorrupt as error:
         advice = "`diskprefix verify --fix` removes it"
         raise StoreCorrupt(f"block {name.hex()} of the store is damaged: {error.message}; {advice}") from error
@@ -173,11 +173,11 @@ def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Impo
 
 def _new_nodes(secret: int, reader: EntryReader) -> list[NewNode]:
     """Returns the nodes of a file without their payloads. They get their names from the secret of the store."""
-    parent, layout, found = reader.manifest.entry.root, PayloadLayout.parse(reader.manifest.root.layout), []
+    parent, layout, nodes = reader.manifest.entry.root, PayloadLayout.parse(reader.manifest.root.layout), []
     for node in reader.manifest.nodes:
         token_ids, pieces = reader.token_ids[node.position : node.end], layout.pieces(node.num_tokens, node.kind)
         name = node_name(secret, parent, token_ids, node.kind)
-        found.append(NewNode(name, parent, node.position, token_ids, node.kind, (), pieces, node.prefill_s))
+        nodes.append(NewNode(name, parent, node.position, token_ids, node.kind, (), pieces, node.prefill_s))
         # A checkpoint continues its block; nothing continues a checkpoint.
         parent = name if node.kind == Kind.BLOCK else parent
-    return found
+    return nodes

@@ -1,4 +1,4 @@
-"""A front process, and behind it a worker for each model: several models, `--front`, `--standby`, `--idle-unload`."""
+"""A front process with a worker process for each model: several models, `--front`, `--standby`, `--idle-unload`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def open_front(settings: Settings) -> RunFront | None:
-    """Returns what serves with a process for each model, None if there is one that need not come and go. Raises
-    `SettingsError`."""
+    """Returns the function that serves each model in a process of its own, or None if the settings ask for one model
+    in this process. Raises `SettingsError`."""
     from diskprefix.extras.catalogue.catalogue import open_catalogue
 
     catalogue = open_catalogue(settings)

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 
-class Named(msgspec.Struct):
-    """The fields of a body that the front reads."""
+class Routing(msgspec.Struct):
+    """The fields of a body that choose a model and how long it stays."""
 
     model: str | None = None
     keep_alive: Annotated[str, msgspec.Meta(max_length=100)] | float | None = None
 
 
-def read_named(body: bytes) -> Named:
-    """Returns the model's name in a body. Raises `InvalidRequest`."""
+def read_routing(body: bytes) -> Routing:
+    """Returns the fields of a JSON body. Raises `InvalidRequest`."""
     try:
-        return msgspec.json.decode(whole_characters(body.decode("utf-8-sig")), type=Named)
+        return msgspec.json.decode(whole_characters(body.decode("utf-8-sig")), type=Routing)
     except msgspec.ValidationError as error:
         field_name = "keep_alive" if "keep_alive" in str(error) else "model"
         raise InvalidRequest.at(field_name, f"is wrong: {one_line(str(error))}") from error
@@ -39,9 +39,9 @@ def read_named(body: bytes) -> Named:
 
 
 def refusal(scope: Scope, error: DiskPrefixError, *, sees_all: bool) -> JSONResponse:
-    """Returns an error in the form of the API that was called, as a caller may see it who `sees_all` or not."""
+    """Returns an error in the form of the API that was called. Only a caller who `sees_all` gets it in full."""
     request_id = f"req_{uuid.uuid4().hex[:24]}"
-    said = error_body(scope, error.told_to(sees_all=sees_all), request_id)
+    body = error_body(scope, error.for_caller(sees_all=sees_all), request_id)
     headers = {"x-request-id": request_id, "request-id": request_id} | error_headers(error)
     log.info("[front] %s %s %d: %s", scope["method"], shown(scope["path"]), error.http_status, one_line(error.message))
-    return JSONResponse(said, error.http_status, headers)
+    return JSONResponse(body, error.http_status, headers)

@@ -80,6 +80,6 @@ def run_front(listing: Listing, settings: Settings, prepare: Prepare, work: Work
         for listener in listeners:
             listener.close()
     if front.exit_code or listing.is_reading:
-        # The worker has said why. A thread that waits for a disk would keep the process.
+        # The worker has logged why. A thread that waits for a disk would keep the process.
         logging.shutdown()
         os._exit(front.exit_code)

@@ -1,4 +1,4 @@
-"""The models as the front lists them: one, or those of a catalogue, with what each of them needs in memory."""
+"""The models of the front, with the memory that each needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -28,9 +27,9 @@ T = TypeVar("T")
 
 log = logging.getLogger("diskprefix")
 
-_LEAST_KV_BYTES = 1 << 20
-_KV_PART = 4
-"""Without `--kv-memory`, KV of each of several models may take this part of all memory."""
+_MIN_KV_BYTES = 1 << 20
+_KV_SHARE = 4
+"""Without `--kv-memory`, the KV memory of each of several models takes at most this part of all memory."""
 
 
 class Listing:
@@ -45,22 +44,21 @@ class Listing:
         self._idle_unload_s, self._models_dir = settings.idle_unload or None, settings.models_dir
         self.only = None
         if catalogue is None:
-            # Its worker knows its name.
             self.only = KnownModel(name="the model", settings=settings, source="", path=None, origin="--model")
         self._catalogue, self._needs = catalogue, needs
         self._known_needs: dict[str, ModelNeeds | DiskPrefixError | None] = {}
-        """Also why they could not be read when it was tried last."""
+        """The error, if the last try to read them failed."""
         self._offers: dict[str, tuple[int, list[str]]] = {}
-        """When the files of each model were written, in seconds since 1970, and its capabilities."""
+        """The modification time of each model's file, in seconds since 1970, and the model's capabilities."""
         self.facts: defaultdict[str, dict[str, Any]] = defaultdict(lambda: facts_of(None))
-        """What Ollama's API says of the files of each model."""
+        """What Ollama's API says about the files of each model."""
         self._learning = asyncio.Lock()
         self._reader = ThreadPoolExecutor(1, "models")
-        """Not the event loop's own threads, for which its end waits."""
+        """A thread of its own, because the event loop waits for its own threads at its end."""
 
     @property
     def is_reading(self) -> bool:
-        """Returns whether models are read from the disk, which cannot be ended."""
+        """Returns whether models are being read from the disk, which cannot be cancelled."""
         return self._learning.locked()
 
     def models(self) -> tuple[KnownModel, ...]:
@@ -72,53 +70,51 @@ class Listing:
         return self._catalogue.find(name)
 
     def idle_unload_s(self, known: KnownModel) -> float | None:
-        """Returns after how long without a request a model is unloaded, None for never."""
+        """Returns after how many seconds without a request a model is unloaded, None for never."""
         return self._idle_unload_s if known.idle_unload_s is None else known.idle_unload_s or None
 
-    def is_kept(self, known: KnownModel) -> bool:
-        """Returns whether a model is loaded from the beginning, and again when its worker dies."""
+    def stays_loaded(self, known: KnownModel) -> bool:
+        """Returns whether a model is loaded at the start, and again when its worker dies."""
         return known.pin or (self.only is not None and self.idle_unload_s(known) is None)
 
     async def read_again(self) -> None:
-        """Looks for new models. Raises `SettingsError` if the list is wrong; all stays as it was then."""
+        """Looks for new models. Raises `SettingsError` if the list is invalid, and keeps the old one then."""
         async with self._learning:
             if self._catalogue is not None:
                 await self._read(self._catalogue.read_again)
             self._known_needs.clear()
 
-    async def tell(self) -> None:
-        """Logs the models with the sizes of their files, and whether --models-dir has none."""
-        log.info("[models] %s", listed(await self._read(lambda: [*map(_told, self.models())])) or "none")
+    async def log_models(self) -> None:
+        """Logs the models with the sizes of their files. Warns if --models-dir has none."""
+        log.info("[models] %s", listed(await self._read(lambda: [*map(_description_of, self.models())])) or "none")
         folder = self._models_dir
         if folder is not None and not await self._read(models_below, folder):
             log.warning("[models] --models-dir %s has no .gguf file and no model's folder; %s", folder, none_known())
 
-    async def learn(self, known: KnownModel) -> None:
-        """Reads what a model needs from the disk, unless that is known. `sized` and `cards` do not wait for it."""
+    async def read_needs(self, known: KnownModel) -> None:
+        """Reads from the disk what a model needs, unless it is known. `fit` and `cards` read nothing."""
         async with self._learning:
             if self._catalogue is not None and not isinstance(self._known_needs.get(known.name), ModelNeeds):
                 try:
-                    found: ModelNeeds | DiskPrefixError | None = await self._read(self._needs, known.settings)
-                    if isinstance(found, ModelNeeds) and known.path is not None:
-                        self._offers[known.name] = await self._read(_offer, known, known.path, found)
+                    needs: ModelNeeds | DiskPrefixError | None = await self._read(self._needs, known.settings)
+                    if isinstance(needs, ModelNeeds) and known.path is not None:
+                        written_at = int((await self._read(known.path.stat)).st_mtime)
+                        self._offers[known.name] = written_at, await self._read(offered_by, known, needs)
                         self.facts[known.name] = await self._read(facts_of, known.path)
                 except DiskPrefixError as error:
-                    found = error
+                    needs = error
                 except OSError as error:
-                    found = ModelError(f"cannot read {known.name}: {first_line(error)}")
-                self._known_needs[known.name] = found
+                    needs = ModelError(f"cannot read {known.name}: {first_line(error)}")
+                self._known_needs[known.name] = needs
 
     async def _read(self, read: Callable[..., T], *values: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._reader, read, *values)
 
-    def sized(self, known: KnownModel, settings: Settings, limit_bytes: int) -> tuple[int, list[str], Settings]:
-        """Returns the memory that a model needs, the table of its parts, and settings with the KV memory in it.
-
-        `limit_bytes` is for all models together. Raises `ModelError`.
-        """
+    def fit(self, known: KnownModel, settings: Settings, limit_bytes: int) -> tuple[int, list[str], Settings]:
+        """Returns the bytes of memory that a model needs, the lines of a table of its parts, and settings with its KV
+        memory. `limit_bytes` is for all models together. Raises `ModelError`."""
         needs = self._needs_of(known)
         if needs is None:
-            # It is loaded alone.
             return limit_bytes, ["all, because it is not on this disk yet"], settings
         fit = fit_beside(needs, settings, limit_bytes)
         return fit.needed_bytes, fit.lines()[: len(fit.rows())], replace(settings, kv_memory=fit.kv_bytes)
@@ -126,8 +122,7 @@ class Listing:
     def cards(
         self, name: str | None, loaded: Iterable[str], limit_bytes: int, *, is_anthropic: bool, sees_all: bool
     ) -> dict[str, Any]:
-        """Returns the answer of `/v1/models`, or of `/v1/models/NAME`, for a caller who `sees_all` or not. Raises
-        `ModelNotFound`."""
+        """Returns the answer of `/v1/models`, or of `/v1/models/NAME`. Raises `ModelNotFound`."""
         make = self._anthropic_card if is_anthropic else partial(self._card, sees_all=sees_all)
         if name is not None:
             return make(self.find(name), loaded, limit_bytes)
@@ -141,21 +136,21 @@ class Listing:
         self, known: KnownModel, loaded: Iterable[str], limit_bytes: int, *, sees_all: bool = False
     ) -> dict[str, Any]:
         created, capabilities = self._offers.get(known.name, (0, []))
-        said: dict[str, Any] = {"id": known.name, "object": "model", "created": created, "owned_by": "diskprefix"}
-        said |= {"loaded": known.name in loaded, "aliases": list(known.aliases), "pinned": known.pin}
+        card: dict[str, Any] = {"id": known.name, "object": "model", "created": created, "owned_by": "diskprefix"}
+        card |= {"loaded": known.name in loaded, "aliases": list(known.aliases), "pinned": known.pin}
         try:
             needs = self._needs_of(known)
         except DiskPrefixError as error:
-            return said | {"problem": error.told_to(sees_all=sees_all).message}
+            return card | {"problem": error.for_caller(sees_all=sees_all).message}
         if needs is None:
-            return said
+            return card
         fit = fit_beside(needs, known.settings, limit_bytes)
         if capabilities:
             modalities = ["text", *["image"] * ("vision" in capabilities)]
-            said["architecture"] = {"input_modalities": modalities, "output_modalities": ["text"]}
-            said["capabilities"] = capabilities
+            card["architecture"] = {"input_modalities": modalities, "output_modalities": ["text"]}
+            card["capabilities"] = capabilities
         names = ("max_model_len", "context_length", "context_window", "max_context_length")
-        return said | dict.fromkeys(names, fit.context) | {"needs_bytes": fit.needed_bytes, "needs": dict(fit.rows())}
+        return card | dict.fromkeys(names, fit.context) | {"needs_bytes": fit.needed_bytes, "needs": dict(fit.rows())}
 
     def _anthropic_card(self, known: KnownModel, loaded: Iterable[str], limit_bytes: int) -> dict[str, Any]:
         card = self._card(known, loaded, limit_bytes)
@@ -171,14 +166,14 @@ class Listing:
         }
 
     def _needs_of(self, known: KnownModel) -> ModelNeeds | None:
-        """Raises the error with which they could not be read."""
-        found = self._known_needs.get(known.name)
-        if isinstance(found, DiskPrefixError):
-            raise found
-        return found
+        """Raises the error of the last try to read them."""
+        needs = self._known_needs.get(known.name)
+        if isinstance(needs, DiskPrefixError):
+            raise needs
+        return needs
 
 
-def _told(known: KnownModel) -> str:
+def _description_of(known: KnownModel) -> str:
     try:
         size = "not fetched yet" if known.path is None else format_size(file_bytes(known.path))
     except (ModelError, OSError):
@@ -186,33 +181,29 @@ def _told(known: KnownModel) -> str:
     return f"{shown(known.name)} ({size}, {known.origin})"
 
 
-def _offer(known: KnownModel, path: Path, needs: ModelNeeds) -> tuple[int, list[str]]:
-    return int(path.stat().st_mtime), offered_by(known, needs)
-
-
 def fit_beside(needs: ModelNeeds, settings: Settings, limit_bytes: int) -> Fit:
-    """Returns what a model needs beside others: KV for two of the longest sequences, if that is a part of all memory,
-    and at most what the model would take alone."""
+    """Returns what a model needs beside others. Its KV memory holds two of the longest sequences, but takes at most a
+    `_KV_SHARE`th of all memory, and no more than it would alone."""
     alone, longest = fitted(needs, limit_bytes), needs.state.num_bytes(needs.state.positions)
-    wanted = min(2 * longest, limit_bytes // _KV_PART)
-    beside = fitted(needs, limit_bytes, settings.kv_memory or max(wanted, _LEAST_KV_BYTES))
+    wanted = min(2 * longest, limit_bytes // _KV_SHARE)
+    beside = fitted(needs, limit_bytes, settings.kv_memory or max(wanted, _MIN_KV_BYTES))
     if settings.kv_memory is not None or beside.is_enough:
         return beside
-    return fitted(needs, limit_bytes, max(min(wanted, alone.kv_bytes), _LEAST_KV_BYTES))
+    return fitted(needs, limit_bytes, max(min(wanted, alone.kv_bytes), _MIN_KV_BYTES))
 
 
 def merged_metrics(texts: Mapping[str, str], loaded: Mapping[str, bool]) -> bytes:
-    """Returns the metrics of several models in one text, each sample with the label `model`. `texts`: by model."""
-    # Not imported above: few fronts are asked for metrics.
+    """Returns the metrics in `texts` (by model) as one text, in which each sample has the label `model`."""
+    # Few fronts are asked for metrics.
     from prometheus_client import generate_latest
     from prometheus_client.core import GaugeMetricFamily, Metric
     from prometheus_client.parser import text_string_to_metric_families
 
     families: dict[str, Metric] = {}
     for model, text in texts.items():
-        for found in text_string_to_metric_families(text):
-            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
-            family.samples += [sample._replace(labels=sample.labels | {"model": model}) for sample in found.samples]
+        for source in text_string_to_metric_families(text):
+            family = families.setdefault(source.name, Metric(source.name, source.documentation, source.type))
+            family.samples += [sample._replace(labels=sample.labels | {"model": model}) for sample in source.samples]
     gauge = GaugeMetricFamily("diskprefix_model_loaded", "Whether a model is in memory.", labels=["model"])
     for model, is_in in loaded.items():
         gauge.add_metric([model], is_in)

@@ -35,10 +35,10 @@ Work: TypeAlias = Callable[[Settings, FrontLine], None]
 """Serves the model of the settings."""
 
 PREPARE, LOAD, UNLOAD = b"prepare", b"load", b"unload"
-"""What the front tells a worker: to import, to load its model now, and to save what is only in memory and end."""
-MOST_MESSAGE_BYTES = 64 * 1024
+"""What the front tells a worker: import; load the model now; save what only the memory has, and end."""
+MAX_MESSAGE_BYTES = 64 * 1024
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-"""Those that a worker handles as any process does. SIGHUP and SIGUSR2 it ignores until it listens."""
+"""Signals whose usual handling a worker gets back. It ignores SIGHUP and SIGUSR2 until it listens."""
 _ORPHAN_S = 60.0
 """The time for a worker to end in order after the front died."""
 
@@ -62,7 +62,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Forked:
-    """The answer to an order. Without a `pid`, the system has no room for a process now."""
+    """The answer to an order. `pid` is None if the system has no room for a process."""
 
     number: int
     pid: int | None
@@ -78,7 +78,7 @@ class Ended:
 
 def send(channel: socket.socket, message: Order | Forked | Ended, *passed: socket.socket) -> None:
     """Sends a message with sockets. Raises `OSError`."""
-    socket.send_fds(channel, [pickle.dumps(message)], [one.fileno() for one in passed])
+    socket.send_fds(channel, [pickle.dumps(message)], [sock.fileno() for sock in passed])
 
 
 def fork(run: Callable[[], None]) -> int:
@@ -92,9 +92,9 @@ def fork(run: Callable[[], None]) -> int:
         signal.set_wakeup_fd(-1)
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        # Of the terminal's interrupt only the front tells.
+        # The terminal's interrupt is for the front only.
         os.setpgid(0, 0)
-        # It is the front's.
+        # The watchdog is the front's.
         os.environ.pop("WATCHDOG_PID", None)
         run()
         code = 0
@@ -103,7 +103,7 @@ def fork(run: Callable[[], None]) -> int:
     except DiskPrefixError as error:
         print(f"error: {' '.join(error.message.split())}", file=sys.stderr)
         code = error.exit_code
-    except BaseException:  # noqa: BLE001 (the code of the process that was forked must not go on)
+    except BaseException:  # noqa: BLE001 (the caller's code must not go on in the child)
         traceback.print_exc()
     finally:
         with suppress(OSError, ValueError):
@@ -124,16 +124,16 @@ class Nursery:
     def run(self) -> NoReturn:
         """Forks until the front is gone."""
         self._waker, wakeup = socket.socketpair()
-        for end in (self._waker, wakeup):
-            end.setblocking(False)
+        for sock in (self._waker, wakeup):
+            sock.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # The front tells when it is time to end, so that workers may end first.
+        # The end of the front's socket is the sign to end, so that workers may end first.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(wakeup.fileno())
         selector = selectors.DefaultSelector()
-        for one in (self._channel, self._waker):
-            selector.register(one, selectors.EVENT_READ)
+        for sock in (self._channel, self._waker):
+            selector.register(sock, selectors.EVENT_READ)
         self._inherited: list[Any] = [selector, self._waker, wakeup]
         while True:
             for key, _ in selector.select():
@@ -145,7 +145,7 @@ class Nursery:
 
     def _take_order(self) -> None:
         try:
-            message, passed, _, _ = socket.recv_fds(self._channel, MOST_MESSAGE_BYTES, 2)
+            message, passed, _, _ = socket.recv_fds(self._channel, MAX_MESSAGE_BYTES, 2)
         except OSError:
             message, passed = b"", []
         if not message:
@@ -159,23 +159,25 @@ class Nursery:
             self._numbers[pid] = order.number
         except OSError:
             pid = 0
-        for one in sockets:
-            one.close()
-        self._tell(Forked(order.number, pid or None))
+        for sock in sockets:
+            sock.close()
+        self._report(Forked(order.number, pid or None))
 
     def _become(self, order: Order, sockets: list[socket.socket]) -> None:
-        """Runs in the new process. A socket to the front that stayed open would hide the death of this one."""
+        """Runs in the new process."""
+        # If they stayed open here, the front would not notice the death of the nursery.
         self._channel.close()
-        for one in self._inherited:
-            one.close()
+        for resource in self._inherited:
+            resource.close()
         if order.address is None:
             self._prepare(order.settings, order.knows_model)
             sockets[0].send(b"prepared")
             Nursery(sockets[0], self._prepare, self._work).run()
         listener, channel = sockets
         line = WorkerLine(channel, lambda: self._prepare(order.settings, False))
-        began_at, told = time.perf_counter(), (order.token, order.takes_any_name)
-        self._work(order.settings, FrontLine(listener, order.address, began_at, line, *told))
+        began_at = time.perf_counter()
+        front = FrontLine(listener, order.address, began_at, line, order.token, order.takes_any_name)
+        self._work(order.settings, front)
 
     def _reap(self) -> None:
         while True:
@@ -186,16 +188,16 @@ class Nursery:
             if pid == 0:
                 return
             if (number := self._numbers.pop(pid, None)) is not None:
-                self._tell(Ended(number, os.waitstatus_to_exitcode(status)))
+                self._report(Ended(number, os.waitstatus_to_exitcode(status)))
 
-    def _tell(self, message: Forked | Ended) -> None:
-        # If the front is gone, the next read says so.
+    def _report(self, message: Forked | Ended) -> None:
+        # If the front is gone, the next read fails.
         with suppress(OSError):
             send(self._channel, message)
 
 
 class WorkerLine:
-    """A worker's end of the socket to the front. What the worker tells systemd goes there."""
+    """A worker's end of the socket to the front, to which the worker's messages for systemd go."""
 
     def __init__(self, channel: socket.socket, prepare: Callable[[], None]) -> None:
         self._channel = channel
@@ -206,27 +208,27 @@ class WorkerLine:
         threading.Thread(target=self._listen, name="front", daemon=True).start()
 
     def wait_for_turn(self) -> None:
-        """Returns when the model may be loaded. Meanwhile imports what that needs."""
+        """Returns when the model may be loaded. Meanwhile imports what the load needs."""
         self._is_near.wait()
         self._prepare()
         self._is_due.wait()
 
     def fail(self, message: str) -> None:
-        """Tells why the model cannot be served."""
+        """Tells the front why the model cannot be served."""
         notify(FAILED=" ".join(message.split()))
 
     def _listen(self) -> None:
-        # It is a reset, not an end, where the front died before it had read all that it was told.
+        # If the front dies before it has read every message, the connection is reset.
         with suppress(ConnectionResetError):
-            while told := self._channel.recv(64):
-                if told in (PREPARE, LOAD):
+            while message := self._channel.recv(64):
+                if message in (PREPARE, LOAD):
                     self._is_near.set()
-                if told == LOAD:
+                if message == LOAD:
                     self._is_due.set()
-                if told == UNLOAD:
+                if message == UNLOAD:
                     self.is_unloaded = True
                     os.kill(os.getpid(), signal.SIGTERM)
-        # The front is gone. Without it nobody is answered, and the memory must become free.
+        # The front is gone.
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_ORPHAN_S)
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The routes that the front answers itself: what is about all models."""
+"""The routes that the front answers itself, because they are about all models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diskprefix.errors import NotReady
 from diskprefix.extras.front import passing
 from diskprefix.extras.front.listing import Listing, merged_metrics
 from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone
-from diskprefix.extras.front.swaps import Phase, Place, Swaps
+from diskprefix.extras.front.swaps import Phase, Slot, Swaps
 from diskprefix.extras.front.workers import ModelWorker
 from diskprefix.extras.ollama.ollama_models import VERSION, require_served, running, shown_model, tag
 from diskprefix.extras.web_page import CHAT_PAGE, DASHBOARD_PAGE, wants_page
@@ -34,33 +34,35 @@ _STORED_S = 40.0
 
 
 class OwnRoutes:
-    """The routes of the front. `by_place`: the workers that there are; `order` loads or unloads a model by its name."""
+    """The routes of the front. `load_or_unload` takes a model's name, "load" or "unload", and the caller."""
 
     def __init__(
         self,
         listing: Listing,
         swaps: Swaps,
-        by_place: Mapping[Place, ModelWorker],
-        order: Callable[[str, str, Caller], Awaitable[dict[str, str]]],
+        worker_of: Mapping[Slot, ModelWorker],
+        load_or_unload: Callable[[str, str, Caller], Awaitable[dict[str, str]]],
     ) -> None:
-        self._listing, self._swaps, self._by_place, self._order = listing, swaps, by_place, order
+        self._listing, self._swaps, self._worker_of = listing, swaps, worker_of
+        self._load_or_unload = load_or_unload
 
     async def response(self, scope: Scope, caller: Caller) -> Response | None:
-        """Returns the answer to what is about all models, None for other requests. Raises `DiskPrefixError`."""
+        """Returns the front's own answer, or None for a request to pass on. Raises `DiskPrefixError`."""
         method, path = scope["method"], scope["path"]
         if path.startswith("/models/") and path.endswith(("/load", "/unload")):
             if method != "POST":
                 raise HttpError(405, f"{path} does not allow {shown(method)}; it allows POST")
             caller.require_owner()
-            name, _, what = path.removeprefix("/models/").rpartition("/")
-            return JSONResponse(await self._order(name, what, caller))
+            name, _, action = path.removeprefix("/models/").rpartition("/")
+            return JSONResponse(await self._load_or_unload(name, action, caller))
         require_served(path)
         if path == "/api/version":
             return JSONResponse(VERSION)
         if self._listing.only is not None:
-            is_kept, is_loaded = self._listing.is_kept(self._listing.only), self._swaps.of(self._listing.only.name)
+            stays_loaded = self._listing.stays_loaded(self._listing.only)
+            is_loaded = self._swaps.find(self._listing.only.name)
             if path == "/health" and not is_loaded:
-                return JSONResponse({"status": "loading" if is_kept else "ok"}, 503 if is_kept else 200)
+                return JSONResponse({"status": "loading" if stays_loaded else "ok"}, 503 if stays_loaded else 200)
             return JSONResponse({"models": []}) if path == "/api/ps" and not is_loaded else None
         if path.startswith("/v1/responses/") and method != "POST" and b"model=" not in scope["query_string"]:
             return await self._stored(scope)
@@ -81,21 +83,21 @@ class OwnRoutes:
             case "/chat":
                 return CHAT_PAGE.response()
             case "/health":
-                models = {"models": {place.model: place.phase.name.lower() for place in self._swaps.places}}
+                models = {"models": {slot.model: slot.phase.name.lower() for slot in self._swaps.slots}}
                 return JSONResponse({"status": "ok"} | (models if caller.sees_all else {}))
             case "/metrics":
                 caller.require_admin()
                 return await self._metrics(scope)
             case "/props" if b"model=" not in scope["query_string"]:
                 caller.require_owner()
-                places = [_shown_place(place) for place in self._swaps.places]
-                return JSONResponse({"memory_limit": self._swaps.limit_bytes, "models": places})
+                slots = [_slot_json(slot) for slot in self._swaps.slots]
+                return JSONResponse({"memory_limit": self._swaps.limit_bytes, "models": slots})
             case "/api/tags":
                 cards = self._cards(None, caller)["data"]
                 return JSONResponse({"models": [tag(card, self._listing.facts[card["id"]]) for card in cards]})
             case "/api/ps":
-                ready = [place for place in self._by_place if place.phase is Phase.READY]
-                return JSONResponse({"models": [self._running(place, caller) for place in ready]})
+                ready = [slot for slot in self._worker_of if slot.phase is Phase.READY]
+                return JSONResponse({"models": [self._running(slot, caller) for slot in ready]})
         if path != "/v1/models" and not path.startswith("/v1/models/"):
             return None
         is_anthropic = "anthropic-version" in Headers(scope=scope)
@@ -105,33 +107,33 @@ class OwnRoutes:
     def _cards(self, name: str | None, caller: Caller, *, is_anthropic: bool = False) -> dict[str, Any]:
         return self._listing.cards(
             name,
-            {place.model for place in self._swaps.places if place.phase is Phase.READY},
+            {slot.model for slot in self._swaps.slots if slot.phase is Phase.READY},
             self._swaps.limit_bytes or available_ram_bytes(),
             is_anthropic=is_anthropic,
             sees_all=caller.sees_all,
         )
 
-    def _running(self, place: Place, caller: Caller) -> dict[str, Any]:
-        idle_s = math.inf if place.is_pinned else place.expires_at() - asyncio.get_running_loop().time()
-        return running(self._cards(place.model, caller), self._listing.facts[place.model], place.needed_bytes, idle_s)
+    def _running(self, slot: Slot, caller: Caller) -> dict[str, Any]:
+        idle_s = math.inf if slot.is_pinned else slot.expires_at() - asyncio.get_running_loop().time()
+        return running(self._cards(slot.model, caller), self._listing.facts[slot.model], slot.needed_bytes, idle_s)
 
     def shown(self, name: str, caller: Caller) -> Response:
-        """Returns the answer of `/api/show`, which loads nothing."""
+        """Returns the answer of `/api/show`."""
         return JSONResponse(shown_model(self._cards(name, caller), self._listing.facts[name]))
 
     @property
     def _ready(self) -> list[ModelWorker]:
-        return [worker for place, worker in self._by_place.items() if place.phase is Phase.READY]
+        return [worker for slot, worker in self._worker_of.items() if slot.phase is Phase.READY]
 
     async def _stored(self, scope: Scope) -> Response:
-        """Returns what the first worker says that knows a stored response. Each reads what all models have stored; that
-        of a newer one may not be written yet. Raises `NotReady` if no model is loaded."""
+        """Returns the answer of the first worker that knows a stored response. A response that another worker has just
+        stored may not be on the disk yet. Raises `NotReady` if no model is loaded."""
         answer = None
         for worker in self._ready:
-            found = await _answer_of(worker, scope, _STORED_S)
-            if found is None and scope["method"] == "DELETE":
+            response = await _answer_of(worker, scope, _STORED_S)
+            if response is None and scope["method"] == "DELETE":
                 raise NotReady("the process of a model did not say in time whether it deleted the response; ask again")
-            answer = found or answer
+            answer = response or answer
             if answer is not None and answer.status_code != 404:
                 break
         if answer is None:
@@ -140,23 +142,23 @@ class OwnRoutes:
 
     async def _metrics(self, scope: Scope) -> Response:
         ready = self._ready
-        found = await asyncio.gather(*(_answer_of(worker, scope, _METRICS_S) for worker in ready))
+        answers = await asyncio.gather(*(_answer_of(worker, scope, _METRICS_S) for worker in ready))
         texts = {
-            worker.place.model: bytes(answer.body).decode()
-            for worker, answer in zip(ready, found, strict=True)
+            worker.slot.model: bytes(answer.body).decode()
+            for worker, answer in zip(ready, answers, strict=True)
             if answer is not None and answer.status_code == 200
         }
         loaded = {known.name: known.name in texts for known in self._listing.models()}
         return Response(merged_metrics(texts, loaded), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _shown_place(place: Place) -> dict[str, Any]:
+def _slot_json(slot: Slot) -> dict[str, Any]:
     names = ("model", "needed_bytes", "is_pinned", "idle_unload_s", "num_active")
-    return {name: getattr(place, name) for name in names} | {"phase": place.phase.name.lower()}
+    return {name: getattr(slot, name) for name in names} | {"phase": slot.phase.name.lower()}
 
 
 async def _answer_of(worker: ModelWorker, scope: Scope, limit_s: float) -> Response | None:
-    """Returns the answer of a worker to a request without a body, None if there is none in time."""
+    """Returns the answer of a worker to a request without a body, or None after `limit_s`."""
     body = bytearray()
 
     async def receive() -> Message:
@@ -166,7 +168,7 @@ async def _answer_of(worker: ModelWorker, scope: Scope, limit_s: float) -> Respo
     async def send(message: Message) -> None:
         body.extend(message.get("body", b""))
 
-    # It must not wait for the body of the client.
+    # The worker must not wait for a body.
     headers = [header for header in scope["headers"] if header[0] not in (b"content-length", b"transfer-encoding")]
     with suppress(NotTaken, WorkerGone, TimeoutError):
         async with asyncio.timeout(limit_s):

@@ -1,7 +1,6 @@
-"""Passes a request on to a worker, and the response back.
+"""Passes a request on to a worker, and the response back, both as they come.
 
-Both bodies are passed as they come. Each request has a connection of its own. If the client hangs up, it is closed at
-once.
+Each request has a connection of its own, which is closed at once if the client hangs up.
 """
 
 from __future__ import annotations
@@ -28,80 +27,80 @@ _OF_ONE_CONNECTION = frozenset(
 
 
 class NotTaken(Exception):
-    """The worker died, or was not there, before it took the request. Another one can."""
+    """The worker died before it took the request. Another worker can take it."""
 
 
 class WorkerGone(Exception):
-    """The worker died before the response was complete. `has_begun`: the client has a part of it."""
+    """The worker died before the response was complete. `has_begun`: the client has received a part."""
 
     def __init__(self, *, has_begun: bool) -> None:
         self.has_begun = has_begun
 
 
 class Incoming:
-    """The body of a request, and the end of its connection. Pieces are read once from the client."""
+    """The body of a request, and whether its client has disconnected."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._kept: list[bytes] = []
+        self._replayable: list[bytes] = []
         self._unsent: list[bytes] = []
-        self.place: CountedRequest | None = None
+        self.counted: CountedRequest | None = None
         self.is_large = self.is_answered = False
         self._is_whole = False
-        self._is_kept = True
-        self.has_left = False
+        self._is_replayable = True
+        self.has_disconnected = False
         self.sees_all = False
-        """The caller may see everything, such as where files are."""
+        """Whether the caller may see everything, such as paths of files."""
 
     async def read(self, headers: Headers, pace: BodyPace) -> bytes:
-        """Returns the whole body, which is kept. Raises the errors of `BodyPace.whole_body`."""
+        """Returns the whole body, and keeps it for `pieces`. Raises as `BodyPace.whole_body`."""
         return await pace.whole_body(headers, self._pieces())
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yields the body. Raises `NotTaken` if its beginning is not there any more."""
-        if not self._is_kept:
+        """Yields the body. Raises `NotTaken` after `drop`."""
+        if not self._is_replayable:
             raise NotTaken
-        # Nothing else has them once the body is dropped.
-        self._unsent = self._kept[::-1]
+        # After `drop`, this list has the only references.
+        self._unsent = self._replayable[::-1]
         while self._unsent:
             yield self._unsent.pop()
         self._release()
         if not self._is_whole:
             async for piece in self._pieces():
                 if self.is_large:
-                    # Another worker gets no request with a large body if this one dies before it took it.
+                    # A large body is not kept for another worker.
                     self.drop()
                 yield piece
 
     def drop(self) -> None:
-        """Forgets the body: a worker has it."""
-        self._kept, self._is_kept = [], False
+        """Forgets the body, because a worker has it."""
+        self._replayable, self._is_replayable = [], False
         self._release()
 
     def _release(self) -> None:
-        if self.place is not None and not (self._kept or self._unsent):
-            self.place.release()
+        if self.counted is not None and not (self._replayable or self._unsent):
+            self.counted.release()
 
-    async def until_left(self) -> None:
-        """Returns when the client has hung up, or has its response."""
-        while not self.has_left:
+    async def wait_for_disconnect(self) -> None:
+        """Returns when the client has disconnected or has the whole response."""
+        while not self.has_disconnected:
             await self._next()
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        while not (self._is_whole or self.has_left):
+        while not (self._is_whole or self.has_disconnected):
             message = await self._next()
             if message["type"] == "http.request":
                 self._is_whole = not message.get("more_body", False)
                 if piece := message.get("body", b""):
-                    if self._is_kept and self.place is not None:
-                        self.place.add(len(piece))
-                        self._kept.append(piece)
-                        self.is_large = self.place.num_bytes > LARGE_BYTES
+                    if self._is_replayable and self.counted is not None:
+                        self.counted.add(len(piece))
+                        self._replayable.append(piece)
+                        self.is_large = self.counted.num_bytes > LARGE_BYTES
                     yield piece
 
     async def _next(self) -> Message:
         message = await self._receive()
-        self.has_left = message["type"] == "http.disconnect"
+        self.has_disconnected = message["type"] == "http.disconnect"
         return message
 
 
@@ -122,33 +121,30 @@ async def pass_on(path: str, scope: Scope, incoming: Incoming, send: Send) -> in
         upward.cancel()
         with suppress(asyncio.CancelledError, NotTaken, OSError):
             await upward
-        # Not closed in order: what the worker still says is for nobody.
+        # An orderly close would wait for the rest of the response.
         writer.transport.abort()
 
 
 async def _send_up(scope: Scope, incoming: Incoming, writer: asyncio.StreamWriter) -> None:
-    """Sends the request, then waits for the client to leave.
-
-    The server has parsed it: it is in order, and needs no other look.
-    """
+    """Sends the request, which the front's server has parsed, then waits for the client to disconnect."""
     headers = _headers_up(scope)
     is_chunked = (b"transfer-encoding", b"chunked") in headers
     lines = [b"%s %s HTTP/1.1" % (scope["method"].encode(), _target(scope)), *map(b": ".join, headers), b"", b""]
     try:
-        # Before the body: if that never comes, the worker says so in time.
+        # Before the body, so that the worker's time limit for the body begins.
         writer.write(b"\r\n".join(lines))
         async for piece in incoming.pieces():
             writer.write(b"%x\r\n%s\r\n" % (len(piece), piece) if is_chunked else piece)
             await writer.drain()
-        if is_chunked and not incoming.has_left:
+        if is_chunked and not incoming.has_disconnected:
             writer.write(b"0\r\n\r\n")
     except (NotTaken, QueueFull):
         writer.transport.abort()
         raise
     except OSError:
-        # The worker has answered already, or it is gone: the reader of the response finds out.
+        # The worker has answered already, or has died: the reader of the response finds out.
         pass
-    await incoming.until_left()
+    await incoming.wait_for_disconnect()
     writer.transport.abort()
 
 
@@ -162,14 +158,14 @@ def _headers_up(scope: Scope) -> list[tuple[bytes, bytes]]:
     headers = [(name, value) for name, value in scope["headers"] if name not in _OF_ONE_CONNECTION]
     names = {name for name, _ in scope["headers"]}
     if b"transfer-encoding" in names:
-        # With both, the length is not that of the body.
+        # With a transfer-encoding, a content-length does not count.
         headers = [header for header in headers if header[0] != b"content-length"]
         headers.append((b"transfer-encoding", b"chunked"))
     if names & {b"transfer-encoding", b"content-length"}:
-        # The worker says when it begins to read: until then another one may take the request.
+        # Until the worker says that it reads the body, another worker may take the request.
         headers.append((b"expect", b"100-continue"))
     if b"host" not in names:
-        # Only HTTP/1.0 may leave it out.
+        # HTTP/1.0 does not require it.
         headers.append((b"host", b"localhost"))
     return headers
 
@@ -182,11 +178,11 @@ class _Response:
         self._is_taken = False
 
     async def pass_down(self, send: Send) -> int:
-        begun = await self._read()
+        data = await self._read()
         self._connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEAD_BYTES)
         # h11 only needs the method, to know whether the response has a body.
         self._connection.send(h11.Request(method=self._method, target=b"/", headers=[(b"host", b"worker")]))
-        self._connection.receive_data(begun)
+        self._connection.receive_data(data)
         status, body = 0, b""
         while True:
             event = self._next_event()
@@ -196,7 +192,7 @@ class _Response:
                     body = b""
                 self._connection.receive_data(await self._read())
             match event:
-                case None if self._incoming.has_left:
+                case None if self._incoming.has_disconnected:
                     return 499
                 case None if self._is_taken:
                     raise WorkerGone(has_begun=bool(status))
@@ -221,14 +217,14 @@ class _Response:
         self._incoming.drop()
 
     async def _read(self) -> bytes:
-        """Returns nothing if the connection is gone."""
+        """Returns no bytes if the connection has ended."""
         try:
             return await self._reader.read(_PIECE_BYTES)
         except OSError:
             return b""
 
     def _next_event(self) -> h11.Event | type[h11.NEED_DATA] | None:
-        """Returns None if the connection is gone."""
+        """Returns None if the connection has ended."""
         try:
             event = self._connection.next_event()
         except h11.RemoteProtocolError:

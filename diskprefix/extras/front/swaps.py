@@ -1,9 +1,9 @@
 """Decides which models are in memory: which is loaded next, and which is unloaded for it. No processes, no clock.
 
-A model that waits is loaded when it fits beside the others. If it does not, models that have been idle for longest go,
-if they are not pinned. A model that answers is never unloaded. But while others wait for its memory, it takes new
-requests for `PATIENCE_S` seconds only: later ones wait for their turn with it, in a second place, which is not loaded
-before the first is gone. Callers take turns: the next model is one for which somebody waits who had the fewest loads.
+A waiting model is loaded when it fits beside the others. If it does not fit, unpinned models are unloaded, the one that
+has been idle for longest first. A model that answers is never unloaded. While another model waits for its memory, it
+takes new requests for `PATIENCE_S` seconds only; later requests wait for a second slot of the same model, which is
+loaded after the first is gone. Callers take turns: the next model is that of the caller with the fewest loads.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from diskprefix.errors import ModelError
 from diskprefix.units import format_size
 
 PATIENCE_S = 15.0
-"""The time for which a model that answers takes new requests while another one waits for its memory."""
-_MOST_CALLERS = 256
-"""Callers whose last request is remembered for a model: of more, those who keep it longest."""
+"""How long a model that answers takes new requests while another model waits for its memory."""
+_MAX_CALLERS = 256
+"""Callers whose last request is remembered for a model. Of more callers, those that keep the model longest."""
 
 
 class Phase(Enum):
-    """The life of a place in memory."""
+    """The life of a slot."""
 
     WAITING, LOADING, READY, LEAVING = range(4)
 
 
 @dataclass(eq=False, kw_only=True)
-class Place:
-    """One model in memory, or one that waits for memory."""
+class Slot:
+    """A model in memory, or one that waits for memory."""
 
     model: str
     needed_bytes: int
@@ -39,20 +39,20 @@ class Place:
     is_pinned: bool = False
     idle_unload_s: float | None = None
     """The time after which the idle model is unloaded, None for never."""
-    kept_until: dict[Hashable, float] = field(default_factory=dict)
-    """The time until which each caller's last request keeps the idle model. None stands for an order."""
+    keep_until: dict[Hashable, float] = field(default_factory=dict)
+    """Until when each caller's last request keeps the idle model. None is the owner's order to load it."""
     callers: set[Hashable] = field(default_factory=set)
-    """Those for whom it is loaded."""
+    """The callers for whom it is loaded."""
     phase: Phase = Phase.WAITING
     num_active: int = 0
-    """Requests that it has, also those that wait until it is loaded."""
+    """Requests in progress, with those that wait for the load."""
     used_at: float = 0.0
     is_ordered: bool = False
-    """It is loaded although no request waits for it."""
+    """Whether it is loaded although no request waits for it."""
     is_closed: bool = False
-    """By order it takes no more requests: it will be unloaded when it is idle."""
+    """Whether the owner's order to unload it waits until it is idle. It takes no more requests."""
     yields: bool = False
-    """It takes no more requests because others wait for its memory."""
+    """Whether it takes no more requests because others wait for its memory."""
 
     @property
     def is_idle(self) -> bool:
@@ -63,41 +63,42 @@ class Place:
         return not (self.is_closed or self.yields or self.phase is Phase.LEAVING)
 
     @property
-    def most_idle_s(self) -> float:
+    def max_idle_s(self) -> float:
         return math.inf if self.idle_unload_s is None else self.idle_unload_s
 
     def expires_at(self) -> float:
         """Returns when the idle model is unloaded, infinite for never."""
-        return max(self.kept_until.values(), default=self.used_at + self.most_idle_s)
+        return max(self.keep_until.values(), default=self.used_at + self.max_idle_s)
 
-    def keep(self, caller: Hashable, now: float, keep_alive_s: float | None = None, *, decides: bool = False) -> None:
-        """Notes the end of a request that used the model. The model stays as long as the last request of any caller
-        keeps it: for `keep_alive_s` (infinite for ever) or `idle_unload_s`, whichever is less. A caller who `decides`
-        says it for all, without that limit."""
+    def record_use(
+        self, caller: Hashable, now: float, keep_alive_s: float | None = None, *, overrides: bool = False
+    ) -> None:
+        """Records the end of a request. It keeps the idle model for `keep_alive_s` (may be infinite), but not longer
+        than `idle_unload_s`. One that `overrides` has no such limit, and replaces what other callers asked for."""
         self.used_at = now
         if keep_alive_s is None or self.is_pinned:
-            keep_alive_s = self.most_idle_s
-        elif decides:
-            self.kept_until.clear()
+            keep_alive_s = self.max_idle_s
+        elif overrides:
+            self.keep_until.clear()
         else:
-            keep_alive_s = min(keep_alive_s, self.most_idle_s)
-        # Without keys there may be any number of callers.
-        longest = sorted(self.kept_until, key=self.kept_until.__getitem__)[-_MOST_CALLERS:]
-        self.kept_until = {other: self.kept_until[other] for other in longest if self.kept_until[other] > now}
-        self.kept_until[caller] = now + keep_alive_s
+            keep_alive_s = min(keep_alive_s, self.max_idle_s)
+        # Without API keys, there is no limit to the number of callers.
+        longest = sorted(self.keep_until, key=self.keep_until.__getitem__)[-_MAX_CALLERS:]
+        self.keep_until = {other: self.keep_until[other] for other in longest if self.keep_until[other] > now}
+        self.keep_until[caller] = now + keep_alive_s
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The next steps. Of the models in `load`, one whose memory is not free yet may be prepared: `next_one`."""
+    """The next steps. `prepare` is the first slot that waits for memory: its worker may import meanwhile."""
 
-    load: Sequence[Place] = ()
-    unload: Sequence[Place] = ()
-    next_one: Place | None = None
+    load: Sequence[Slot] = ()
+    unload: Sequence[Slot] = ()
+    prepare: Slot | None = None
 
 
 class NeverFits(ModelError):
-    """A model that has no room even if all that may be unloaded is."""
+    """The model has no room even if everything that may be unloaded is unloaded."""
 
     http_status = 400
     error_type = "invalid_request_error"
@@ -105,130 +106,121 @@ class NeverFits(ModelError):
 
 
 class Swaps:
-    """The places in memory, within `limit_bytes`; without a limit (None), all models are loaded at once."""
+    """The slots. Models in memory take at most `limit_bytes`, or any size if that is None."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
-        self.places: list[Place] = []
+        self.slots: list[Slot] = []
         self._num_loads: Counter[Hashable] = Counter()
-        """By caller, while models wait."""
+        """The loads of each caller since a model last had to wait."""
 
     @property
     def used_bytes(self) -> int:
-        return sum(place.needed_bytes for place in self.places if place.phase is not Phase.WAITING)
+        return sum(slot.needed_bytes for slot in self.slots if slot.phase is not Phase.WAITING)
 
-    def of(self, model: str) -> Place | None:
-        """Returns the place of a model that takes requests."""
-        return next((one for one in self.places if one.model == model and one.takes_requests), None)
+    def find(self, model: str) -> Slot | None:
+        """Returns the slot in which a model takes requests."""
+        return next((slot for slot in self.slots if slot.model == model and slot.takes_requests), None)
 
-    def require_room(self, place: Place, lines: Sequence[str]) -> None:
+    def require_room(self, slot: Slot, lines: Sequence[str]) -> None:
         """Raises `NeverFits` for a model that can never fit. `lines` is the table of what the model needs."""
-        pinned = [one for one in self.places if one.is_pinned and one.phase is not Phase.LEAVING]
-        held = sum(one.needed_bytes for one in pinned)
-        if self.limit_bytes is not None and place.needed_bytes + held > self.limit_bytes:
-            others = "".join(f"; {one.model} is pinned and takes {format_size(one.needed_bytes)}" for one in pinned)
+        pinned = [other for other in self.slots if other.is_pinned and other.phase is not Phase.LEAVING]
+        pinned_bytes = sum(other.needed_bytes for other in pinned)
+        if self.limit_bytes is not None and slot.needed_bytes + pinned_bytes > self.limit_bytes:
+            others = "".join(
+                f"; {other.model} is pinned and takes {format_size(other.needed_bytes)}" for other in pinned
+            )
             table = ", ".join(" ".join(line.split()) for line in lines)
             raise NeverFits(
-                f"{place.model} does not fit: {format_size(place.needed_bytes)} of memory needed ({table}), and all "
+                f"{slot.model} does not fit: {format_size(slot.needed_bytes)} of memory needed ({table}), and all "
                 f"models together may take {format_size(self.limit_bytes)}{others}"
             )
 
-    def add(self, place: Place) -> None:
-        self.places.append(place)
+    def begin_request(self, slot: Slot, caller: Hashable) -> None:
+        slot.num_active += 1
+        if slot.phase is Phase.WAITING:
+            slot.callers.add(caller)
 
-    def remove(self, place: Place) -> None:
-        """Ends a place: its process is gone, and its memory free."""
-        self.places.remove(place)
-
-    def begin_request(self, place: Place, caller: Hashable) -> None:
-        place.num_active += 1
-        if place.phase is Phase.WAITING:
-            place.callers.add(caller)
-
-    def loaded(self, place: Place, now: float) -> None:
-        place.phase, place.used_at = Phase.READY, now
-        if place.is_ordered:
-            place.keep(None, now)
+    def set_ready(self, slot: Slot, now: float) -> None:
+        slot.phase, slot.used_at = Phase.READY, now
+        if slot.is_ordered:
+            slot.record_use(None, now)
 
     def decide(self, now: float) -> Decision:
-        """Returns what to do, and takes it for done: places to load are LOADING, those to unload LEAVING."""
-        unload = [one for one in self.places if one.phase is Phase.WAITING and self._is_in_vain(one)]
-        for place in unload:
-            place.phase = Phase.LEAVING
-        yielded = {one for one in self.places if one.yields}
-        again = {one.model for one in self.places if one.phase is Phase.WAITING}
-        for place in self.places:
-            place.yields = place.phase is not Phase.WAITING and place.model in again
-        unload += [one for one in self.places if one.is_idle and (not one.takes_requests or one.expires_at() <= now)]
-        for place in unload:
-            place.phase = Phase.LEAVING
-        load: list[Place] = []
-        next_one = None
-        for place in self._in_turn():
-            if any(one.model == place.model and one.phase is not Phase.WAITING for one in self.places):
-                # There may be no room for two of them.
-                next_one = next_one or place
+        """Returns what to do, and sets the phases as if it were done: LOADING and LEAVING."""
+        unload = [slot for slot in self.slots if slot.phase is Phase.WAITING and self._is_obsolete(slot)]
+        for slot in unload:
+            slot.phase = Phase.LEAVING
+        yielded = {slot for slot in self.slots if slot.yields}
+        waiting_models = {slot.model for slot in self.slots if slot.phase is Phase.WAITING}
+        for slot in self.slots:
+            slot.yields = slot.phase is not Phase.WAITING and slot.model in waiting_models
+        idle = [slot for slot in self.slots if slot.is_idle]
+        unload += [slot for slot in idle if not slot.takes_requests or slot.expires_at() <= now]
+        for slot in unload:
+            slot.phase = Phase.LEAVING
+        load: list[Slot] = []
+        prepare = None
+        for slot in self._in_turn():
+            if any(other.model == slot.model and other.phase is not Phase.WAITING for other in self.slots):
+                # There may be no room for the model twice.
+                prepare = prepare or slot
                 continue
-            used = self.used_bytes + (0 if self.limit_bytes is None else place.needed_bytes)
+            used = self.used_bytes + (0 if self.limit_bytes is None else slot.needed_bytes)
             if self.limit_bytes is None or used <= self.limit_bytes:
-                place.phase = Phase.LOADING
-                self._num_loads.update(place.callers)
-                load.append(place)
+                slot.phase = Phase.LOADING
+                self._num_loads.update(slot.callers)
+                load.append(slot)
                 continue
-            unload += self._make_room(place, used - self.limit_bytes, now, unload, yielded)
-            next_one = next_one or place
-            # Nobody passes it: a large model would wait for ever.
+            unload += self._make_room(slot, used - self.limit_bytes, now, yielded)
+            prepare = prepare or slot
+            # If smaller models went first, a large one might wait for ever.
             break
-        if next_one is None:
+        if prepare is None:
             self._num_loads.clear()
-        for place in unload:
-            place.phase = Phase.LEAVING
-        return Decision(load, unload, next_one)
+        for slot in unload:
+            slot.phase = Phase.LEAVING
+        return Decision(load, unload, prepare)
 
     def due_at(self, now: float) -> float | None:
-        """Returns when the next decision may be another one although nothing has happened."""
-        times = [one.expires_at() for one in self.places if one.is_idle]
-        times += [one.waits_since + PATIENCE_S for one in self.places if one.phase is Phase.WAITING]
+        """Returns when to decide again even if nothing has happened, None for never."""
+        times = [slot.expires_at() for slot in self.slots if slot.is_idle]
+        times += [slot.waits_since + PATIENCE_S for slot in self.slots if slot.phase is Phase.WAITING]
         return min((at for at in times if now < at < math.inf), default=None)
 
-    def _is_in_vain(self, waiting: Place) -> bool:
-        """Returns whether those who waited for a place have left, or it can never fit beside what is pinned now."""
-        held = [one for one in self.places if one.is_pinned and one.phase in (Phase.LOADING, Phase.READY)]
-        needed = waiting.needed_bytes + sum(one.needed_bytes for one in held if one.model != waiting.model)
+    def _is_obsolete(self, waiting: Slot) -> bool:
+        """Returns whether nobody waits for a slot any more, or it can never fit beside the models pinned now."""
+        pinned = [slot for slot in self.slots if slot.is_pinned and slot.phase in (Phase.LOADING, Phase.READY)]
+        needed = waiting.needed_bytes + sum(slot.needed_bytes for slot in pinned if slot.model != waiting.model)
         return not (waiting.num_active or waiting.is_ordered) or needed > (self.limit_bytes or needed)
 
-    def _in_turn(self) -> list[Place]:
-        """Returns the waiting places, the next first."""
-        waiting = [one for one in self.places if one.phase is Phase.WAITING]
+    def _in_turn(self) -> list[Slot]:
+        """Returns the waiting slots, the next first."""
+        waiting = [slot for slot in self.slots if slot.phase is Phase.WAITING]
 
-        def turn(place: Place) -> tuple[int, float]:
-            return min((self._num_loads[caller] for caller in place.callers), default=0), place.waits_since
+        def turn(slot: Slot) -> tuple[int, float]:
+            return min((self._num_loads[caller] for caller in slot.callers), default=0), slot.waits_since
 
         return sorted(waiting, key=turn)
 
-    def _idle(self, besides: Collection[Place] = ()) -> list[Place]:
-        """Returns the places that may be unloaded, the one that was idle for longest first."""
-        idle = [one for one in self.places if one.is_idle and not one.is_pinned and one not in besides]
-        return sorted(idle, key=lambda one: one.used_at)
-
-    def _make_room(
-        self, place: Place, missing: int, now: float, leaving: Collection[Place], yielded: Collection[Place]
-    ) -> list[Place]:
-        """Returns what to unload for a place that misses so many bytes. Models that answer yield, those that `yielded`
-        before first, if it waits for too long."""
-        missing -= sum(one.needed_bytes for one in self.places if one.phase is Phase.LEAVING or one in leaving)
-        unload: list[Place] = []
-        for idle in self._idle(leaving):
-            if missing <= 0:
-                return unload
-            unload.append(idle)
-            missing -= idle.needed_bytes
-        if missing <= 0 or now < place.waits_since + PATIENCE_S:
-            # Idle ones that are not enough stay, unless the others have to go too.
-            return unload if missing <= 0 else []
-        busy = [one for one in self.places if one.phase in (Phase.LOADING, Phase.READY) and one.num_active]
-        for one in sorted(busy, key=lambda one: (one.takes_requests and one not in yielded, one.used_at)):
-            if missing > 0 and not one.is_pinned:
-                one.yields = True
-                missing -= one.needed_bytes
+    def _make_room(self, slot: Slot, missing: int, now: float, yielded: Collection[Slot]) -> list[Slot]:
+        """Returns what to unload for a slot that lacks `missing` bytes. If it has waited for too long, models that
+        answer yield, first those that `yielded` before."""
+        missing -= sum(other.needed_bytes for other in self.slots if other.phase is Phase.LEAVING)
+        unload: list[Slot] = []
+        idle = [other for other in self.slots if other.is_idle and not other.is_pinned]
+        for other in sorted(idle, key=lambda other: other.used_at):
+            if missing > 0:
+                unload.append(other)
+                missing -= other.needed_bytes
+        if missing <= 0:
+            return unload
+        if now < slot.waits_since + PATIENCE_S:
+            # To unload idle models that do not suffice would help nobody.
+            return []
+        busy = [other for other in self.slots if other.phase in (Phase.LOADING, Phase.READY) and other.num_active]
+        for other in sorted(busy, key=lambda other: (other.takes_requests and other not in yielded, other.used_at)):
+            if missing > 0 and not other.is_pinned:
+                other.yields = True
+                missing -= other.needed_bytes
         return unload

@@ -1,4 +1,4 @@
-"""The processes behind the front: the nursery, the spare, and a worker for each model. All methods are for the loop."""
+"""The processes behind the front: the nursery, the spare, and a worker for each model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from diskprefix.extras.front.nursery import (
-    MOST_MESSAGE_BYTES,
+    MAX_MESSAGE_BYTES,
     Ended,
     Forked,
     Nursery,
@@ -29,35 +28,35 @@ from diskprefix.extras.front.nursery import (
     fork,
     send,
 )
-from diskprefix.extras.front.swaps import Place
+from diskprefix.extras.front.swaps import Slot
 from diskprefix.server.keys import OwnerToken
 from diskprefix.settings import Settings
 
 log = logging.getLogger("diskprefix")
 
-MOST_UNLOAD_S = 70.0
-"""The time for a worker to end: 8 s for what it answers and those who read that, 20 s to queue what only its memory
-has, 30 s to write it, and more. systemd gives all of them 90 s."""
+MAX_UNLOAD_S = 70.0
+"""The time for a worker to end: 8 s for requests in progress, 20 s to queue what only its memory has, 30 s to write
+it, and some more. systemd's unit gives all processes 90 s."""
 _SETTLED_S = 60.0
-"""A worker that served longer did not die because of its start."""
-_MOST_DELAY_S = 60.0
+"""The death of a worker that has served for so long is the first in a row."""
+_MAX_DELAY_S = 60.0
 _BACKLOG = 2048
 _REAPED_S = 5.0
 """The time for the nursery to tell how a process ended."""
 _UNKNOWN_CODE = -int(signal.SIGKILL)
-"""The end of a process of which the nursery told nothing, because it has died too."""
+"""The exit code of a process whose end the nursery did not report, because it has died too."""
 
 
 @dataclass
-class Deaths:
-    """The deaths in a row, and the delay before the next start."""
+class Backoff:
+    """Counts deaths in a row, which delay the next start."""
 
     in_a_row: int = 0
 
-    def delay_s(self, served_s: float) -> float:
-        """Counts a death. `served_s`: for how long it had served. Returns 0, 1, 2, 4, … up to a minute."""
+    def next_delay_s(self, served_s: float) -> float:
+        """Counts a death after `served_s` of service. Returns 0, 1, 2, 4, … and at most 60."""
         self.in_a_row = 1 if served_s >= _SETTLED_S else self.in_a_row + 1
-        return 0.0 if self.in_a_row == 1 else min(_MOST_DELAY_S, 2.0 ** (self.in_a_row - 2))
+        return 0.0 if self.in_a_row == 1 else min(_MAX_DELAY_S, 2.0 ** (self.in_a_row - 2))
 
 
 @dataclass(eq=False)
@@ -72,7 +71,7 @@ class Child:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def tell(self, message: bytes) -> None:
-        # If it is gone, its end is noticed elsewhere.
+        # If the process is gone, its end is noticed elsewhere.
         with suppress(OSError):
             self.channel.send(message)
 
@@ -84,30 +83,30 @@ class Child:
 
 @dataclass(eq=False)
 class ModelWorker(Child):
-    """A worker, which has one model."""
+    """The process that serves one model."""
 
-    place: Place = field(kw_only=True)
+    slot: Slot = field(kw_only=True)
     path: str = field(kw_only=True)
-    """That of the socket on which it takes requests."""
+    """The path of the socket on which it takes requests."""
     ready_at: float | None = None
     seen_at: float | None = None
     """The time of its last sign of life."""
     failure: str | None = None
     """Why its model cannot be served."""
     has_old_keys: bool = False
-    """The keys were read again before it was ready to hear of it."""
+    """Whether the keys have changed since it read them."""
     status: str = ""
     """One line for people."""
 
 
 class Workers:
-    """Makes workers, hears what they say, and makes the nursery and the spare again when they die."""
+    """Starts workers and receives their messages. The nursery and the spare are made again when they die."""
 
     def __init__(self, prepare: Prepare, work: Work, *, takes_any_name: bool) -> None:
         self._prepare, self._work = prepare, work
         self._takes_any_name = takes_any_name
         self.address = ""
-        """That of the front, for people."""
+        """The front's address, for people."""
         self.token: OwnerToken | None = None
         self.on_change: Callable[[ModelWorker], None] = lambda _worker: None
         """Called when a worker says something, and when it has ended (`code`)."""
@@ -115,30 +114,30 @@ class Workers:
         self._numbers = itertools.count(1)
         self._folder = Path(tempfile.mkdtemp(prefix="diskprefix-"))
         """Only the daemon's user may enter it."""
-        self._nursery_deaths, self._spare_deaths = Deaths(), Deaths()
+        self._nursery_backoff, self._spare_backoff = Backoff(), Backoff()
         self._spare: Child | None = None
         self._has_prepared = False
         self._spare_order: tuple[Settings, bool] | None = None
-        """What a spare is made for, once there shall be one."""
+        """The arguments of `keep_spare`."""
         self._is_closing = False
-        # Here, before there are an event loop, clients' connections and prompts.
+        # Before this process has an event loop, connections and prompts of clients.
         self._nursery, self._nursery_pid = self._fork_nursery(())
 
     def attach(self) -> None:
-        """Begins to hear the nursery, on the running loop."""
+        """Begins to receive the nursery's messages, on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._nursery, self._hear_nursery)
 
-    def start(self, settings: Settings, place: Place) -> ModelWorker:
-        """Starts the process of a worker, which takes requests and waits for its turn to load the model. Raises
-        `OSError` if the system has no room for it."""
+    def start(self, settings: Settings, slot: Slot) -> ModelWorker:
+        """Starts a worker. It takes requests, and waits for its turn to load the model. Raises `OSError` if the system
+        has no room for a process."""
         number = next(self._numbers)
         path = str(self._folder / str(number))
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(path)
             listener.listen(_BACKLOG)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            worker = ModelWorker(number, ours, place=place, path=path)
+            worker = ModelWorker(number, ours, slot=slot, path=path)
             order = Order(number, settings, self.address, self.token, takes_any_name=self._takes_any_name)
             try:
                 with theirs:
@@ -153,21 +152,21 @@ class Workers:
         return worker
 
     def keep_spare(self, settings: Settings, *, knows_model: bool) -> None:
-        """Makes a process from which workers begin with all that is imported, and from now on another when it dies.
+        """Keeps a spare from now on: a process that has imported everything, from which workers are forked.
         `knows_model`: the workers will load the model of these settings."""
         if self._spare_order is None:
             self._spare_order = settings, knows_model
             self._make_spare()
 
     async def close(self) -> None:
-        """Ends all that is left, once the workers have been told to end."""
+        """Waits for the workers, which were told to end, and ends all processes."""
         self._is_closing = True
         ends = [asyncio.create_task(worker.ended.wait()) for worker in self.all.values()]
-        if ends and (await asyncio.wait(ends, timeout=MOST_UNLOAD_S))[1]:
+        if ends and (await asyncio.wait(ends, timeout=MAX_UNLOAD_S))[1]:
             self._kill_workers()
             await asyncio.wait(ends, timeout=_REAPED_S)
         if self._spare is not None:
-            # It may still import.
+            # It may still import, and not read the end of its socket.
             self._spare.kill(signal.SIGKILL)
         for channel in (self._nursery, *([self._spare.channel] if self._spare else [])):
             self._loop.remove_reader(channel)
@@ -182,8 +181,8 @@ class Workers:
         self._kill_workers()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def guard(self, now: float, limit_s: float) -> None:
-        """Kills workers that gave no sign of life for so long."""
+    def kill_hung(self, now: float, limit_s: float) -> None:
+        """Kills workers that gave no sign of life for `limit_s`."""
         for worker in self.all.values():
             if worker.ready_at is not None and now - (worker.seen_at or now) > limit_s:
                 log.error("[front] the worker gave no sign of life for %.0f s and is killed", limit_s)
@@ -195,14 +194,14 @@ class Workers:
         try:
             send(source, order, *passed)
         except OSError:
-            # The spare has just died.
+            # The spare has died.
             send(self._nursery, order, *passed)
 
     # The nursery and the spare.
 
     def _fork_nursery(self, inherited: tuple[int, ...]) -> tuple[socket.socket, int]:
-        """Returns the front's end of the socket to a new nursery, and its pid. `inherited`: the descriptors that
-        are not the nursery's."""
+        """Returns the front's end of the socket to a new nursery, and its pid. The nursery closes the descriptors in
+        `inherited`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
         def run() -> None:
@@ -219,15 +218,14 @@ class Workers:
         return ours, pid
 
     def _hear_nursery(self) -> None:
-        message = _received(self._nursery)
-        if message is not None:
-            self._take(message)
+        if message := _receive(self._nursery):
+            self._take(pickle.loads(message))
             return
         self._loop.remove_reader(self._nursery)
         self._nursery.close()
         os.waitpid(self._nursery_pid, 0)
         if not self._is_closing:
-            delay_s = self._nursery_deaths.delay_s(time.monotonic() - self._nursery_made_at)
+            delay_s = self._nursery_backoff.next_delay_s(time.monotonic() - self._nursery_made_at)
             log.error("[front] the process that makes workers has died; another is made in %.0f s", delay_s)
             self._loop.call_later(delay_s, self._make_nursery)
 
@@ -237,7 +235,7 @@ class Workers:
             self._nursery, self._nursery_pid = self._fork_nursery(open_now)
         except OSError as error:
             log.error("[front] no process can be started: %s", error.strerror)
-            self._loop.call_later(self._nursery_deaths.delay_s(0.0), self._make_nursery)
+            self._loop.call_later(self._nursery_backoff.next_delay_s(0.0), self._make_nursery)
         else:
             self._loop.add_reader(self._nursery, self._hear_nursery)
 
@@ -247,19 +245,16 @@ class Workers:
         self._has_prepared = False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._spare = Child(next(self._numbers), ours)
-        # If it fails, the end of the spare's socket is noticed.
+        # If this fails, the spare's socket ends, which counts as its death.
         with theirs, suppress(OSError):
             send(self._nursery, Order(self._spare.number, settings, knows_model=knows_model), theirs)
         self._spare.channel.setblocking(False)
         self._loop.add_reader(self._spare.channel, self._hear_spare, self._spare)
 
     def _hear_spare(self, spare: Child) -> None:
-        try:
-            message = spare.channel.recv(MOST_MESSAGE_BYTES)
-        except OSError:
-            message = b""
+        message = _receive(spare.channel)
         if message == b"prepared":
-            self._has_prepared, self._spare_deaths = True, Deaths()
+            self._has_prepared, self._spare_backoff = True, Backoff()
             log.info("[front] a spare is ready")
         elif message:
             self._take(pickle.loads(message))
@@ -267,7 +262,7 @@ class Workers:
             self._forget(spare)
             self._spare, self._has_prepared = None, False
             if not self._is_closing:
-                delay_s = max(1.0, self._spare_deaths.delay_s(0.0))
+                delay_s = max(1.0, self._spare_backoff.next_delay_s(0.0))
                 log.warning("[front] the spare has died; another is made in %.0f s", delay_s)
                 self._loop.call_later(delay_s, self._make_spare)
 
@@ -279,13 +274,13 @@ class Workers:
             case Forked(pid=None):
                 log.error("[front] no process can be started")
                 if isinstance(child, ModelWorker):
-                    self._end(child, _UNKNOWN_CODE)
+                    self._record_end(child, _UNKNOWN_CODE)
             case Forked(pid=pid) if child is not None:
                 child.pid = pid
                 if isinstance(child, ModelWorker):
-                    log.info("[front] process %d is for %s", pid, child.place.model)
+                    log.info("[front] process %d is for %s", pid, child.slot.model)
             case Ended(code=code) if isinstance(child, ModelWorker):
-                self._end(child, code)
+                self._record_end(child, code)
 
     # The workers.
 
@@ -293,29 +288,26 @@ class Workers:
         if self._read(worker):
             self.on_change(worker)
         else:
-            # It has ended, or will have in a moment: the nursery tells.
+            # It has ended, or is about to. The nursery reports the exit code.
             self._loop.remove_reader(worker.channel)
-            self._loop.call_later(_REAPED_S, self._end, worker, _UNKNOWN_CODE)
+            self._loop.call_later(_REAPED_S, self._record_end, worker, _UNKNOWN_CODE)
 
     def _read(self, worker: ModelWorker) -> bool:
-        """Takes a message of a worker. Returns False if there is none."""
-        try:
-            message = worker.channel.recv(MOST_MESSAGE_BYTES).decode(errors="replace")
-        except OSError:
-            message = ""
+        """Reads a message of a worker. Returns False if there is none."""
+        message = _receive(worker.channel).decode(errors="replace")
         if not message:
             return False
-        told = dict(line.partition("=")[::2] for line in message.split("\n"))
-        if told.keys() - {"STATUS"}:
-            # A worker whose work hangs tells so, but is not alive.
+        fields = dict(line.partition("=")[::2] for line in message.split("\n"))
+        if fields.keys() - {"STATUS"}:
+            # A worker that hangs may still send its status.
             worker.seen_at = self._loop.time()
-        worker.failure = told.get("FAILED", worker.failure)
-        worker.status = told.get("STATUS", worker.status)
-        if "READY" in told and worker.ready_at is None:
+        worker.failure = fields.get("FAILED", worker.failure)
+        worker.status = fields.get("STATUS", worker.status)
+        if "READY" in fields and worker.ready_at is None:
             worker.ready_at = self._loop.time()
         return True
 
-    def _end(self, worker: ModelWorker, code: int) -> None:
+    def _record_end(self, worker: ModelWorker, code: int) -> None:
         if worker.code is not None:
             return
         worker.code = code
@@ -333,15 +325,14 @@ class Workers:
         child.channel.close()
 
 
-def described(code: int) -> str:
-    """Returns for people how a process ended."""
+def exit_text(code: int) -> str:
+    """Returns how a process ended, as text."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _received(channel: socket.socket) -> Any:
-    """Returns the next message, None if the other end is gone."""
+def _receive(channel: socket.socket) -> bytes:
+    """Returns the next message, or no bytes if there is none or the other end is closed."""
     try:
-        message = channel.recv(MOST_MESSAGE_BYTES)
+        return channel.recv(MAX_MESSAGE_BYTES)
     except OSError:
-        return None
-    return pickle.loads(message) if message else None
+        return b""

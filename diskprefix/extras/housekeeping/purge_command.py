@@ -150,8 +150,7 @@ def purge(
         if plan:
             _show_purged(kv_cache_dir, purged)
         click.echo(size, nl=bool(size))
-        _show_bucket(purged)
-        _show_erased(purged)
+        _show_elsewhere(purged)
     if not_erased is not None:
         raise not_erased
     return 1 if purged.left_blocks or (bucket is not None and purged.remote_error) else 0
@@ -252,14 +251,13 @@ def _shrunk(folder: Path, purged_bytes: int, file_bytes: int) -> str:
     return f"the file keeps its size, {format_size(file_bytes)}; {remedy}"
 
 
-def _show_bucket(purged: Purged) -> None:
+def _show_elsewhere(purged: Purged) -> None:
+    """Prints what became of the objects in the bucket, and of the bytes in the store's file."""
     if purged.remote_objects is not None:
         click.echo(f"purged {counted(purged.remote_objects, 'object')} from the bucket; copies on other machines stay")
     if purged.remote_error is not None:
         click.echo(f"objects in the bucket stay: {purged.remote_error}", err=True)
 
-
-def _show_erased(purged: Purged) -> None:
     if purged.is_erased:
         click.echo("rewrote the file: no byte of what was removed is in it")
     elif purged.is_erased is not None:

@@ -53,9 +53,7 @@ def verify(fix: bool, kv_cache_dir: Path, as_json: bool) -> int:
     if as_json:
         print_json(_report(index, payloads, problems, removed))
     else:
-        _show(kv_cache_dir, index, payloads, problems)
-        if removed and problems:
-            _show_removed(removed)
+        _show(kv_cache_dir, index, payloads, problems, removed)
     return 1 if problems else 0
 
 
@@ -79,7 +77,13 @@ def _report(
     return report
 
 
-def _show(folder: Path, index: IndexReport, payloads: PayloadReport, problems: tuple[StoreProblem, ...]) -> None:
+def _show(
+    folder: Path,
+    index: IndexReport,
+    payloads: PayloadReport,
+    problems: tuple[StoreProblem, ...],
+    removed: RemovedRecords | None,
+) -> None:
     counts = f"{counted(index.num_nodes, 'block')}, {counted(index.num_entries, 'saved prompt')}"
     checked = f"{counts}, {format_size(payloads.num_bytes)} of payloads in {folder}"
     if not problems:
@@ -87,9 +91,7 @@ def _show(folder: Path, index: IndexReport, payloads: PayloadReport, problems: t
         return
     show_first([f"{problem.database} {problem.key}: {problem.message}" for problem in problems])
     click.echo(f"{counted(len(problems), 'problem')}: {checked}")
-
-
-def _show_removed(removed: RemovedRecords) -> None:
-    prompts = f"{counted(len(removed.entries), 'saved prompt')}, {counted(removed.prompts, 'recent prompt')}"
-    click.echo(f"removed {counted(removed.blocks, 'block')}, {prompts}")
-    show_first([short_id(name.hex()) for name in removed.entries])
+    if removed:
+        prompts = f"{counted(len(removed.entries), 'saved prompt')}, {counted(removed.prompts, 'recent prompt')}"
+        click.echo(f"removed {counted(removed.blocks, 'block')}, {prompts}")
+        show_first([short_id(name.hex()) for name in removed.entries])

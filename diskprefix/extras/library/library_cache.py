@@ -11,14 +11,14 @@ from diskprefix.kv.sequence import KVSequence
 
 def filled(cache: DynamicCache, sequence: KVSequence) -> DynamicCache:
     """Copies all of a sequence's state to an empty cache of the same model. Returns the cache."""
-    end = sequence.num_tokens
+    num_tokens = sequence.num_tokens
     for index, layer in enumerate(sequence.layers):
         if isinstance(layer, TokenLayer):
             # A layer with a window keeps a view of its arguments, so it does not get all tokens.
-            start = 0 if layer.window is None else max(0, end - layer.window + 1)
-            cache.update(layer.keys.gathered(start, end), layer.values.gathered(start, end), index)
+            start = 0 if layer.window is None else max(0, num_tokens - layer.window + 1)
+            cache.update(layer.keys.gathered(start, num_tokens), layer.values.gathered(start, num_tokens), index)
             if layer.window is not None:
-                cache.layers[index].cumulative_length = end
+                cache.layers[index].cumulative_length = num_tokens
         if isinstance(layer, StateLayer):
             for number, state in layer.conv_states.items():
                 if state is not None:

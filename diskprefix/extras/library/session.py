@@ -39,12 +39,12 @@ from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.exact.state_layout import unsupported
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.memory import kv_bytes
-from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings, expanded
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.tokens import TokenIds, floor_to_grid
 from diskprefix.units import parse_size
+from diskprefix.values import CacheOptions, CacheReport, Prompt
 
 log = logging.getLogger("diskprefix")
 
@@ -119,14 +119,14 @@ class PrefixCacheSession:
         if not self._is_supported():
             self._pass_by(prompt)
             return None, 0
-        end = floor_to_grid(len(prompt.token_ids) - 1, self.settings.block_size)
+        stop = floor_to_grid(len(prompt.token_ids) - 1, self.settings.block_size)
         config, is_state = self.model.config, self.cache_argument == "cache_params"
-        cache = StateSpaceCache(config, end) if is_state else DynamicCache(config=config)
-        if not end:
+        cache = StateSpaceCache(config, stop) if is_state else DynamicCache(config=config)
+        if not stop:
             self.report = None
             return cache, 0
-        with torch.no_grad(), self._sequence(end) as sequence:
-            self._complete(sequence, _beginning(prompt, end), goes_on=True)
+        with torch.no_grad(), self._sequence(stop) as sequence:
+            self._complete(sequence, _beginning(prompt, stop), goes_on=True)
             return filled(cache, sequence), self.report.restored if self.report else 0
 
     def generate(self, input_ids: Ids, **kwargs: Any) -> Any:
@@ -261,10 +261,10 @@ class PrefixCacheSession:
 
     def _answer(self, prompt: Prompt, moved: set[str], inputs: Mapping[str, Any]) -> ModelOutput | None:
         """Returns the output of the first forward in `generate`; None if the model must compute it itself."""
-        found = inputs["input_ids"]
-        if found is None or found.shape[-1] != len(prompt.token_ids):
+        input_ids = inputs["input_ids"]
+        if input_ids is None or input_ids.shape[-1] != len(prompt.token_ids):
             raise InvalidRequest("generate: a session computes the whole prompt itself; use model.generate instead")
-        if found.shape[0] != 1:
+        if input_ids.shape[0] != 1:
             raise InvalidRequest("generate: one sequence at a time; num_beams and num_return_sequences must be 1")
         foreign = sorted(moved | _foreign(inputs, self.cache_argument))
         if foreign:
@@ -305,8 +305,8 @@ def _beginning(prompt: Prompt, end: int) -> Prompt:
 
 def _foreign(inputs: Mapping[str, Any], cache_argument: str) -> set[str]:
     """Returns the arguments that need the model itself: images, another kind of cache, other outputs than logits."""
-    found = {name for name, value in inputs.items() if name not in _OUR_INPUTS and not _is_off(name, value)}
-    return found if found or type(inputs.get(cache_argument)) is DynamicCache else {cache_argument}
+    names = {name for name, value in inputs.items() if name not in _OUR_INPUTS and not _is_off(name, value)}
+    return names if names or type(inputs.get(cache_argument)) is DynamicCache else {cache_argument}
 
 
 def _is_off(name: str, value: Any) -> bool:

@@ -183,14 +183,14 @@ class Ollama:
         self.body = body
 
     def read(self, body: ReplyBody, vocab_size: int, _notes: Callable[[], TenantNotes]) -> ParsedRequest:
-        stop, most = body.options.stop or (), body.options.num_predict or 0
+        stop, num_predict = body.options.stop or (), body.options.num_predict or 0
         own = TextFormat("json_object", "", "format") if body.format else None
         if isinstance(body.format, dict):
             own = TextFormat("json_schema", json.dumps(body.format), "format")
         sampling = sampling_params(
             body,
             vocab_size,
-            max_tokens=most if most > 0 else None,
+            max_tokens=num_predict if num_predict > 0 else None,
             stop=(stop,) if isinstance(stop, str) else stop,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from diskprefix.errors import InvalidRequest
 from diskprefix.model.gguf.file_processor import lenient_class
 from diskprefix.model.load.picture_processor import Detail
-from diskprefix.nouns import Picture
 from diskprefix.printable import first_line
+from diskprefix.values import Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -23,8 +23,8 @@ class ObjectFetch(Generic[_Result]):
 class Fetchers(Generic[_Result]):
     """Runs calls in threads. Requests for the same key share one call. For any thread."""
 
-    def __init__(self, most_threads: int) -> None:
-        self._pool = ThreadPoolExecutor(most_threads, thread_name_prefix="remote-fetch")
+    def __init__(self, max_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(max_threads, thread_name_prefix="remote-fetch")
         self._waited_for: dict[Hashable, ObjectFetch[_Result]] = {}
         self._lock = threading.Lock()
 

@@ -17,9 +17,9 @@ from starlette.datastructures import Headers
 from diskprefix.app import load_engine
 from diskprefix.errors import LoadInterrupted
 from diskprefix.extras.daemon_call import Answer, Call, Say
-from diskprefix.nouns import SHARED
 from diskprefix.server.keys import OwnerToken
 from diskprefix.settings import Settings
+from diskprefix.values import SHARED
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

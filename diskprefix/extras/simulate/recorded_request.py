@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.nouns import MissReason, StateSource
+from diskprefix.values import MissReason, StateSource
 
 VERSION = 1
 
@@ -33,7 +33,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     both are keyed hashes of 16 hex digits, empty for none. `is_trusted`: the request had no salt. `own_scope`: it set a
     scope that differs from the daemon's. `bytes_per_token`, `state_bytes`, `logits_bytes` and `exact_at` describe the
     model's state as `kv.layout.Layout` does; the sizes are 0 if unknown. `model` is the model's name if a daemon has
-    several. `marks` are the positions that the client marked, with their times to live in seconds: see `nouns.Mark`.
+    several. `marks` are the positions that the client marked, with their times to live in seconds: see `values.Mark`.
     `reply_tokens` counts the known tokens of the reply, 0 unless the model is exact at every token.
 
     `cuts` are ascending positions in tokens. The end of the prompt is a cut, and the end of the reply is the last cut.

@@ -20,10 +20,10 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.extras.simulate.radix_tree import RadixTree
 from diskprefix.extras.simulate.recorded_request import VERSION, RecordedRequest
 from diskprefix.extras.simulate.recording_file import append
-from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.printable import first_line
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds
+from diskprefix.values import CacheOptions, CacheReport, Prompt
 
 log = logging.getLogger("diskprefix")
 

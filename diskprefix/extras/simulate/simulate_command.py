@@ -20,10 +20,10 @@ from diskprefix.extras.simulate.simulator import Policy
 from diskprefix.extras.simulate.table import show
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import read_trace
-from diskprefix.nouns import Scope
 from diskprefix.printable import printable_only
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, expanded
 from diskprefix.units import parse_size
+from diskprefix.values import Scope
 
 _DEFAULTS = Settings(kv_cache_dir=Path())
 _SCOPES = ("off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full")

@@ -43,9 +43,9 @@ class SimulatedMemory:
     def keep(self, tenant: str, token_ids: TokenIds, num_exact: int) -> None:
         """Keeps a sequence that has ended. Its first `num_exact` tokens have the state of a prefill."""
         state_bytes, page_bytes = self._geometry.state_bytes, self._block_size * self._geometry.bytes_per_token
-        *blocks, end = self._parts(tenant, token_ids[:num_exact])
-        has_end = num_exact == len(token_ids) if state_bytes else end[1]
-        added = [(end, page_bytes * bool(end[1]) + state_bytes)] if has_end else []
+        *blocks, rest = self._parts(tenant, token_ids[:num_exact])
+        has_end = num_exact == len(token_ids) if state_bytes else rest[1]
+        added = [(rest, page_bytes * bool(rest[1]) + state_bytes)] if has_end else []
         for part, num_bytes in [*added, *((block, page_bytes) for block in reversed(blocks))]:
             self._used_bytes += num_bytes - self._bytes_of.pop(part, 0)
             self._bytes_of[part] = num_bytes

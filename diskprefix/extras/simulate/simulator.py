@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diskprefix.cache.choosing import choose_kept, look, marked_nodes, ttl_at
-from diskprefix.cache.matching import Matcher, Restored
+from diskprefix.cache.choosing import choose_kept, marked_nodes, sighting_of, ttl_at
+from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.policy.seen import SeenPrompts
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.write_budget import Spending, within_budget
@@ -22,10 +22,10 @@ from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulated_memory import SimulatedMemory
 from diskprefix.extras.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
-from diskprefix.nouns import CacheOptions, Scope, Selection
 from diskprefix.store.schema import Kind
 from diskprefix.store.written import WrittenBytes
 from diskprefix.tokens import TokenIds, TokenPath, root_hash
+from diskprefix.values import CacheOptions, Scope, Selection
 
 _SECRET = 0
 _OFF = Scope("off")
@@ -134,7 +134,7 @@ class Simulator:
         scope = request.scope or policy.scope
         self.store.pass_time(request.when)
         nodes = self.nodes(request, prompt.token_ids)
-        restored, in_memory = Restored(), 0
+        restored, in_memory = RestoreResult(), 0
         if scope.kind != "off":
             in_memory = self._memory.match(request.tenant, prompt.token_ids)
             restored = self._restore(request, nodes)
@@ -142,7 +142,7 @@ class Simulator:
         is_asked = request.scope is not None or request.ttl_s is not None
         options = CacheOptions(scope=scope, group=request.group, save=request.save, is_asked=is_asked)
         spending, stored = self._spending(request.when), restored.stored_tokens
-        selection = choose_kept(look(seen, prompt, options, names), self._rules, prompt, options, stored)
+        selection = choose_kept(sighting_of(seen, prompt, options, names), self._rules, prompt, options, stored)
         had = max(in_memory, stored)
         selection = within_budget(selection, prompt, spending, self._rules, stored=stored, had=had, is_asked=is_asked)
         self.totals.unaffordable += selection.reason == "write_budget"
@@ -150,7 +150,7 @@ class Simulator:
         if request.remembered and scope.kind != "off":
             num_tokens = len(prompt.token_ids) + len(request.reply)
             if spending is not None and not spending.allows_reply(num_tokens, stored, is_asked=is_asked):
-                selection = replace(selection, keeps_reply=False)
+                selection = replace(selection, saves_reply=False)
             loaded = replace(restored, num_tokens=max(restored.num_tokens, in_memory))
             written = self._publish(request, nodes, loaded, selection)
             if request.save and len(prompt.token_ids) >= policy.min_tokens:
@@ -181,19 +181,19 @@ class Simulator:
             state_bytes=geometry.state_bytes,
         )
 
-    def _restore(self, request: TraceRequest, nodes: PromptNodes) -> Restored:
+    def _restore(self, request: TraceRequest, nodes: PromptNodes) -> RestoreResult:
         state = self._geometry.state_kind
         matcher = Matcher(nodes, [self.store], state, has_logits=lambda: nodes.end_id in self._ends)
         matcher.match()
         restorable, stop = matcher.restorable()
-        restored = Restored(blocks=matcher.blocks, partial_match=matcher.partial_match)
+        restored = RestoreResult(blocks=matcher.blocks, partial_match=matcher.partial_match)
         if not restorable:
             return restored
         last = restorable[-1].name
         self.store.touch(last, request.when, 1, ttl_at(stop, request.prompt.marks, request.ttl_s))
         return replace(restored, last_node=last, num_tokens=stop, stored_tokens=stop)
 
-    def _publish(self, request: TraceRequest, nodes: PromptNodes, restored: Restored, selection: Selection) -> int:
+    def _publish(self, request: TraceRequest, nodes: PromptNodes, restored: RestoreResult, selection: Selection) -> int:
         """Publishes the prompt, then its reply. Returns the number of written tokens."""
         planner = Planner(nodes, restored, self._geometry.state_kind, len(nodes.token_ids))
         # Restored tokens are not computed, so they leave no checkpoint.
@@ -207,8 +207,8 @@ class Simulator:
                 self.store.touch(name, request.when, 0, ttl_s)
         if len(request.reply):
             whole = self.nodes(request, np.concatenate([request.prompt.token_ids, request.reply]))
-            end = planner.reply_end(len(whole.token_ids), selection)
-            plan = planner.plan_reply(whole, selection, {end} if end and self._geometry.state_bytes else ())
+            stop = planner.reply_end(len(whole.token_ids), selection)
+            plan = planner.plan_reply(whole, selection, {stop} if stop and self._geometry.state_bytes else ())
             if keeps_logits and plan.last_node is not None:
                 self._ends.add(nodes.end_id)
             written += self._store(request, planner, plan, selection)

@@ -76,18 +76,18 @@ def _verdict(rows: Sequence[Row]) -> str:
     shared = next(row.totals.restored_share for row in own if row.case.scope == UPPER_BOUND)
     scopes = [row for row in own if row.case.scope != UPPER_BOUND]
     scopes = [row for row in scopes if row.case.policy.budget_bytes == scopes[-1].case.policy.budget_bytes]
-    most = max(scopes, key=lambda row: row.totals.restored_share)
-    if not most.totals.restored_tokens:
+    highest = max(scopes, key=lambda row: row.totals.restored_share)
+    if not highest.totals.restored_tokens:
         return f"verdict: no scope restores anything; prompts share {shared:.1%} of their tokens at most"
-    enough = [row for row in scopes if row.totals.restored_share >= most.totals.restored_share - _A_POINT]
+    enough = [row for row in scopes if row.totals.restored_share >= highest.totals.restored_share - _A_POINT]
     usual = Settings().disk_prefix_cache
     best = min(enough, key=lambda row: (round(row.totals.written_share, 3), row.case.scope != usual))
     figures = f"{best.totals.restored_share:.1%} of the prompt tokens and writes {best.totals.written_share:.1%}"
     verdict = f"verdict: --disk-prefix-cache {best.case.scope} restores {figures}; {shared:.1%} are shared"
-    if most.totals.restored_share - best.totals.restored_share < _A_POINT / 10:
+    if highest.totals.restored_share - best.totals.restored_share < _A_POINT / 10:
         return verdict
-    more = f"{most.totals.restored_share:.1%} and writes {most.totals.written_share:.1%}"
-    return f"{verdict}, and {most.case.scope} restores {more}"
+    more = f"{highest.totals.restored_share:.1%} and writes {highest.totals.written_share:.1%}"
+    return f"{verdict}, and {highest.case.scope} restores {more}"
 
 
 def _figures(totals: Totals) -> dict[str, str]:

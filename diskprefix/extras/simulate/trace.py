@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from diskprefix.extras.simulate.geometry import Geometry
-from diskprefix.nouns import Prompt, Scope
 from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.values import Prompt, Scope
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,8 +22,8 @@ from diskprefix.errors import InvalidScope, SettingsError
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recorded_request import MAX_TOKENS, Count, RecordedRequest, joined
 from diskprefix.extras.simulate.trace import BlockRequest, RecordedDaemon, Trace, TraceRequest, block_trace
-from diskprefix.nouns import Mark, Prompt
 from diskprefix.tokens import TokenIds
+from diskprefix.values import Mark, Prompt
 
 log = logging.getLogger("diskprefix")
 

@@ -8,8 +8,8 @@ from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.radix_tree import RadixTree
 from diskprefix.extras.simulate.simulator import Policy, Totals
 from diskprefix.extras.simulate.trace import Trace
-from diskprefix.nouns import Scope
 from diskprefix.tokens import LEAST_TOKENS
+from diskprefix.values import Scope
 
 _OFF = Scope("off")
 
@@ -23,9 +23,9 @@ def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
     scope `off` and `save: false`.
     """
     totals, kept = Totals(), RadixTree(max_tokens=None)
-    least = min(policy.block_size, max(policy.min_tokens, 1))
+    min_restored = min(policy.block_size, max(policy.min_tokens, 1))
     if geometry.state_kind == "token":
-        least = min(least, LEAST_TOKENS)
+        min_restored = min(min_restored, LEAST_TOKENS)
     for request in trace:
         token_ids, root = request.prompt.token_ids, request.tenant.encode()
         totals.requests += 1
@@ -33,7 +33,7 @@ def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
         if request.scope == _OFF:
             continue
         shared = kept.shared(root, token_ids)
-        restored = shared if shared >= least else 0
+        restored = shared if shared >= min_restored else 0
         totals.hits += restored > 0
         totals.restored_tokens += restored
         totals.seconds_saved += restored * policy.seconds_per_token

@@ -52,7 +52,7 @@ def _settings(config: Mapping[str, Any], names: Collection[str], **defaults: Any
         raise SettingsError("path: must name the folder of the store")
     given = {NAMES[key]: _converted(key, value) for key, value in config.items() if value is not None}
     with own_names():
-        return Settings(**defaults | given).with_constants(kv_cache_write_buffer=_WRITE_BUFFER)
+        return Settings(**defaults | given, kv_cache_write_buffer=_WRITE_BUFFER)
 
 
 def _converted(key: str, value: object) -> Any:

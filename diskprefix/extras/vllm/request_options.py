@@ -7,9 +7,9 @@ from typing import Any
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import DiskPrefixError
-from diskprefix.nouns import MAX_MARKS, CacheOptions, Mark
 from diskprefix.settings import Settings
 from diskprefix.units import parse_duration
+from diskprefix.values import MAX_MARKS, CacheOptions, Mark
 
 
 class BadParameters(ValueError):

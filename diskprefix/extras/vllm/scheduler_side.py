@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from diskprefix import hooks
-from diskprefix.cache.choosing import choose_kept, look, ttl_at
+from diskprefix.cache.choosing import choose_kept, sighting_of, ttl_at
 from diskprefix.cache.namespaces import TenantNamespace, TenantNamespaces
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.tiers.nodes import Node
@@ -21,13 +21,13 @@ from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.plans import NO_PAGE, BlocksToSave, EndOfRequest, Load, PlannedBlock, RankIdentity, StepPlan
 from diskprefix.extras.vllm.request_options import BadParameters, options_of
 from diskprefix.extras.vllm.shared_store import SharedStore
-from diskprefix.nouns import MAX_VALUE, SHARED, CacheOptions, CacheReport, Mark, Prompt, Selection, Tenant
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.save import Save
 from diskprefix.store.savings import Tally
 from diskprefix.store.schema import Kind, node_name
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds, TokenPath, as_token_ids
+from diskprefix.values import MAX_VALUE, SHARED, CacheOptions, CacheReport, Mark, Prompt, Selection, Tenant
 
 log = logging.getLogger("diskprefix")
 
@@ -298,7 +298,9 @@ class SchedulerSide:
         self._namespaces.read(namespace)
         names = tracked.names[0][1:]
         restored = tracked.num_matched * self._block_size
-        selection = choose_kept(look(namespace.seen, prompt, options, names), self._rules, prompt, options, restored)
+        selection = choose_kept(
+            sighting_of(namespace.seen, prompt, options, names), self._rules, prompt, options, restored
+        )
         if options.save and len(prompt.token_ids) >= self._settings.kv_cache_min_tokens:
             self._remember(tracked, namespace, names)
         return selection
@@ -353,7 +355,7 @@ class SchedulerSide:
         selection = tracked.selection
         if selection is None:
             return 0
-        if not selection.keeps_reply:
+        if not selection.saves_reply:
             return selection.aligned
         most = selection.scope.most
         return MAX_VALUE * self._block_size if most is None else most
@@ -372,16 +374,13 @@ class SchedulerSide:
 
     def _extend(self, tracked: Tracked, num_tokens: int) -> None:
         """Adds the names of the full blocks in the first `num_tokens` tokens."""
-        num_named, num_blocks, secret = (
-            len(tracked.names[0]) - 1,
-            num_tokens // self._block_size,
-            self._shared.store.secret,
-        )
+        num_named, num_blocks = len(tracked.names[0]) - 1, num_tokens // self._block_size
         ids = tracked.request.all_token_ids[num_named * self._block_size : num_blocks * self._block_size]
         tracked.token_ids += np.asarray(ids, dtype="<i4").tobytes()
         for index in range(num_named, num_blocks):
             for names in tracked.names:
-                names.append(node_name(secret, names[-1], self._block_tokens(tracked, index), Kind.BLOCK))
+                token_ids = self._block_tokens(tracked, index)
+                names.append(node_name(self._shared.store.secret, names[-1], token_ids, Kind.BLOCK))
 
     def _block_tokens(self, tracked: Tracked, index: int) -> bytes:
         """Returns the token ids of a block, int32, little-endian."""

@@ -1,9 +1,9 @@
 """Parts of a model that the compiled operators compute in one call: norms, gated products, attention with what is
-around it, and whole layers of them.
+around it.
 
 A module is taken for such a part if it has the children of one, and if it gives what the operator gives for made-up
 rows: the same bits, but for norms, whose sums have another order. Any other module computes as it did. Of the gated
-products and the layers of one kind the first are compared.
+products of one kind the first is compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diskprefix.model.exact.observed import ObservedMemory, made_up_rows, result
 from diskprefix.model.exact.patterns import NotInvariant, Pattern
 from diskprefix.model.exact.rows import in_whole_vectors
 from diskprefix.native import attention_operator as native
-from diskprefix.native.blocks import NORM_KINDS, AttentionBlock, Gated, Layer, Norm, StepPlace
+from diskprefix.native.blocks import NORM_KINDS, AttentionBlock, Gated, Norm, StepPlace
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, fills_blocks, product
 
@@ -36,8 +36,6 @@ Curves = dict[Hashable, torch.Tensor]
 
 _PROJECTIONS, _NORMS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm")
 """The children of attention, by the names that they have in transformers."""
-_PARTS = (AttentionBlock, Gated, Norm)
-"""The parts of a layer."""
 _PLAIN = bool | int | float | str | FunctionType
 """Types of attributes by which modules are told apart."""
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
@@ -119,32 +117,8 @@ def attention_of(module: nn.Module, operators: Operators, parts: dict[nn.Module,
     if block is None or made_up.layer_idx is None or made_up.layer_idx != vars(module).get("layer_idx"):
         return None
     memory = ObservedMemory(operators)
-    found = memory.compute(block, block)
+    found = memory.compute(block)
     return block if _is_equal(observed, found) and torch.equal(memory.bits(), made_up.bits()) else None
-
-
-def layer_of(
-    module: nn.Module, operators: Operators, parts: dict[nn.Module, Any], *, is_known: bool = False
-) -> Layer | None:
-    """Returns the layer that a module computes from known `parts`. `is_known`: another module of its kind does."""
-    children = [child for child in module.children() if type(child) is not nn.Dropout]
-    kinds = {kind: [parts[child] for child in children if type(parts.get(child)) is kind] for kind in _PARTS}
-    (attention, gated, norms) = (kinds[kind] for kind in _PARTS)
-    if (len(attention), len(gated)) != (1, 1) or len(norms) not in (2, 4) or len(children) != 2 + len(norms):
-        return None
-    width = attention[0].query.columns
-    are_whole = all(norm.weight.dtype is torch.bfloat16 and len(norm.weight) == width for norm in norms)
-    if not are_whole or gated[0].gate.columns != width or list(module.parameters(recurse=False)):
-        return None
-    before, *others = norms
-    behind, middle, last = others if len(others) == 3 else (None, *others, None)
-    layer = Layer(attention[0], gated[0], (before, behind, middle, last))
-    if is_known:
-        return layer
-    made_up, memory = ObservedMemory(operators), ObservedMemory(operators)
-    observed = result_of(lambda: made_up.observe(module, width, layer.attention.key_dim))
-    found = memory.compute(layer, layer.attention)
-    return layer if _is_equal(observed, found) and torch.equal(memory.bits(), made_up.bits()) else None
 
 
 class Parts:
@@ -178,18 +152,6 @@ class Parts:
                 return partial(found[0], self._operators)
         block = attention_of(module, self._operators, self._found)
         return None if block is None else self._forward(module, block, _in_place, module)
-
-    def largest(self, module: nn.Module) -> Forward | None:
-        """Returns a replacement for the forward of a whole layer, whose parts have theirs already."""
-        if not any(type(self._found.get(child)) is AttentionBlock for child in module.children()):
-            return None
-        kind = kind_of(module)
-        layer = layer_of(module, self._operators, self._found, is_known=kind in self._kinds)
-        if layer is None:
-            return None
-        self._kinds[kind] = None
-        (attention,) = (child for child in module.children() if type(self._found.get(child)) is AttentionBlock)
-        return self._forward(module, layer, _in_place, attention)
 
     def _forward(self, module: nn.Module, part: Any, forward: Forward, *others: Any) -> Forward:
         self._found[module] = part
@@ -232,7 +194,7 @@ def _norm(own: Forward, norm: Norm, operators: Operators, rows: torch.Tensor, *g
 
 def _in_place(
     own: Forward,
-    part: AttentionBlock | Layer,
+    block: AttentionBlock,
     operators: Operators,
     attention: Any,
     hidden_states: torch.Tensor,
@@ -241,13 +203,12 @@ def _in_place(
     past_key_values: Any = None,
     **others: Any,
 ) -> Any:
-    """Replaces the forward of attention, or of a layer, over a step. `attention` knows the number of the layer."""
+    """Replaces the forward of attention over a step. `attention` knows the number of the layer."""
     step = current_step()
     layer: Any = (
         past_key_values.layers[attention.layer_idx] if step is not None and past_key_values is not None else None
     )
     is_known = type(layer) in (FullAttentionLayer, SlidingWindowLayer) and isinstance(attention_mask, Pattern)
-    block = part if isinstance(part, AttentionBlock) else part.attention
     if (
         step is None
         or not is_known
@@ -272,8 +233,8 @@ def _in_place(
     ]
     cosines, sines = (angles.contiguous() for angles in position_embeddings)
     window, chunk = attention_mask.window or 0, attention_mask.chunk or 0
-    out = part(operators, hidden_states, StepPlace(b"".join(runs), len(runs), cosines, sines, window, chunk))
-    return (out, None) if part is block else out
+    out = block(operators, hidden_states, StepPlace(b"".join(runs), len(runs), cosines, sines, window, chunk))
+    return out, None
 
 
 def _extended(layer: TokenLayer, run: Run, pattern: Pattern, block: AttentionBlock) -> bytes:

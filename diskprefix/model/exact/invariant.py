@@ -29,7 +29,7 @@ from diskprefix.model.exact.observed import observing
 from diskprefix.model.exact.patterns import NAME
 from diskprefix.model.exact.recurrent import with_scans
 from diskprefix.model.exact.rows import each_times, in_whole_vectors, is_curve, linear, spread_of_rows, times
-from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm
+from diskprefix.native.blocks import AttentionBlock, Gated, Norm
 from diskprefix.native.library import Operators, described, operators
 
 _KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
@@ -79,7 +79,7 @@ def _methods_of(model: PreTrainedModel, config: Any) -> _Methods:
     parts, found = Parts(compiled), dict[nn.Module, Callable[..., Any]]()
     try:
         # What is larger is compared with what its own parts compute.
-        for forward_of in (partial(_forward_of, parts, compiled), parts.larger, parts.largest):
+        for forward_of in (partial(_forward_of, parts, compiled), parts.larger):
             with observing(config):
                 for module in model.modules():
                     forward = None if "forward" in vars(module) else forward_of(module)
@@ -112,11 +112,7 @@ def recognised(model: PreTrainedModel) -> str:
     """Returns which parts of an installed model the compiled operators compute in one call, for people."""
     methods: list[Any] = [method for _, _, method in _methods[model][described()]]
     kinds = Counter(type(part) for one in methods for part in (getattr(one, "func", None), *getattr(one, "args", ())))
-    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if kinds[Layer] >= num_layers:
-        return f"all {num_layers} layers whole"
-    parts = f"{kinds[AttentionBlock]} attention blocks, {kinds[Gated]} gated products, {kinds[Norm]} norms"
-    return f"{kinds[Layer]} of {num_layers} layers whole; {parts}"
+    return f"{kinds[AttentionBlock]} attention blocks, {kinds[Gated]} gated products, {kinds[Norm]} norms"
 
 
 @contextmanager

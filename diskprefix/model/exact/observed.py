@@ -15,7 +15,7 @@ from diskprefix.kv.step import Run
 from diskprefix.model.exact.attention import HARMLESS
 from diskprefix.model.exact.patterns import Pattern
 from diskprefix.native import attention_operator as native
-from diskprefix.native.blocks import AttentionBlock, Layer, Norm, StepPlace
+from diskprefix.native.blocks import AttentionBlock, Norm, StepPlace
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
 
@@ -110,11 +110,11 @@ class ObservedMemory:
             return None
         return AttentionBlock(query, key, value, last, query_norm=of_query, key_norm=of_key, **self.settings)
 
-    def compute(self, part: AttentionBlock | Layer, block: AttentionBlock) -> torch.Tensor:
-        """Returns what the operator computes, of which `block` is a part."""
+    def compute(self, block: AttentionBlock) -> torch.Tensor:
+        """Returns what the operator computes."""
         self._make(block.key.rows // block.key_dim, block.key_dim, block.value_dim)
         rows = made_up_rows(torch.bfloat16, block.query.columns, len(_POSITIONS))
-        return part(self._operators, rows, StepPlace(self._described(), 1, *_angles(block.key_dim)))
+        return block(self._operators, rows, StepPlace(self._described(), 1, *_angles(block.key_dim)))
 
 
 def _probe(

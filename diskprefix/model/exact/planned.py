@@ -16,11 +16,11 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
-from diskprefix.model.exact.vision_encoder import PictureRows
+from diskprefix.model.exact.vision_encoder import PictureRows, encoded_rows
 from diskprefix.model.families.decoder import decoder
-from diskprefix.model.families.model_types import OPTIONS, SECTIONS_IN_ORDER, of_model
+from diskprefix.model.families.model_types import NAMES, SECTIONS_IN_ORDER, has_plan, of_model, pairing_of
 from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary, StateLocation
-from diskprefix.model.slots import Slots
+from diskprefix.model.slots import Slots, decoder_of
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 
@@ -47,7 +47,8 @@ class ModelPlan:
         assert compiled is not None, "a model of a plan is exact at every token"
         assert model is not None, "it runs"
         plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self._config.vocab_size, self._page_tokens)
-        decoder(plan, self._config, Slots(model, _NORMS[self._config.norm], self._config.epsilon, self._config.names))
+        names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
+        decoder(plan, self._config, Slots(model, _NORMS[self._config.norm], self._config.epsilon, names))
         return plan
 
     def run(
@@ -111,23 +112,15 @@ def _encoded(ids: np.ndarray, pictures: Sequence[PictureRows | None], runs: Sequ
     encoder = next((one.encoder for one in pictures if one is not None), None)
     if encoder is None:
         return None
-    numbers = np.flatnonzero(ids == encoder.token_id)
-    encoded = encoder.of_text(len(numbers))
-    is_picture = torch.cat(
-        [
-            torch.zeros(run.num_rows, dtype=torch.bool) if one is None else one.is_picture
-            for run, one in zip(runs, pictures, strict=True)
-        ]
-    )
-    encoded[:, is_picture[torch.from_numpy(numbers)]] = torch.cat(
-        [one.encoded for one in pictures if one is not None], dim=1
-    )
+    is_placeholder = ids == encoder.token_id
+    encoded = encoded_rows(encoder, torch.from_numpy(is_placeholder), runs, pictures)
+    numbers = np.flatnonzero(is_placeholder)
     return EncodedRows(numbers, encoded.data_ptr(), encoded.nbytes // max(1, len(encoded)), encoded)
 
 
 def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> DecoderConfig:
     """Returns the configuration of a model."""
-    layers = layout.layers[: len(model.get_decoder().layers)]
+    layers = layout.layers[: len(decoder_of(model).layers)]
     places = [places_of(layout, page_tokens, number) for number in range(len(layers))]
     states = [states_of(layout, number) for number in range(len(layers))]
     windows = [spec.window or 0 for spec in layers]
@@ -136,6 +129,9 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
     # transformers multiplies by a number in the type of the model.
     rounded = float(torch.tensor(found.embedding_multiplier).to(model.dtype))
     further = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+    if found.latent is not None:
+        # With a factor for scaled positions.
+        found = replace(found, scale=decoder_of(model).layers[0].self_attn.scaling)
     return replace(found, embedding_multiplier=rounded, deepstack=len(further))
 
 
@@ -147,14 +143,16 @@ def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Locatio
         for index, spec in enumerate(group.specs):
             if spec.layer == layer:
                 offset = index * group.heads * of_head * group.dtype.itemsize
-                found[spec.part] = Location(table, offset, of_head, group.head_dim)
+                found[spec.part] = Location(
+                    table, offset, group.heads, group.head_dim, group.dtype.itemsize, of_head, group.head_dim
+                )
     return found
 
 
 def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation]:
     """Returns where the states of a layer are in pages of states, by part and index."""
     return {
-        (spec.part, spec.index): StateLocation(number, index * spec.num_bytes, spec.num_bytes)
+        (spec.part, spec.index): StateLocation(number, index * spec.num_bytes, spec.shape, spec.dtype.itemsize)
         for number, group in enumerate(layout.states)
         for index, spec in enumerate(group.specs)
         if spec.layer == layer
@@ -162,14 +160,18 @@ def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation
 
 
 def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
-    module: Any = model.get_decoder().rotary_emb
+    module: Any = decoder_of(model).rotary_emb
     # One kind of RoPE for the whole model, or one for each kind of layer.
     kinds = {"": ""} if isinstance(module.rope_type, str) else {kind: f"{kind}_" for kind in module.rope_type}
     found = {}
     for kind, prefix in kinds.items():
         frequencies = getattr(module, f"{prefix}inv_freq").float().numpy()
         axes = _axes(getattr(module, "mrope_section", None), len(frequencies), model)
-        found[kind] = Rotary(frequencies, float(getattr(module, f"{prefix}attention_scaling")), axes=axes)
+        factor = float(getattr(module, f"{prefix}attention_scaling"))
+        found[kind] = Rotary(frequencies, factor, pairing_of(model.config.get_text_config(decoder=True)), axes=axes)
+    for one in getattr(decoder_of(model), "rotary_embs", ()):
+        theta = str(one.config.rope_parameters["rope_theta"])
+        found[theta] = Rotary(one.inv_freq.float().numpy(), float(one.attention_scaling))
     return found
 
 
@@ -190,13 +192,17 @@ _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = 
 """The last plans of models, by their layers, kernels and memory; None for a model of no family."""
 
 
+def is_planned(model: PreTrainedModel, layout: Layout) -> bool:
+    """Returns whether a model that is exact at every token has a plan."""
+    return has_plan(model.config.get_text_config(decoder=True)) and not layout.has_draft_layer
+
+
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
     """Returns the plan of a model that is exact at every token, None for one of no family."""
     # The self-check computes the first layers alone.
-    key = layout, page_tokens, operators(), len(getattr(model.get_decoder(), "layers", ()))
+    key = layout, page_tokens, operators(), len(getattr(decoder_of(model), "layers", ()))
     known, plan = _plans.get(model, (None, None))
     if known != key:
-        has_plan = model.config.get_text_config(decoder=True).model_type in OPTIONS and not layout.has_draft_layer
-        plan = ModelPlan(model, layout, page_tokens) if has_plan else None
+        plan = ModelPlan(model, layout, page_tokens) if is_planned(model, layout) else None
         _plans[model] = key, plan
     return plan

@@ -77,6 +77,12 @@ def run(
     return list(torch.split(logits, [rows.num_logits for rows in step]))
 
 
+def prepare(model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
+    """Makes the plan of a model, if it has one: the first step would wait for it."""
+    if is_installed(model) and layout.exact_at == "token":
+        plan_of(model, layout, page_tokens)
+
+
 def forward(model: PreTrainedModel, sequence: KVSequence, token_ids: torch.Tensor, num_logits: int = 1) -> torch.Tensor:
     """Runs [1, n] more tokens of one sequence. Returns the logits behind the last ones, shape [num_logits, vocab]."""
     return run(model, [Rows(sequence, token_ids, num_logits)])[0]
@@ -91,9 +97,8 @@ def _by_plan(
 ) -> torch.Tensor | None:
     """Computes one step by the model's plan. Returns None if it has none for these rows."""
     layout = sequences[0].layout
-    if not is_installed(model) or layout.exact_at != "token":
-        return None
-    plan = plan_of(model, layout, sequences[0].pool.block_size)
+    is_exact = is_installed(model) and layout.exact_at == "token"
+    plan = plan_of(model, layout, sequences[0].pool.block_size) if is_exact else None
     if plan is None:
         return None
     ends = [*accumulate(run.num_rows for run in runs)]

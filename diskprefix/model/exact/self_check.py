@@ -28,6 +28,7 @@ from diskprefix.model.exact.drafts import draft_layer_of
 from diskprefix.model.exact.fused import kind_of
 from diskprefix.model.exact.invariant import as_it_was, install, recognised, uninstall
 from diskprefix.model.exact.patterns import NotInvariant
+from diskprefix.model.exact.planned import is_planned
 from diskprefix.model.exact.runner import can_pack, forward
 from diskprefix.model.exact.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
 from diskprefix.model.exact.verified import is_verified
@@ -77,7 +78,8 @@ def make_exact(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]
             if key:
                 _passed.put(key, layout.record())
             install(model)
-            log.info("[model] kernels: %s, %s", described(), recognised(model))
+            parts = "one plan" if is_planned(model, layout) else recognised(model)
+            log.info("[model] kernels: %s, %s", described(), parts)
             return layout, ""
     layout = rehearse(model, identity)
     reason = "its state is not cached" if layout.unsupported else reason

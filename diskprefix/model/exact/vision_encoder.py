@@ -25,8 +25,8 @@ from diskprefix.model.exact.invariant import is_installed
 from diskprefix.model.exact.patterns import sees_pictures_whole
 from diskprefix.native.attention_operator import attention_to_all
 from diskprefix.native.library import operators
-from diskprefix.nouns import Picture
 from diskprefix.printable import first_line
+from diskprefix.values import Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -189,26 +189,33 @@ class VisionEncoder:
         return value.to(self._model.device, self.dtype if value.is_floating_point() else None)
 
 
-def picture_arguments(
-    input_ids: torch.Tensor, runs: Sequence[Run], pictures: Sequence[PictureRows | None]
-) -> dict[str, Any]:
-    """Returns the arguments of a forward for the rows of a step, some of which are of prompts with pictures.
-    `input_ids` are int64 [1, rows]."""
-    encoder = next(one.encoder for one in pictures if one is not None)
+def encoded_rows(
+    encoder: VisionEncoder, is_placeholder: torch.Tensor, runs: Sequence[Run], pictures: Sequence[PictureRows | None]
+) -> torch.Tensor:
+    """Returns what takes the place of the placeholders in a step, [levels, count, hidden]: the rows of its pictures,
+    and those of placeholders in a text."""
     is_picture = torch.cat(
         [
             torch.zeros(run.num_rows, dtype=torch.bool) if one is None else one.is_picture
             for run, one in zip(runs, pictures, strict=True)
         ]
     )
+    encoded = encoder.of_text(int(is_placeholder.sum()))
+    of_pictures = torch.cat([one.encoded for one in pictures if one is not None], dim=1)
+    encoded[:, is_picture[is_placeholder]] = of_pictures.to(encoded.device)
+    return encoded
+
+
+def picture_arguments(
+    input_ids: torch.Tensor, runs: Sequence[Run], pictures: Sequence[PictureRows | None]
+) -> dict[str, Any]:
+    """Returns the arguments of a forward for the rows of a step, some of which are of prompts with pictures.
+    `input_ids` are int64 [1, rows]."""
+    encoder = next(one.encoder for one in pictures if one is not None)
     found: dict[str, Any] = {}
-    if is_picture.any():
+    if any(one is not None and one.is_picture.any() for one in pictures):
         is_placeholder = (input_ids[0] == encoder.token_id).cpu()
-        encoded = encoder.of_text(int(is_placeholder.sum()))
-        encoded[:, is_picture[is_placeholder]] = torch.cat(
-            [one.encoded for one in pictures if one is not None], dim=1
-        ).to(encoded.device)
-        found["mm_encoder_outputs"] = encoder.output(encoded)
+        found["mm_encoder_outputs"] = encoder.output(encoded_rows(encoder, is_placeholder, runs, pictures))
     axes = next((len(one.positions) for one in pictures if one is not None and one.positions is not None), None)
     if axes is not None:
         found["position_ids"] = torch.cat(

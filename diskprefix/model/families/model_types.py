@@ -6,40 +6,124 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diskprefix.model.config import DecoderConfig, LayerConfig
+from diskprefix.model.config import DecoderConfig, DeltaConfig, LatentConfig, LayerConfig, Tempering
 from diskprefix.model.families.mixture_types import has_mixture, mixture_of
 from diskprefix.model.plan import Location, Rotary, StateLocation
 
-_PLAIN = "cwm granite internlm3 iquestcoder llama ministral mistral qwen2 qwen2_5_vl_text qwen2_vl_text seed_oss"
+_PLAIN = """
+    cwm ernie4_5 granite internlm3 iquestcoder llama ministral ministral3 mistral qwen2 qwen2_5_vl_text qwen2_vl_text
+    seed_oss smollm3
+"""
+_MIXTURES = "glm4_moe granitemoe mimo_v2_flash mixtral qwen2_moe solar_open"
+_WITH_HEAD_NORMS = "dots1 exaone_moe hy_v3 mellum qwen3 qwen3_moe qwen3_vl_text"
 _NOTHING: Mapping[str, Any] = {}
+_HEAD_NORMS: Mapping[str, Any] = {"has_head_norms": True}
+_LATENT: Mapping[str, Any] = {}
+_OLMO: Mapping[str, Any] = {"has_row_norms": True, "norm": "rms_unrounded", "norms": "behind"}
+_HUNYUAN: Mapping[str, Any] = {"has_head_norms": True, "has_norms_behind_rotary": True}
 _GEMMA: Mapping[str, Any] = {"norm": "rms_plus_one", "embedding_multiplier": "root of hidden_size"}
 
-_LFM2_NAMES = {
-    "norm": "embedding_norm",
-    "input_layernorm": "operator_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "q_norm": "q_layernorm",
-    "k_norm": "k_layernorm",
-    "o_proj": "out_proj",
-    "mlp": "feed_forward",
-    "gate_proj": "w1",
-    "up_proj": "w3",
-    "down_proj": "w2",
+_QWEN: Mapping[str, Any] = {
+    "norm": "rms_plus_one",
+    "has_head_norms": True,
+    "attention_gate": "sigmoid",
+    "has_gate_in_query": True,
+    "delta": DeltaConfig("together"),
 }
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(_PLAIN.split(), _NOTHING),
-    "qwen3": {"has_head_norms": True},
-    "qwen3_moe": {"has_head_norms": True},
-    "qwen3_vl_text": {"has_head_norms": True},
+    **dict.fromkeys(_WITH_HEAD_NORMS.split(), _HEAD_NORMS),
+    **dict.fromkeys(_MIXTURES.split(), _NOTHING),
+    "afmoe": {"has_head_norms": True, "norm": "rms_unrounded", "norms": "around", "attention_gate": "sigmoid"},
+    "ernie4_5_moe": _NOTHING,
+    "exaone4": {"has_head_norms": True, "norms": "behind"},
+    **dict.fromkeys(("flex_olmo", "olmo2", "olmo3"), _OLMO),
+    "gpt_oss": {"norm": "rms_unrounded"},
+    "granitemoe_swa": {"has_joined_gate_up": True},
+    "granitemoeshared": {"has_joined_gate_up": True},
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), _HUNYUAN),
+    "laguna": {"has_head_norms": True, "attention_gate": "softplus"},
+    "minimax_m2": {"has_row_norms": True},
+    "olmoe": {"has_row_norms": True},
+    "llama4_text": {"has_norms_behind_rotary": True},
+    "youtu": _LATENT,
+    "minicpm3": _LATENT,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "lfm2": _HEAD_NORMS,
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
+    "qwen3_next": {**_QWEN, "delta": DeltaConfig("by_key_heads")},
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "norms": "around"},
     "gemma3_text": {**_GEMMA, "norms": "around", "has_head_norms": True},
-    "lfm2": {"has_head_norms": True, "names": _LFM2_NAMES},
 }
 
 SECTIONS_IN_ORDER = ("qwen2_vl_text", "qwen2_5_vl_text")
 """Those whose frequencies for the three dimensions of a position follow each other. Others take turns."""
+
+_BIAS_OF_ROUTER = "mlp.gate.e_score_correction_bias"
+_GRANITE = {
+    "mlp": "block_sparse_moe",
+    "mlp.gate": "block_sparse_moe.router",
+    "mlp.shared_experts": "shared_mlp",
+    "mlp.shared_experts.gate_up_proj": "shared_mlp.input_linear",
+    "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
+}
+
+_HUNYUAN_NORMS = {
+    "self_attn.q_norm": "self_attn.query_layernorm",
+    "self_attn.k_norm": "self_attn.key_layernorm",
+}
+
+_LFM2 = {
+    "norm": "embedding_norm",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "self_attn.q_layernorm",
+    "self_attn.k_norm": "self_attn.k_layernorm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "mlp": "feed_forward",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+
+_QWEN_NAMES: Mapping[str, str] = {"mlp.shared_experts": "mlp.shared_expert"}
+
+NAMES: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(["granitemoe", "granitemoe_swa", "granitemoeshared"], _GRANITE),
+    "hy_v3": {_BIAS_OF_ROUTER: "mlp.e_score_correction_bias"},
+    "minimax_m2": {_BIAS_OF_ROUTER: "mlp.e_score_correction_bias"},
+    "afmoe": {
+        "mlp.gate": "mlp.router.gate",
+        _BIAS_OF_ROUTER: "mlp.expert_bias",
+        "pre_feedforward_layernorm": "pre_mlp_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+    },
+    "ernie4_5_moe": {_BIAS_OF_ROUTER: "mlp.gate.moe_statics.e_score_correction_bias"},
+    "gpt_oss": {"mlp.gate": "mlp.router"},
+    "hunyuan_v1_dense": _HUNYUAN_NORMS,
+    "hunyuan_v1_moe": {"mlp.gate": "mlp.gate.wg", "mlp.shared_experts": "mlp.shared_mlp", **_HUNYUAN_NORMS},
+    "laguna": {"self_attn.gate_proj": "self_attn.g_proj"},
+    "llama4_text": {
+        "mlp": "feed_forward",
+        "mlp.gate": "feed_forward.router",
+        "mlp.shared_experts": "feed_forward.shared_expert",
+    },
+    "lfm2": _LFM2,
+    **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"), _QWEN_NAMES),
+}
+"""The names of the slots of layers, where they are not the usual ones."""
+
+_ROTARY_IN_WINDOWS = ("afmoe", "exaone4", "exaone_moe")
+"""Those whose layers without a window have no positions."""
+
+_NEIGHBOURS_TURN = ("ernie4_5", "ernie4_5_moe", "llama4_text")
+"""Those whose neighbouring numbers of a head turn together."""
+
+_EPSILONS = ("rms_norm_eps", "norm_eps")
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -48,6 +132,37 @@ _ACTIVATIONS = {
     "relu": "relu",
     "relu2": "squared_relu",
 }
+
+
+def has_plan(config: Any) -> bool:
+    """Returns whether a model of this configuration has a plan: its type has one, and no option that a plan lacks."""
+    counts = getattr(config, "num_experts_per_tok", None)
+    is_even = not isinstance(counts, list) or len(set(counts)) == 1
+    is_known = config.model_type in OPTIONS and _activation(config) in _ACTIVATIONS
+    return is_known and is_even and getattr(config, "clip_qkv", None) is None
+
+
+def _activation(config: Any) -> str:
+    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "silu"
+
+
+def pairing_of(config: Any) -> int:
+    """Returns which numbers of a head turn together; see `Rotary`."""
+    if config.model_type in _NEIGHBOURS_TURN:
+        return 1
+    return 1 if config.model_type == "deepseek_v2" else 2 if getattr(config, "rope_interleave", False) else 0
+
+
+def _latent(config: Any) -> LatentConfig | None:
+    if getattr(config, "kv_lora_rank", None) is None:
+        return None
+    return LatentConfig(
+        config.kv_lora_rank,
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+        config.v_head_dim,
+        has_query_latents=config.q_lora_rank is not None,
+    )
 
 
 def of_model(
@@ -59,40 +174,81 @@ def of_model(
     sees_pictures: str,
 ) -> DecoderConfig:
     """Returns what a configuration of transformers' says of a decoder of text, with the window of each layer, 0
-    without, and its places in memory and those of its states."""
+    without, its places in memory and those of its states."""
     options = {**OPTIONS[config.model_type]}
-    if options.get("embedding_multiplier") == "root of hidden_size":
+    if options.get("embedding_multiplier") == "root of hidden_size" or getattr(config, "mup_enabled", False):
         options["embedding_multiplier"] = config.hidden_size**0.5
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kinds = getattr(config, "layer_types", ())
     scale = getattr(config, "attention_multiplier", None) or getattr(config, "query_pre_attn_scalar", head_dim) ** -0.5
+    activation = _ACTIVATIONS[_activation(config)]
+    residual = getattr(config, "residual_multiplier", 1.0)
+    if hasattr(config, "scale_depth"):
+        residual = config.scale_depth / config.num_hidden_layers**0.5
     found: dict[str, Any] = {
-        "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
         "head_dim": head_dim,
         "layers": tuple(
-            LayerConfig(
-                of_layer,
-                mixer="short_convolution" if kinds and kinds[number] == "conv" else "attention",
-                feed_forward="mixture" if has_mixture(config, number) else "gated",
-                window=window,
-                rotary="" if "" in rotary else kinds[number],
-                states=of_states,
-            )
-            for number, (of_layer, of_states, window) in enumerate(zip(places, states, windows, strict=True))
+            _layer_of(config, number, *of_layer, rotary)
+            for number, of_layer in enumerate(zip(windows, places, states, strict=True))
         ),
         "rotary": rotary,
-        "epsilon": config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps,
-        "activation": _ACTIVATIONS[getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")],
-        "mixture": mixture_of(config),
+        "epsilon": next(getattr(config, one) for one in _EPSILONS if hasattr(config, one)),
+        "activation": activation,
+        "has_head_norms": getattr(config, "use_qk_norm", False) and config.model_type != "llama4_text",
+        "has_unweighted_norms": getattr(config, "use_qk_norm", False) and config.model_type == "llama4_text",
+        "value_multiplier": getattr(config, "attention_value_scale", None) or 1.0,
+        "mixture": mixture_of(config, activation),
+        "latent": _latent(config),
         "scale": scale,
         "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,
-        "embedding_multiplier": getattr(config, "embedding_multiplier", 1.0),
-        "residual_multiplier": getattr(config, "residual_multiplier", 1.0),
+        "embedding_multiplier": getattr(config, "embedding_multiplier", getattr(config, "scale_emb", 1.0)),
+        "residual_multiplier": residual,
         "logits_divisor": getattr(config, "logits_scaling", 1.0),
         "logits_softcap": getattr(config, "final_logit_softcapping", None) or 0.0,
         "sees_pictures": sees_pictures,
     }
     return DecoderConfig(**(found | options))
+
+
+def _layer_of(
+    config: Any,
+    number: int,
+    window: int,
+    places: Mapping[str, Location],
+    states: Mapping[tuple[str, int], StateLocation],
+    rotary: Mapping[str, Rotary],
+) -> LayerConfig:
+    kind = (getattr(config, "layer_types", None) or {number: ""})[number]
+    name = _rotary_of(config, number, window, kind, rotary)
+    tempering = None
+    if name is None and getattr(config, "attn_temperature_tuning", False):
+        tempering = Tempering(1, config.floor_scale, config.attn_scale)
+    if config.model_type == "ministral3" and (beta := config.rope_parameters.get("llama_4_scaling_beta")):
+        tempering = Tempering(0, config.rope_parameters["original_max_position_embeddings"], beta)
+    return LayerConfig(
+        places,
+        mixer=_mixer_of(places, states),
+        feed_forward="mixture" if has_mixture(config, number) else "gated",
+        window=0 if kind == "chunked_attention" else window,
+        chunk=window if kind == "chunked_attention" else 0,
+        rotary=name,
+        tempering=tempering,
+        states=states,
+    )
+
+
+def _mixer_of(places: Mapping[str, Location], states: Mapping[tuple[str, int], StateLocation]) -> Any:
+    if places:
+        return "latent" if "latent" in places else "attention"
+    return "delta_rule" if ("recurrent", 0) in states else "short_convolution"
+
+
+def _rotary_of(config: Any, number: int, window: int, kind: str, rotary: Mapping[str, Rotary]) -> str | None:
+    """Returns which positions a layer has, None without."""
+    with_rotary, thetas = getattr(config, "no_rope_layers", None), getattr(config, "layer_rope_theta", None)
+    if (with_rotary and not with_rotary[number]) or (thetas and not thetas[number]):
+        return None
+    if config.model_type in _ROTARY_IN_WINDOWS and not window and config.sliding_window is not None:
+        return None
+    return str(thetas[number]) if thetas else "" if "" in rotary else kind

@@ -297,7 +297,7 @@ def fetched_model(
     repo, quant = split_name(model)
     progress(f"looking for {model} on the Hugging Face hub")
     here = cached_model(model)
-    with _explained(repo, flag):
+    with _explaining_failures(repo, flag):
         try:
             commit, files = repository_files(repo)
         except (OSError, _network_error()):
@@ -441,7 +441,7 @@ def _counting(advance: Callable[[float], None]) -> type[Any]:
 
 
 @contextmanager
-def _explained(repo: str, flag: str) -> Iterator[None]:
+def _explaining_failures(repo: str, flag: str) -> Iterator[None]:
     """Turns what `huggingface_hub` raises for a repository into a `ModelError`. `flag` is what named the model."""
     from huggingface_hub import errors
 

@@ -13,10 +13,10 @@ from typing import IO
 
 from diskprefix.errors import ModelError
 from diskprefix.printable import first_line
+from diskprefix.private_file import distrusted_by_root
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
 from diskprefix.store.folder import sync
-from diskprefix.trusted_path import distrusted_by_root
 from diskprefix.units import format_size
 
 _LOCK, _PARTIAL = ".lock-", ".partial-"

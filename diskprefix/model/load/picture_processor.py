@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol, TypeAlias
 
-from diskprefix.nouns import Picture
+from diskprefix.values import Picture
 
 Detail: TypeAlias = Literal["auto", "low", "high"]
 """How closely the model shall look at a picture, as OpenAI's clients say it."""

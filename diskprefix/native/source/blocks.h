@@ -89,44 +89,5 @@ class Block {
 
 int32_t attention_block(const AttentionBlock* call, const Run* runs) { return !Block(*call, runs).run(); }
 
-class WholeLayer {
- public:
-  WholeLayer(const Layer& call, const Run* runs) : call_(call), runs_(runs), count_(call.gated.num_rows * call.norms[0].width) {}
-
-  bool run() {
-    static thread_local Memory memory;
-    if (!memory.reserve(2 * Memory::size_of<uint16_t>(count_))) return false;
-    uint16_t *middle = memory.take<uint16_t>(count_), *part = memory.take<uint16_t>(count_);
-    AttentionBlock attend = call_.attention;
-    attend.rows = attend.out = part;
-    if (!normed(0, call_.rows, part) || attention_block(&attend, runs_) || !normed(1, part, part)) return false;
-    if (!add((const uint16_t*)call_.rows, part, middle)) return false;
-    Gated gate = call_.gated;
-    gate.rows = gate.out = part;
-    if (!normed(2, middle, part) || gated(&gate) || !normed(3, part, part)) return false;
-    return add(middle, part, (uint16_t*)call_.out);
-  }
-
- private:
-  const Layer& call_;
-  const Run* runs_;
-  const int64_t count_;
-
-  bool normed(int number, const void* rows, void* out) const {
-    Norm call = call_.norms[number];
-    call.rows = rows, call.out = out;
-    return !call.weight || !norm(&call);
-  }
-
-  bool add(const uint16_t* one, const uint16_t* other, uint16_t* to) const {
-    return spread(call_.gated.num_threads, call_.gated.parallel_for, count_, 32768, [=](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i += LANES)
-        put_some<BFloat16>(to + i, some_of<BFloat16>(one + i, end - i) + some_of<BFloat16>(other + i, end - i), end - i);
-    });
-  }
-};
-
-int32_t layer(const Layer* call, const Run* runs) { return !WholeLayer(*call, runs).run(); }
-
 }  // namespace
 }  // namespace diskprefix

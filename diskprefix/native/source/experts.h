@@ -106,8 +106,11 @@ class Mixture {
 
   void gather(const Group& group) {
     uint16_t* to = rows_ + group.first * width_;
-    for (int64_t i = 0; i < group.count; ++i)
-      memcpy(to + i * width_, (const uint16_t*)call_.rows + pair_at_[group.first + i] / call_.num_chosen * width_, width_ * 2);
+    for (int64_t i = 0; i < group.count; ++i) {
+      const int64_t pair = pair_at_[group.first + i];
+      memcpy(to + i * width_, (const uint16_t*)call_.rows + pair / call_.num_chosen * width_, width_ * 2);
+      if (call_.weighs_rows) weigh<BFloat16>(to + i * width_, call_.weights[pair], width_);
+    }
     Part* parts = first_parts_ + (&group - groups_) * num_first_;
     parts[0] = part_of(group, *call_.gate[group.expert], to, gate_ + group.first * inner_);
     if (call_.up) parts[1] = part_of(group, *call_.up[group.expert], to, up_ + group.first * inner_);
@@ -156,7 +159,7 @@ class Mixture {
       Floats total = {};
       for (int64_t pair = row * call_.num_chosen; pair < (row + 1) * call_.num_chosen; ++pair) {
         const Floats found = BFloat16::load(rows_ + place_of_[pair] * width_ + i);
-        const Floats weighted = rounded_to<BFloat16>(found * all(call_.weights[pair]));
+        const Floats weighted = call_.weighs_rows ? found : rounded_to<BFloat16>(found * all(call_.weights[pair]));
         total = pair == row * call_.num_chosen ? weighted : total + weighted;
       }
       BFloat16::put(out + i, total);

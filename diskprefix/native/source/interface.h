@@ -140,9 +140,9 @@ struct Gated {
 // times the weight of the expert, rounded again, and added up in float32 in the order in which they are named. Without
 // `up` it is down × curve(gate × row). Curves are tables as in `Gated`; `up_curve` may be null. `rows` and `out` are
 // bfloat16 [num_rows, width], `chosen` and `weights` [num_rows, num_chosen]; `gate`, `up` and `down` hold the address of
-// each expert's matrix.
+// each expert's matrix. With `weighs_rows` the row is multiplied by the weight, instead of the result.
 struct Experts {
-  int64_t num_rows, num_chosen, num_experts;
+  int64_t num_rows, num_chosen, num_experts, weighs_rows;
   const void* rows;
   const int64_t* chosen;
   const float* weights;
@@ -170,17 +170,6 @@ struct AttentionBlock {
   Attention attention;
 };
 
-// Attention and gated products in bfloat16, each added to its input. Each has a norm before it and may have one behind
-// it: [before attention, behind it, before the gated products, behind them], without weight if there is none. In the
-// parts, rows and outs are not set.
-struct Layer {
-  const void* rows;
-  void* out;
-  AttentionBlock attention;
-  Gated gated;
-  Norm norms[4];
-};
-
 // Consecutive tokens of one sequence, at least one, the state before them, and where the state behind them goes, which may
 // be the same memory.
 struct StateRun {
@@ -189,11 +178,11 @@ struct StateRun {
   void* state;
 };
 
-// A convolution of each channel alone with its last `kernel` inputs, rows [num_rows, channels] to the same. `weight` is
-// [channels, kernel], `bias` [channels] or null, a state [channels, kernel], all of one dtype. With `has_silu`, x ×
-// sigmoid(x) of the rounded number.
+// A convolution of each channel alone with its last `kernel` inputs, rows [num_rows, channels] with a stride from row to row
+// to the same side by side. `weight` is [channels, kernel], `bias` [channels] or null, a state [channels, kernel], all of one
+// dtype. With `has_silu`, x × sigmoid(x) of the rounded number.
 struct Convolution {
-  int64_t dtype, num_runs, num_rows, channels, kernel, has_silu;
+  int64_t dtype, num_runs, num_rows, channels, kernel, has_silu, row_stride;
   const void *rows, *weight, *bias;
   void* out;
   int64_t num_threads;
@@ -243,8 +232,9 @@ struct Angles {
 };
 
 // Rows [num_rows, num_heads, dim], changed in place: each head gets its norm, without weight none, and is turned by
-// `cosines` and `sines`, [num_rows, half], from number `rotary_first` on, without `half` not at all. Then it goes to memory
-// `to` of page table number `table`, if that is not negative.
+// `cosines` and `sines`, [num_rows, half], from number `rotary_first` on, without `half` not at all. Number i is turned with
+// number half + i; if `is_paired` is 1 neighbours are, if it is 2 neighbours that are parted into halves then. The head goes
+// to memory `to` of page table number `table`, if that is not negative.
 struct Heads {
   int64_t dtype, num_rows, num_heads, dim, row_stride;
   void* rows;
@@ -266,12 +256,13 @@ struct Attend {
   Rows keys, values;
 };
 
-enum Function : int64_t { IDENTITY = 0, SILU = 1, GELU = 2, GELU_TANH = 3, RELU = 4, SQUARED_RELU = 5, SIGMOID = 6, TANH = 7 };
+enum Function : int64_t { IDENTITY = 0, SILU = 1, GELU = 2, GELU_TANH = 3, RELU = 4, SQUARED_RELU = 5, SIGMOID = 6, TANH = 7,
+  SOFTPLUS = 8, LIMITED_SILU = 9, LIMITED_AND_ONE = 10 };
 
 // Rows [num_rows, width] of `factor` × function(gate / factor) × up, without `up` of the function alone. bfloat16 has
-// `curve`, a table as in `Gated`. `gate` and `up` have `row_stride` numbers from row to row.
+// `curve`, a table as in `Gated`. `gate` and `up` have strides from row to row; a number of gate counts for `each` of up.
 struct Gate {
-  int64_t dtype, num_rows, width, row_stride, function;
+  int64_t dtype, num_rows, width, each, gate_stride, up_stride, function;
   double factor;
   const void *gate, *up;
   const uint16_t* curve;
@@ -311,16 +302,17 @@ struct Scatter {
 };
 
 // Scores of experts: of all of them, or numbers that get theirs among those that are chosen.
-enum Scores : int64_t { SOFTMAX = 0, OF_SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2, SIGMOID_OF_CHOSEN = 3 };
+enum Scores : int64_t { SOFTMAX = 0, OF_SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2, SIGMOID_OF_CHOSEN = 3, SPARSE_MIXER = 4 };
 
 // The `num_chosen` experts with the largest score + bias for rows of `logits`, [num_rows, num_experts], and their weights,
 // [num_rows, num_chosen]. With `groups`, only experts of the `groups_chosen` best ones: a group counts its `of_group`
-// largest. Weights are scores, divided by their sum or `floor` if they are normed, times `factor`.
+// largest. Weights are scores, divided by their sum or `floor` if they are normed, times `factor`. A softcap is one of
+// logits. A sparse mixer weighs each expert among those left that are nearer to it than `threshold`, relative to them.
 struct Router {
   int64_t dtype, num_rows, num_experts, num_chosen, scores, groups, groups_chosen, of_group, is_normed;
   const void* logits;
   const float* bias;  // [num_experts], or null
-  double floor, factor;
+  double floor, factor, softcap, threshold;
   int64_t* chosen;
   float* weights;
   int64_t num_threads;
@@ -332,7 +324,9 @@ struct Router {
 // without up it is 0. Biases are [num_experts, outer] and [num_experts, width], or null. float32 has functions, bfloat16
 // curves.
 struct DenseExperts {
-  int64_t dtype, num_rows, num_chosen, num_experts, width, inner, outer, is_turned, step, up_shift, function, up_function;
+  int64_t dtype, num_rows, num_chosen, num_experts, width, inner, outer, is_turned, step, up_shift, weighs_rows;
+  int64_t function, up_function;
+  double slope, limit;
   const void* rows;
   const int64_t* chosen;
   const float* weights;
@@ -353,16 +347,81 @@ struct Widening {
   ParallelFor parallel_for;
 };
 
-// A convolution of a plan. Its states are in pages of states number `group`, `state_bytes` each, behind `offset` bytes.
-// Where a run keeps its rows, they lie behind `kept` bytes for each row that it keeps.
+// Rows [num_rows, width], in place, times 1 + factor × log(1 + floor((position + offset) / period)).
+struct Tempering {
+  int64_t dtype, num_rows, width, offset, period;
+  double factor;
+  const int64_t* positions;
+  void* rows;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// For each row and head, `num_bytes` bytes from one place to another, each with bytes from row to row and head to head.
+struct Copy {
+  int64_t num_rows, num_heads, num_bytes;
+  const char* source;
+  int64_t row_bytes, head_bytes;
+  char* out;
+  int64_t out_row_bytes, out_head_bytes, num_threads;
+  ParallelFor parallel_for;
+};
+
+// Where the states of an operation are: `num_bytes` behind `offset` bytes in the pages of states number `group`.
+struct StatePlace {
+  int64_t group, offset, num_bytes;
+};
+
+// Operations over states. A run that may be computed again keeps what no other of them computes: these inputs of its rows
+// lie behind `kept` bytes for each row that it keeps.
 struct PlannedConvolution {
-  Convolution convolution;
-  int64_t group, offset, state_bytes, kept;
+  Convolution call;
+  StatePlace place;
+  int64_t kept;
+};
+
+struct PlannedDeltaRule {
+  DeltaRule call;
+  StatePlace place;
+  int64_t kept_decay, kept_beta;
+};
+
+struct PlannedStateSpace {
+  StateSpace call;
+  StatePlace place;
+  int64_t kept;
+};
+
+// float32 rows [num_rows, width] of factors × softplus(rows + bias), of which none is below `least` or above `most` before
+// the factors. Rows have a stride, `bias` and `factors`
+// may be null.
+struct StepSizes {
+  int64_t dtype, num_rows, width, row_stride;
+  double least, most;
+  const void* rows;
+  const float *bias, *factors;
+  float* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Rows [num_rows, width] of function(gate) × the norm of each `group` numbers; with `gates_first` of the norm of function(gate)
+// × rows. `rows` are float32 and change; weights are [num_weights], for a group or for a row, or null: then there is no norm.
+struct GatedNorm {
+  int64_t dtype, num_rows, width, group, gates_first, function, gate_stride, num_weights;
+  double epsilon;
+  float* rows;
+  const void* gate;
+  const float* weight;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
 };
 
 enum OperationKind : int64_t {
   LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10,
-  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, CONVOLVE = 15
+  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15, TEMPER = 16,
+  CONVOLVE = 17, DELTA_RULE = 18, STEP_SIZES = 19, GATED_NORM = 20, STATE_SPACE = 21
 };
 
 // A call of an operator, by its structure, over all rows of a step or over those that get logits.
@@ -376,8 +435,8 @@ struct Plan {
   const Operation* operations;
 };
 
-// A sequence of a step: a `Run`, with the addresses of the pages' addresses of each page table, and
-// the pages of states before the step and behind it. Rows of state operations go to `kept`, if it is not null.
+// A sequence of a step: a `Run`, with the addresses of the pages' addresses of each page table, and the pages of states
+// before the step and behind it. `kept`, if it is not null, has room for inputs of `kept_rows` rows.
 struct PlanRun {
   int64_t start, num_rows;
   const Span* spans;
@@ -388,7 +447,7 @@ struct PlanRun {
   int64_t kept_rows;
 };
 
-// With `is_replay`, the operations are those of states, and the one run has its rows in `kept`.
+// With `is_replay`, the operations are those over states, of one run: their inputs are what it kept.
 struct PlanStep {
   int64_t num_rows, num_logits, num_runs, page_tokens, is_replay;
   const PlanRun* runs;
@@ -415,7 +474,6 @@ struct Operators {
   int32_t (*norm)(const Norm* call);
   int32_t (*gated)(const Gated* call);
   int32_t (*attention_block)(const AttentionBlock* call, const Run* runs);
-  int32_t (*layer)(const Layer* call, const Run* runs);
   int32_t (*dense)(const DenseProduct* call);
   int32_t (*experts)(const Experts* call);
   int32_t (*pack)(const Packing* call);

@@ -45,6 +45,11 @@ inline Floats rounded_to(Floats numbers) {
 }
 
 template <class Type>
+inline void weigh(typename Type::Stored* row, float weight, int64_t width) {
+  for (int64_t i = 0; i < width; i += LANES) put_some<Type>(row + i, some_of<Type>(row + i, width - i) * all(weight), width - i);
+}
+
+template <class Type>
 inline void norm_row(const typename Type::Stored* row, const typename Type::Stored* weight, int64_t kind, int64_t width,
                      float epsilon, typename Type::Stored* to) {
   Floats sums[4] = {};

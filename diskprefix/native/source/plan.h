@@ -64,6 +64,8 @@ class PlannedStep {
         return gate(*set<Gate>(operation));
       case SUM:
         return add(*set<Sum>(operation));
+      case COPY:
+        return copy(*set<Copy>(operation));
       case SCATTER:
         return scatter(*set<Scatter>(operation));
       case ROUTE:
@@ -74,8 +76,18 @@ class PlannedStep {
         return dense_experts(*set<DenseExperts>(operation));
       case WIDEN:
         return widen(*set<Widening>(operation));
+      case TEMPER:
+        return temper(*set<Tempering>(operation));
       case CONVOLVE:
-        return convolve(*(PlannedConvolution*)operation.call);
+        return convolve(*(const PlannedConvolution*)operation.call);
+      case DELTA_RULE:
+        return delta_rule_in(*(const PlannedDeltaRule*)operation.call);
+      case STEP_SIZES:
+        return step_sizes(*set<StepSizes>(operation));
+      case GATED_NORM:
+        return gated_norm(*set<GatedNorm>(operation));
+      case STATE_SPACE:
+        return state_space_in(*(const PlannedStateSpace*)operation.call);
     }
     return 1;
   }
@@ -104,6 +116,14 @@ class PlannedStep {
     });
   }
 
+  int32_t copy(const Copy& call) const {
+    return each_row(call.num_rows, 16, [&](int64_t row) {
+      for (int64_t head = 0; head < call.num_heads; ++head)
+        memcpy(call.out + row * call.out_row_bytes + head * call.out_head_bytes,
+               call.source + row * call.row_bytes + head * call.head_bytes, call.num_bytes);
+    });
+  }
+
   int32_t scatter(const Scatter& call) const {
     const int64_t row_bytes = call.width * (call.dtype == FLOAT32 ? 4 : 2);
     return each_row(call.count, 1 + 32768 / call.width, [&](int64_t i) {
@@ -126,6 +146,12 @@ class PlannedStep {
     });
   }
 
+  int32_t temper(const Tempering& call) const {
+    return each_row(call.num_rows, 8, [&](int64_t row) {
+      call.dtype == FLOAT32 ? temper_row<Float32>(call, row) : temper_row<BFloat16>(call, row);
+    });
+  }
+
   int32_t heads(const Heads& call) const {
     static thread_local Memory memory;
     const Run* runs = nullptr;
@@ -143,37 +169,69 @@ class PlannedStep {
     return !runs || attention(&call.attention, runs);
   }
 
-  int32_t convolve(const PlannedConvolution& planned) const {
-    static thread_local Memory memory;
-    const StateRun* runs = states_in(memory, planned.group, planned.offset, planned.state_bytes);
-    if (!runs) return 1;
-    Convolution call = planned.convolution;
-    call.num_rows = step_.num_rows, call.num_runs = step_.num_runs;
-    call.num_threads = step_.num_threads, call.parallel_for = step_.parallel_for;
-    call.rows = kept(call.rows, call.channels * (call.dtype == FLOAT32 ? 4 : 2), planned.kept);
-    return convolution(&call, runs);
+  int32_t step_sizes(const StepSizes& call) const {
+    return each_row(call.num_rows, 1 + 2048 / call.width, [&](int64_t row) {
+      call.dtype == FLOAT32 ? put_step_sizes<Float32>(call, row) : put_step_sizes<BFloat16>(call, row);
+    });
   }
 
-  // The rows of a state operation: runs that may be computed again keep theirs.
-  const void* kept(const void* rows, int64_t row_bytes, int64_t offset) const {
+  int32_t gated_norm(const GatedNorm& call) const {
+    return each_row(call.num_rows, 1 + 8192 / call.width, [&](int64_t row) {
+      call.dtype == FLOAT32 ? gate_and_norm<Float32>(call, row) : gate_and_norm<BFloat16>(call, row);
+    });
+  }
+
+  int32_t convolve(const PlannedConvolution& planned) const {
+    Convolution call = planned.call;
+    const int64_t size = call.dtype == FLOAT32 ? 4 : 2;
+    call.num_rows = step_.num_rows;
+    call.rows = kept(call.rows, call.channels * size, call.row_stride * size, planned.kept);
+    if (step_.is_replay) call.row_stride = call.channels;
+    return over_states(call, planned.place, convolution);
+  }
+
+  // Queries, keys and values are of the convolution before it.
+  int32_t delta_rule_in(const PlannedDeltaRule& planned) const {
+    DeltaRule call = planned.call;
+    const int64_t of_beta = call.heads * 4, of_decay = of_beta * call.decay_dim;
+    call.decay = (const float*)kept(call.decay, of_decay, of_decay, planned.kept_decay);
+    call.beta = (const float*)kept(call.beta, of_beta, of_beta, planned.kept_beta);
+    return over_states(call, planned.place, delta_rule);
+  }
+
+  // Its rows, B and C are of the convolution before it.
+  int32_t state_space_in(const PlannedStateSpace& planned) const {
+    StateSpace call = planned.call;
+    call.steps = (const float*)kept(call.steps, call.heads * 4, call.heads * 4, planned.kept);
+    return over_states(call, planned.place, state_space);
+  }
+
+  // Inputs of an operation over states, which runs that may be computed again keep, or that were kept.
+  const void* kept(const void* rows, int64_t row_bytes, int64_t stride, int64_t offset) const {
     if (step_.is_replay) return step_.runs->kept + offset * step_.runs->kept_rows;
     const char* from = (const char*)rows;
-    for (int64_t i = 0; i < step_.num_runs; from += step_.runs[i++].num_rows * row_bytes)
-      if (const PlanRun& run = step_.runs[i]; run.kept) memcpy(run.kept + offset * run.kept_rows, from, run.num_rows * row_bytes);
+    for (int64_t i = 0; i < step_.num_runs; from += step_.runs[i++].num_rows * stride) {
+      const PlanRun& run = step_.runs[i];
+      for (int64_t row = 0; run.kept && row < run.num_rows; ++row)
+        memcpy(run.kept + offset * run.kept_rows + row * row_bytes, from + row * stride, row_bytes);
+    }
     return rows;
   }
 
-  // The states of one operation, zeros before the first token of a sequence; null if there is no memory.
-  const StateRun* states_in(Memory& memory, int64_t group, int64_t offset, int64_t num_bytes) const {
-    if (!memory.reserve(Memory::size_of<StateRun>(step_.num_runs))) return nullptr;
+  // Computes the states of the step's sequences; before their first tokens they are zeros.
+  template <class Call>
+  int32_t over_states(Call& call, const StatePlace& place, int32_t (*compute)(const Call*, const StateRun*)) const {
+    static thread_local Memory memory;
+    if (!memory.reserve(Memory::size_of<StateRun>(step_.num_runs))) return 1;
     StateRun* runs = memory.take<StateRun>(step_.num_runs);
     for (int64_t i = 0; i < step_.num_runs; ++i) {
       const PlanRun& run = step_.runs[i];
-      char* before = run.befores[group] + offset;
-      if (!run.start) memset(before, 0, num_bytes);
-      runs[i] = {run.num_rows, before, run.states[group] + offset};
+      char* before = run.befores[place.group] + place.offset;
+      if (!run.start) memset(before, 0, place.num_bytes);
+      runs[i] = {run.num_rows, before, run.states[place.group] + place.offset};
     }
-    return runs;
+    call.num_runs = step_.num_runs, call.num_threads = step_.num_threads, call.parallel_for = step_.parallel_for;
+    return compute(&call, runs);
   }
 
   // The sequences of the step with the memory of one layer, null if there is none for them.

@@ -34,12 +34,26 @@ inline void sigmoids(float* numbers, int64_t count) {
   for (int64_t i = 0; i < count; ++i) numbers[i] = activated(numbers[i], SIGMOID);
 }
 
+// The part of the best number in the softmax of itself and those left that are near.
+inline float part_of_near(const float* numbers, int64_t count, const bool* is_left, float best, float threshold) {
+  float sum = 1.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    const float size = fabsf(numbers[i]), distance = (best - numbers[i]) / (size > best ? size : best);
+    if (is_left[i] && !(distance > threshold)) sum += expf(numbers[i] - best);
+  }
+  return 1.0f / sum;
+}
+
 // `scores` and `choice` are memory of [num_experts], `is_left` too.
 template <class Type>
 inline void route_row(const Router& call, int64_t row, float* scores, float* choice, bool* is_left) {
   const int64_t count = call.num_experts, of_group = count / call.groups;
   const auto* logits = (const typename Type::Stored*)call.logits + row * count;
-  for (int64_t i = 0; i < count; ++i) scores[i] = Type::one(logits[i]);
+  const float softcap = call.softcap;
+  for (int64_t i = 0; i < count; ++i) {
+    scores[i] = Type::one(logits[i]);
+    if (softcap) scores[i] = softcap * tanhf(scores[i] / softcap);
+  }
   if (call.scores == SOFTMAX) softmax(scores, count);
   if (call.scores == OF_SIGMOID) sigmoids(scores, count);
   for (int64_t i = 0; i < count; ++i) choice[i] = call.bias ? scores[i] + call.bias[i] : scores[i];
@@ -60,7 +74,10 @@ inline void route_row(const Router& call, int64_t row, float* scores, float* cho
   int64_t* chosen = call.chosen + row * call.num_chosen;
   float *weights = call.weights + row * call.num_chosen, sum = 0.0f;
   take_largest(choice, count, is_left, call.num_chosen,
-               [&](int64_t rank, int64_t expert) { chosen[rank] = expert, weights[rank] = scores[expert]; });
+               [&](int64_t rank, int64_t expert) {
+                 chosen[rank] = expert, weights[rank] = scores[expert];
+                 if (call.scores == SPARSE_MIXER) weights[rank] = part_of_near(scores, count, is_left, scores[expert], call.threshold);
+               });
   if (call.scores == SOFTMAX_OF_CHOSEN) softmax(weights, call.num_chosen);
   if (call.scores == SIGMOID_OF_CHOSEN) sigmoids(weights, call.num_chosen);
   for (int64_t i = 0; i < call.num_chosen; ++i) sum += weights[i];
@@ -128,8 +145,10 @@ class DenseMixture {
     for (int64_t pair = 0; pair < pairs_; ++pair)
       if (call_.chosen[pair] == expert) pair_at_[count++] = pair;
     if (!count) return 0;
-    for (int64_t i = 0; i < count; ++i)
+    for (int64_t i = 0; i < count; ++i) {
       memcpy(rows_ + i * width, (const Stored*)call_.rows + pair_at_[i] / call_.num_chosen * width, width * sizeof(Stored));
+      if (call_.weighs_rows) weigh<Type>(rows_ + i * width, call_.weights[pair_at_[i]], width);
+    }
     return multiply(expert, count, rows_, width, call_.first, call_.outer, call_.first_bias, first_) ||
            !each_row(count, [this](int64_t i) { gate(first_ + i * call_.outer, gated_ + i * call_.inner); }) ||
            multiply(expert, count, gated_, call_.inner, call_.last, width, call_.last_bias, last_) ||
@@ -147,9 +166,9 @@ class DenseMixture {
     return dense(&call);
   }
 
-  static float value(Stored stored, int64_t function, const uint16_t* curve) {
+  float value(Stored stored, int64_t function, const uint16_t* curve) const {
     if constexpr (sizeof(Stored) == 4)
-      return activated(stored, function);
+      return activated(stored, function, call_.slope, call_.limit);
     else
       return Type::one(curve ? curve[stored] : stored);
   }
@@ -174,7 +193,7 @@ class DenseMixture {
       for (int64_t number = 0; number < call_.num_chosen; ++number) {
         const int64_t pair = row * call_.num_chosen + number;
         const Floats found = some_of<Type>(found_ + pair * call_.width + i, call_.width - i);
-        const Floats weighted = rounded_to<Type>(found * all(call_.weights[pair]));
+        const Floats weighted = call_.weighs_rows ? found : rounded_to<Type>(found * all(call_.weights[pair]));
         total = number ? total + weighted : weighted;
       }
       put_some<Type>((Stored*)call_.out + row * call_.width + i, total, call_.width - i);

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "parts.h"
+#include "recurrence.h"
 
 namespace diskprefix {
 namespace {
@@ -31,11 +32,16 @@ inline void put_angles(const Angles& call, int64_t row) {
   }
 }
 
-// Turns the first 2 × `half` numbers of a head: number i and number `half` + i together, or neighbours if they are paired.
-// Each product is rounded before the sum.
+constexpr int64_t MAX_ROTARY = 1024;
+
+// Turns the first 2 × `half` numbers of a head, as `Heads` says. Each product is rounded before the sum.
 template <class Type>
 inline void rotate(typename Type::Stored* head, const typename Type::Stored* cosines, const typename Type::Stored* sines,
-                   int64_t half, bool is_paired) {
+                   int64_t half, int64_t pairing) {
+  const bool is_paired = pairing != 0;
+  typename Type::Stored parted[MAX_ROTARY];
+  if (pairing == 2) memcpy(parted, head, 2 * half * sizeof *head);
+  const typename Type::Stored* from = pairing == 2 ? parted : head;
   const auto times = [](Floats a, Floats b) { return rounded_to<Type>(a * b); };
   for (int64_t i = 0; i < half; i += LANES) {
     const int64_t left = least(LANES, half - i);
@@ -43,10 +49,10 @@ inline void rotate(typename Type::Stored* head, const typename Type::Stored* cos
     const Floats cosine = load(cosines + i), sine = load(sines + i);
     typename Type::Stored first[LANES] = {}, second[LANES] = {};
     if (is_paired)
-      for (int64_t lane = 0; lane < left; ++lane) first[lane] = head[2 * (i + lane)], second[lane] = head[2 * (i + lane) + 1];
+      for (int64_t lane = 0; lane < left; ++lane) first[lane] = from[2 * (i + lane)], second[lane] = from[2 * (i + lane) + 1];
     const Floats a = is_paired ? Type::load(first) : load(head + i), b = is_paired ? Type::load(second) : load(head + half + i);
     const Floats to_a = times(a, cosine) + times(-b, sine), to_b = times(b, cosine) + times(a, sine);
-    if (!is_paired) {
+    if (pairing != 1) {
       put_some<Type>(head + i, to_a, left);
       put_some<Type>(head + half + i, to_b, left);
       continue;
@@ -76,7 +82,8 @@ inline void put_heads(const Heads& call, const Run* runs, int64_t begin, int64_t
 }
 
 // Functions of one number, for float32: numbers of bfloat16 have tables.
-inline float activated(float x, int64_t function) {
+inline float activated(float x, int64_t function, float slope = 1.0f, float limit = 0.0f) {
+  const float limited = x > limit ? limit : x;
   switch (function) {
     case SILU:
       return x / (1.0f + expf(-x));
@@ -92,25 +99,37 @@ inline float activated(float x, int64_t function) {
       return 1.0f / (1.0f + expf(-x));
     case TANH:
       return tanhf(x);
+    case SOFTPLUS:
+      return x > 20.0f ? x : log1pf(expf(x));
+    case LIMITED_SILU:
+      return limited / (1.0f + expf(-slope * limited));
+    case LIMITED_AND_ONE:
+      return (limited < -limit ? -limit : limited) + 1.0f;
     default:
       return x;
   }
 }
 
 inline void gate_floats(const Gate& call, int64_t row) {
-  const float* gate = (const float*)call.gate + row * call.row_stride;
-  const float* up = call.up ? (const float*)call.up + row * call.row_stride : nullptr;
+  const float* gate = (const float*)call.gate + row * call.gate_stride;
+  const float* up = call.up ? (const float*)call.up + row * call.up_stride : nullptr;
   float* out = (float*)call.out + row * call.width;
   for (int64_t i = 0; i < call.width; ++i) {
-    const float found = call.factor * activated(gate[i] / (float)call.factor, call.function);
+    const float found = call.factor * activated(gate[i / call.each] / (float)call.factor, call.function);
     out[i] = up ? found * up[i] : found;
   }
 }
 
 inline void gate_bfloats(const Gate& call, int64_t row) {
-  const uint16_t* gate = (const uint16_t*)call.gate + row * call.row_stride;
-  const uint16_t* up = call.up ? (const uint16_t*)call.up + row * call.row_stride : nullptr;
+  const uint16_t* gate = (const uint16_t*)call.gate + row * call.gate_stride;
+  const uint16_t* up = call.up ? (const uint16_t*)call.up + row * call.up_stride : nullptr;
   uint16_t* out = (uint16_t*)call.out + row * call.width;
+  if (call.each > 1) {
+    memcpy(out, up, call.width * 2);
+    for (int64_t i = 0; i < call.width; i += call.each)
+      weigh<BFloat16>(out + i, BFloat16::one(call.curve[gate[i / call.each]]), call.each);
+    return;
+  }
   for (int64_t i = 0; i < call.width; i += LANES) {
     const int64_t left = least(LANES, call.width - i);
     Floats found = curve_at(gate + i, call.curve, left);
@@ -129,6 +148,42 @@ inline void add_part(const Sum& call, int64_t begin, int64_t end) {
     if (one) found = some_of<Type>(one + i, end - i) + found;
     put_some<Type>((Stored*)call.out + i, found, end - i);
   }
+}
+
+template <class Type>
+inline void put_step_sizes(const StepSizes& call, int64_t row) {
+  const typename Type::Stored* from = (const typename Type::Stored*)call.rows + row * call.row_stride;
+  float* out = call.out + row * call.width;
+  for (int64_t i = 0; i < call.width; ++i) {
+    float found = activated(Type::one(from[i]) + (call.bias ? call.bias[i] : 0.0f), SOFTPLUS);
+    if (found < (float)call.least) found = (float)call.least;
+    if (found > (float)call.most) found = (float)call.most;
+    out[i] = call.factors ? found * call.factors[i] : found;
+  }
+}
+
+template <class Type>
+inline void gate_and_norm(const GatedNorm& call, int64_t row) {
+  typedef typename Type::Stored Stored;
+  const Stored* gate = (const Stored*)call.gate + row * call.gate_stride;
+  float* rows = call.rows + row * call.width;
+  Stored* out = (Stored*)call.out + row * call.width;
+  const auto gated = [&](int64_t i) {
+    const Floats of_gate = some_of<Type>(gate + i, call.width - i), numbers = some_of<Float32>(rows + i, call.width - i);
+    const Floats below = all(1.0f) + exp_of(-of_gate);
+    return numbers * (call.function == SILU ? of_gate / below : all(1.0f) / below);
+  };
+  for (int64_t i = 0; call.gates_first && i < call.width; i += LANES) put_some<Float32>(rows + i, gated(i), call.width - i);
+  for (int64_t i = 0; call.weight && i < call.width; i += call.group)
+    norm_row<Float32>(rows + i, call.weight + i % call.num_weights, ROUNDED, call.group, (float)call.epsilon, rows + i);
+  for (int64_t i = 0; i < call.width; i += LANES)
+    put_some<Type>(out + i, call.gates_first ? some_of<Float32>(rows + i, call.width - i) : gated(i), call.width - i);
+}
+
+template <class Type>
+inline void temper_row(const Tempering& call, int64_t row) {
+  const float part = floorf(((float)call.positions[row] + (float)call.offset) / (float)call.period);
+  weigh<Type>((typename Type::Stored*)call.rows + row * call.width, 1.0f + log1pf(part) * (float)call.factor, call.width);
 }
 
 }  // namespace

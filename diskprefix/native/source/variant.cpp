@@ -13,7 +13,7 @@
 namespace diskprefix {
 
 extern const Operators VARIANT;
-const Operators VARIANT = {TEXT(VARIANT), require_matrix, attention, product, norm, gated, attention_block, layer, dense, experts, pack,
+const Operators VARIANT = {TEXT(VARIANT), require_matrix, attention, product, norm, gated, attention_block, dense, experts, pack,
                            look_up, convolution, delta_rule, state_space, run, split, join};
 
 }  // namespace diskprefix

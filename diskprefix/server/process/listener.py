@@ -21,7 +21,7 @@ STALLED_S = 60
 
 _KEEPALIVE_S, _KEEPALIVE_PROBES = 15, 4
 BACKLOG = 2048
-_ASK_S, _MOST_HEALTH_BYTES = 2.0, 1 << 16
+_ASK_S, _MAX_HEALTH_BYTES = 2.0, 1 << 16
 _ABSENT_ADDRESS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 _FIRST_PASSED = 3
 """The number of the first descriptor that systemd passes (sd_listen_fds(3))."""
@@ -36,7 +36,7 @@ def open_listeners(settings: Settings) -> tuple[Settings, list[socket.socket]]:
     passed = passed_sockets()
     if not passed:
         return settings, listen(settings.host, settings.port)
-    addresses = [one.getsockname() for one in passed if one.family != socket.AF_UNIX]
+    addresses = [listener.getsockname() for listener in passed if listener.family != socket.AF_UNIX]
     if not addresses:
         return settings, passed
     host, port, *_ = min(addresses, key=lambda address: ipaddress.ip_address(address[0]).is_loopback)
@@ -44,8 +44,7 @@ def open_listeners(settings: Settings) -> tuple[Settings, list[socket.socket]]:
 
 
 def passed_sockets() -> list[socket.socket]:
-    """Returns the sockets of systemd's socket activation, else none. Raises `SettingsError` for others
-    than streams that listen, on an address or a path."""
+    """Returns the sockets of systemd's socket activation. Raises `SettingsError` unless all are listening streams."""
     count, process = (os.environ.pop(name, "") for name in ("LISTEN_FDS", "LISTEN_PID"))
     os.environ.pop("LISTEN_FDNAMES", None)
     if not count.isdigit() or process != str(os.getpid()):
@@ -59,17 +58,17 @@ def passed_sockets() -> list[socket.socket]:
 
 def _passed(number: int) -> socket.socket:
     try:
-        one = socket.socket(fileno=number)
-        is_listening = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+        listener = socket.socket(fileno=number)
+        is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
     except OSError as error:
         raise SettingsError(f"LISTEN_FDS: descriptor {number} is no socket: {error.strerror}") from error
     families = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
-    if not is_listening or one.type != socket.SOCK_STREAM or one.family not in families:
+    if not is_listening or listener.type != socket.SOCK_STREAM or listener.family not in families:
         raise SettingsError(
             f"LISTEN_FDS: descriptor {number} is no stream that listens; the .socket unit needs ListenStream= and "
             "Accept=no"
         )
-    return one if one.family == socket.AF_UNIX else _configured(one)
+    return listener if listener.family == socket.AF_UNIX else _configured(listener)
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -79,12 +78,12 @@ def listen(host: str, port: int) -> list[socket.socket]:
     names the daemon that uses the port.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise SettingsError(f"--host: {host!r} cannot be resolved: {error}") from error
     listeners: list[socket.socket] = []
     failure: OSError | None = None
-    for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+    for family, address in dict.fromkeys((family, address) for family, _, _, _, address in addresses):
         if listeners and port == 0:
             break
         try:
@@ -111,7 +110,7 @@ def _who_answers(host: str, port: int) -> str:
     with suppress(OSError, ValueError, LookupError, AttributeError, HTTPException):
         with closing(HTTPConnection(host, port, timeout=_ASK_S)) as connection:
             connection.request("GET", "/health", headers={"Authorization": f"Bearer {token}"} if token else {})
-            health = json.loads(connection.getresponse().read(_MOST_HEALTH_BYTES))
+            health = json.loads(connection.getresponse().read(_MAX_HEALTH_BYTES))
         models = [*health["models"]] if "models" in health else [health["model"]] if health["model"] else []
         return f"diskprefix answers there{' with ' if models else ''}{', '.join(map(shown, models))}"
     return "another program uses it"

@@ -43,31 +43,18 @@ log = logging.getLogger("diskprefix")
 
 GRACE_S = 5.0
 """Time in seconds for a running request to finish after SIGTERM."""
-
-_DEVICE_LOST_S = 60.0
-"""Time in seconds for a process that lost its accelerator to end in order."""
-
 _SLOW_CLIENT_S = 3
 """Time in seconds after that for clients to read what was sent."""
-
+_DEVICE_LOST_S = 60.0
+"""Time in seconds for a process that lost its accelerator to end in order."""
 _KEEP_ALIVE_S = 75
 """Time that an idle connection is kept open for another request."""
 _FORCED_EXIT_CODE = 130
-_OTHER_FILES, _LEAST_CONNECTIONS = 64, 16
-"""The number of open files that are not connections (model, store, libraries), and of connections that are always
-accepted."""
+_OTHER_FILES, _MIN_CONNECTIONS = 64, 16
+"""The number of open files besides connections (model, store, libraries), and of connections always accepted."""
 
 _PERIOD_S = 5.0
 """Time between two notifications to systemd."""
-
-
-def _tell_crashes(settings: Settings) -> None:
-    """Has the process write the stacks of its threads when it crashes, or when the watchdog's SIGABRT ends it. The next
-    start logs them, and checks the store's file, which may have caused the crash."""
-    # If the folder is unusable, opening the store raises the error.
-    with suppress(OSError, CacheError):
-        make_folder(settings.kv_cache_dir)
-        faulthandler.enable(crash_file(settings.kv_cache_dir))
 
 
 def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None = None) -> None:
@@ -89,7 +76,11 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
         address = announce_listening(listeners, settings, token)
     else:
         listeners, address, token = [front.listener], front.address, front.token
-    _tell_crashes(settings)
+    # A crash, and the watchdog's SIGABRT, write the stacks of the threads. The next start logs them, and checks the
+    # store's file, which may have caused it. If the folder is unusable, opening the store raises the error.
+    with suppress(OSError, CacheError):
+        make_folder(settings.kv_cache_dir)
+        faulthandler.enable(crash_file(settings.kv_cache_dir))
     # Modules and the model stay. Searching them for garbage takes a fifth of the time until the daemon is ready.
     gc.disable()
     # Its libraries and routes are imported here, while the port is held already.
@@ -128,9 +119,10 @@ def made_token(settings: Settings) -> OwnerToken | None:
 
 def announce_listening(listeners: list[socket.socket], settings: Settings, token: OwnerToken | None) -> str:
     """Logs the address of the daemon, and where its dashboard is, and returns the address."""
-    address = _address_of(listeners[0], settings.host)
+    host, name, is_path = settings.host, listeners[0].getsockname(), listeners[0].family == socket.AF_UNIX
+    address = f"unix:{name}" if is_path else f"http://{f'[{host}]' if ':' in host else host}:{name[1]}"
     log.info("listening on %s; /health tells when the model is loaded", address)
-    if listeners[0].family != socket.AF_UNIX:
+    if not is_path:
         log.info("%s", dashboard_line(address, token.text if token else ""))
     return address
 
@@ -142,12 +134,6 @@ def warn_without_keys(settings: Settings, address: str) -> None:
         log.warning("no API keys (--api-keys): everybody who reaches %s is served", address)
 
 
-def _address_of(listener: socket.socket, host: str) -> str:
-    if listener.family == socket.AF_UNIX:
-        return f"unix:{listener.getsockname()}"
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-
-
 def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     """Returns the limits and timeouts of uvicorn. Its access log is off: the daemon has its own."""
     from diskprefix.server.limits import InFlight
@@ -155,15 +141,15 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
 
     # A failure after the status leaves the body without an end. Such a failure has been logged already.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing" not in str(record.msg))
-    in_flight, files = InFlight(settings).most, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    in_flight, files = InFlight(settings).max_requests, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     files = sys.maxsize if files == resource.RLIM_INFINITY else files
     # A front has a connection to a worker for each request in flight, too.
-    most = min(in_flight + OTHER_CONNECTIONS, max(_LEAST_CONNECTIONS, files - _OTHER_FILES - in_flight))
+    max_connections = min(in_flight + OTHER_CONNECTIONS, max(_MIN_CONNECTIONS, files - _OTHER_FILES - in_flight))
     return uvicorn.Config(
         app,
-        http=partial(LimitedConnection, most),  # type: ignore[arg-type]
+        http=partial(LimitedConnection, max_connections),  # type: ignore[arg-type]
         # So many are accepted in one turn of the loop, before one above the limit is closed.
-        backlog=min(BACKLOG, max(_LEAST_CONNECTIONS, files - _OTHER_FILES - most)),
+        backlog=min(BACKLOG, max(_MIN_CONNECTIONS, files - _OTHER_FILES - max_connections)),
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -313,19 +299,12 @@ def _end(daemon: Daemon) -> None:
 
 
 def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, address: str) -> None:
-    cache = _describe_cache(serving, stats, settings)
-    seconds = serving.startup_s["total"]
-    log.info(
-        "diskprefix ready on %s · %s · %s · %.1f s",
-        address,
-        serving.model_name,
-        cache,
-        seconds,
-    )
+    name, cache, seconds = serving.model_name, _describe_cache(serving, stats, settings), serving.startup_s["total"]
+    log.info("diskprefix ready on %s · %s · %s · %.1f s", address, name, cache, seconds)
     if stats["state"] == "ok" and stats["room_bytes"] < stats["budget_bytes"]:
         room, budget = format_size(stats["room_bytes"]), format_size(stats["budget_bytes"])
         log.warning("[disk-cache] the disk has room for %s of --kv-cache-budget %s", room, budget)
-    notify(READY=1, STATUS=f"serving {serving.model_name} on {address}, {cache}")
+    notify(READY=1, STATUS=f"serving {name} on {address}, {cache}")
 
 
 def _describe_cache(serving: Serving, stats: dict[str, Any], settings: Settings) -> str:

@@ -20,8 +20,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
+from diskprefix.private_file import distrusted_by_root
 from diskprefix.settings import cache_home
-from diskprefix.trusted_path import distrusted_by_root
 
 log = logging.getLogger("diskprefix")
 
@@ -29,13 +29,12 @@ _FOLDER = "daemons"
 _OF_THE_SERVICE = Path("/var/cache/diskprefix/diskprefix") / _FOLDER
 """The folder of the systemd service, which root can read."""
 _OF_AN_ADDRESS = re.compile(r"[^.].*_\d+")
-_MOST_BYTES = 256
+_MAX_BYTES = 256
 
 
 @contextmanager
 def published_token(token: str, listeners: Sequence[socket.socket]) -> Iterator[None]:
-    """Publishes the token of a daemon that listens ("" with API keys) to its user, in a file for each of its addresses.
-    If that is not possible, the log says so."""
+    """Writes the token of a daemon ("" with API keys) to a file for each of its addresses, or logs why it cannot."""
     with ExitStack() as stack:
         try:
             for name in dict.fromkeys(name for listener in listeners for name in _names(listener)):
@@ -92,14 +91,14 @@ def daemon_at(host: str, port: int) -> tuple[int, str] | None:
     for folder in (cache_home() / _FOLDER, _OF_THE_SERVICE):
         for name in (f"{host}_{port}", f"{everywhere}_{port}"):
             with suppress(OSError, ValueError):
-                if (found := _read(folder / name)) is not None:
-                    return found
+                if (daemon := _read(folder / name)) is not None:
+                    return daemon
     return None
 
 
 def token_at(host: str, port: int) -> str | None:
-    found = daemon_at(host, port)
-    return None if found is None else found[1]
+    daemon = daemon_at(host, port)
+    return None if daemon is None else daemon[1]
 
 
 def token_for(url: str) -> str | None:
@@ -110,14 +109,14 @@ def token_for(url: str) -> str | None:
 
 def own_daemons() -> dict[int, str]:
     """Returns the processes of this user's daemons that listen on ports of this machine, each with an address."""
-    found: dict[int, str] = {}
+    daemons: dict[int, str] = {}
     for file in sorted((cache_home() / _FOLDER).glob("[!.]*_*")):
         with suppress(OSError, ValueError):
             if (read := _read(file)) is not None:
                 host, _, port = file.name.rpartition("_")
                 host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-                found[read[0]] = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    return found
+                daemons[read[0]] = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return daemons
 
 
 def is_of_this_machine(connected: socket.socket) -> bool:
@@ -131,14 +130,12 @@ def token_of_peer(connected: socket.socket) -> str | None:
 
 
 def page_link(url: str, token: str, page: str = "") -> str:
-    """Returns the link to a page, "" for the dashboard. The part behind # stays in the browser: no server and no log
-    gets it."""
+    """Returns the link to a page, "" for the dashboard. No server and no log gets the part behind #."""
     return f"{url}/{page}#token={quote(token, safe='')}" if token else f"{url}/{page}"
 
 
 def dashboard_line(url: str, token: str) -> str:
-    """Returns a line for standard error about the dashboard. The token is on a terminal only, for its user: a journal
-    and files of logs have other readers."""
+    """Returns a line for standard error about the dashboard. Logs have other readers: they get no token."""
     if not token or sys.stderr.isatty():
         return f"the dashboard, in a browser: {page_link(url, token)}"
     return f"the dashboard: {url}/ (`diskprefix dashboard --url {url}` opens it)"
@@ -152,7 +149,7 @@ def _read(file: Path) -> tuple[int, str] | None:
         try:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            pid, _, token = opened.read(_MOST_BYTES).decode("ascii").partition(" ")
+            pid, _, token = opened.read(_MAX_BYTES).decode("ascii").partition(" ")
             return int(pid), token
         return None
 

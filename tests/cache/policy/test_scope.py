@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import InvalidScope
-from diskprefix.nouns import DEFAULT_WINDOW, MAX_VALUE, Scope
+from diskprefix.values import DEFAULT_WINDOW, MAX_VALUE, Scope
 
 FIELD = "prefix_cache.scope"
 SCOPES = st.one_of(

@@ -35,9 +35,9 @@ def add(seen: SeenPrompts, token_ids: TokenIds, block_size: int = BLOCK, group: 
     seen.remember(token_ids, names(token_ids, block_size), group)
 
 
-def look(seen: SeenPrompts, token_ids: TokenIds, block_size: int = BLOCK) -> Sighting:
+def sighting_of(seen: SeenPrompts, token_ids: TokenIds, block_size: int = BLOCK) -> Sighting:
     """What all prompts say, without a window."""
-    return replace(seen.look(token_ids, names(token_ids, block_size), 0), older=None)
+    return replace(seen.sighting_of(token_ids, names(token_ids, block_size), 0), older=None)
 
 
 def blocks(number: int, count: int) -> TokenIds:
@@ -56,7 +56,7 @@ def trials(seen: SeenPrompts, count: int, again: int) -> None:
 
 
 def of_kind(seen: SeenPrompts, num_blocks: int = 3) -> tuple[int, int]:
-    sighting = look(seen, blocks(900, num_blocks))
+    sighting = sighting_of(seen, blocks(900, num_blocks))
     return sighting.trials, sighting.again
 
 
@@ -71,9 +71,9 @@ def test_what_comes_again_more_than_two_times_in_five_is_likely_to_once_ten_of_i
     for seen in (trusting, wary):
         trials(seen, count, again)
         assert of_kind(seen) == (count, again)
-        assert look(seen, blocks(900, 3)).is_likely_repeat == likely
-    assert look(trusting, blocks(900, 3)).is_learning == (count < 10)
-    assert not look(wary, blocks(900, 3)).is_learning
+        assert sighting_of(seen, blocks(900, 3)).is_likely_repeat == likely
+    assert sighting_of(trusting, blocks(900, 3)).is_learning == (count < 10)
+    assert not sighting_of(wary, blocks(900, 3)).is_learning
 
 
 def test_prompts_with_about_as_many_new_blocks_are_of_one_kind() -> None:
@@ -88,7 +88,7 @@ def test_only_the_new_blocks_of_a_prompt_make_its_kind() -> None:
     add(seen, blocks(1, 8))
     add(seen, joined(blocks(1, 8), blocks(2, 2)))
     assert [of_kind(seen, n)[0] for n in (8, 2, 10)] == [1, 1, 1], "10 is of the kind of 8"
-    sighting = look(seen, joined(blocks(1, 8), blocks(3, 2)))
+    sighting = sighting_of(seen, joined(blocks(1, 8), blocks(3, 2)))
     assert (sighting.num_blocks, sighting.trials) == (8, 1)
 
 
@@ -110,9 +110,9 @@ def test_a_request_beside_a_conversation_does_not_take_the_place_of_its_end(monk
     seen = nothing_seen()
     for end in ([7], [8, 1], [8, 2], [8, 3]):
         add(seen, joined(blocks(1, 2), end))
-    assert look(seen, joined(blocks(1, 2), [7, 9])).continues
+    assert sighting_of(seen, joined(blocks(1, 2), [7, 9])).continues
     add(seen, joined(blocks(1, 2), [8, 4]))
-    assert not look(seen, joined(blocks(1, 2), [7, 9])).continues, "of more than four the oldest is forgotten"
+    assert not sighting_of(seen, joined(blocks(1, 2), [7, 9])).continues, "of more than four the oldest is forgotten"
 
 
 def test_what_is_remembered_does_not_follow_the_callers_array() -> None:
@@ -120,7 +120,7 @@ def test_what_is_remembered_does_not_follow_the_callers_array() -> None:
     seen = nothing_seen()
     add(seen, token_ids)
     token_ids[-1] = 8
-    assert look(seen, joined(blocks(1, 2), [7, 9])).continues
+    assert sighting_of(seen, joined(blocks(1, 2), [7, 9])).continues
 
 
 def test_prompts_that_share_a_beginning_share_its_ghosts() -> None:
@@ -161,8 +161,10 @@ def test_what_is_known_is_what_the_last_prompts_say(
         add(seen, other, block_size, its_group)
     told = [(one, its_group) for one, its_group in prompts if len(one)]
     held = told[len(told) - len(seen) :]
-    sighting = seen.look(token_ids, names(token_ids, block_size), window, group)
-    assert seen.look(token_ids, names(token_ids, block_size), window, group) == sighting, "looking changes nothing"
+    sighting = seen.sighting_of(token_ids, names(token_ids, block_size), window, group)
+    assert seen.sighting_of(token_ids, names(token_ids, block_size), window, group) == sighting, (
+        "asking changes nothing"
+    )
     of_group = [one for one, its_group in reversed(held) if its_group == group]
     commons = [common_prefix_length(token_ids, one) for one in of_group]
     assert [one.common for one in sighting.recent] == commons[:window]
@@ -192,7 +194,7 @@ def test_the_bounds_hold_and_the_counts_are_those_of_what_is_left(
         for name, ghost in seen._ghosts.items():
             assert bool(ghost.token_ids) == (ghost.num_prompts > 0) == any(ghost in one.blocks for one in seen._prompts)
             assert ghost.name == name
-        kinds = [look(seen, as_token_ids([99] * (1 << bits)), 1) for bits in range(5)]
+        kinds = [sighting_of(seen, as_token_ids([99] * (1 << bits)), 1) for bits in range(5)]
         assert sum(kind.trials for kind in kinds) == sum(ghost.kind > 0 for ghost in seen._ghosts.values())
         assert sum(kind.again for kind in kinds) == sum(ghost.came_again for ghost in seen._ghosts.values())
     while seen._ghosts:
@@ -204,7 +206,7 @@ def test_of_what_is_forgotten_the_ends_go_before_their_beginnings() -> None:
     seen = SeenPrompts(BLOCK, is_trusting=False, max_ghosts=5)
     add(seen, blocks(1, 4))
     add(seen, blocks(2, 3))
-    assert [look(seen, blocks(number, 4)).num_blocks for number in (1, 2)] == [2, 3]
+    assert [sighting_of(seen, blocks(number, 4)).num_blocks for number in (1, 2)] == [2, 3]
 
 
 RANDOM = np.random.default_rng(7)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from diskprefix.cache.policy.seen import Earlier, SeenPrompt, Sighting
 from diskprefix.cache.policy.select import Rules, _Window
 from diskprefix.cache.policy.select import select as select_by
-from diskprefix.nouns import Mark, Prompt, Reason, Scope, Selection
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, as_token_ids, common_prefix_length, raw_boundaries
+from diskprefix.values import Mark, Prompt, Reason, Scope, Selection
 
 OFF, FULL, AUTO = Scope("off"), Scope("full"), Scope("auto", 30)
 DEFAULTS: dict[str, Any] = {"block_size": 256, "min_tokens": 512, "cold_max": 10240, "interval": 10240}
@@ -242,7 +242,7 @@ KEPT_BY_AUTO: dict[str, tuple[Prompt, list[Shown], Sighting, int, int, Reason, b
 def test_auto_keeps_what_will_be_asked_for_again_and_says_why(case: str) -> None:
     prompt, recent, sighting, *expected = KEPT_BY_AUTO[case]
     found = pick(AUTO, prompt, *recent, sighting=sighting)
-    assert [found.selected, found.kept, found.reason, found.keeps_reply] == expected
+    assert [found.selected, found.kept, found.reason, found.saves_reply] == expected
     assert (found.window, found.recent) == (30, len(recent))
 
 
@@ -377,7 +377,7 @@ def test_auto_has_checkpoints_where_boundaries_are_shared_and_at_an_end_that_gro
     # Also where all before the reply is stored: the reply may be long.
     sighting: Sighting = changes.get("sighting", UNLIKELY)
     goes_on = sighting.continues or sighting.is_likely_repeat
-    assert selection.keeps_reply == (goes_on and not selection.reason.startswith("short_"))
+    assert selection.saves_reply == (goes_on and not selection.reason.startswith("short_"))
 
 
 def test_a_checkpoint_must_save_its_price() -> None:
@@ -499,7 +499,7 @@ def test_marks_add_to_what_is_kept(scope: Scope, prompt: Prompt, recent: list[To
     asked = max(counting, default=0) if scope != OFF else 0
     assert marked.selected == max(plain.selected, asked)
     assert set(marked.checkpoints) >= set(plain.checkpoints)
-    assert marked.keeps_reply >= plain.keeps_reply
+    assert marked.saves_reply >= plain.saves_reply
 
 
 @given(prompts(), RECENT, KNOBS, st.randoms(use_true_random=False))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.nouns import Prompt
 from diskprefix.server.body import parse_json
+from diskprefix.values import Prompt
 from tests.chat.families.families import Family, renderer_of, tokenizer_of
 from tests.chat.rendering import rendered
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diskprefix.chat.output.choose_format import FamilyFormat
+from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.families import FAMILIES, NONE, THOUGHTS
-from diskprefix.chat.output.format import ContentDelta, OutputDelta, OutputFormat, ReasoningDelta, ToolCallBegin
+from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin
 
-_FORMATS: dict[str, OutputFormat] = {family.name: FamilyFormat(family, THOUGHTS) for family in (*FAMILIES, NONE)}
+_FORMATS: dict[str, OutputFormat] = {family.name: OutputFormat(family, THOUGHTS) for family in (*FAMILIES, NONE)}
 NAMES = list(_FORMATS)
 REPLIES = [json.loads(line) for line in Path(__file__).with_name("replies.jsonl").read_text("utf-8").splitlines()]
 """Replies that other servers know, see `test_parsers.py`."""

@@ -12,9 +12,8 @@ import llguidance.numpy
 import pytest
 
 from diskprefix.chat.output.call_values import value_of
-from diskprefix.chat.output.choose_format import FamilyFormat
+from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.families import FAMILIES, NONE
-from diskprefix.chat.output.format import OutputFormat
 from diskprefix.errors import InvalidRequest
 from tests.chat.output.replies import NAMES, format_named, read, tool
 
@@ -97,7 +96,7 @@ def test_a_grammar_does_not_grow_beyond_its_limit() -> None:
 
 def test_a_tag_that_is_a_special_token_is_written_as_that_token() -> None:
     mistral = next(family for family in FAMILIES if family.name == "mistral")
-    format = FamilyFormat(mistral, token_ids={"[TOOL_CALLS]": 9, "[ARGS]": 32})
+    format = OutputFormat(mistral, token_ids={"[TOOL_CALLS]": 9, "[ARGS]": 32})
     grammar = format.call_grammar(TOOLS[1:2], many=False)
     assert '<[9]> "no_arguments" <[32]>' in " ".join(grammar.split()).replace('"" ', "")
 
@@ -178,7 +177,7 @@ def test_no_call_begins_in_a_text_where_none_may(name: str) -> None:
 def test_a_tag_that_is_a_token_begins_no_call_with_its_letters_either() -> None:
     """Whoever reads the text does not see the tokens."""
     hermes = next(family for family in FAMILIES if family.name == "hermes")
-    format = FamilyFormat(hermes, token_ids={"<tool_call>": 300, "</tool_call>": 301})
+    format = OutputFormat(hermes, token_ids={"<tool_call>": 300, "</tool_call>": 301})
     assert "<[300]>" not in format.no_call_grammar([STRICT])
     assert not takes(format.no_call_grammar([STRICT]).replace("<[301]>", '"!"'), "<tool_call>")
     strict = (
@@ -207,13 +206,9 @@ def test_a_text_that_holds_a_tag_is_read_back_whole_and_cut_anywhere(name: str) 
     assert refused <= 2
 
 
-def definitions() -> dict[str, Any]:
+def test_definitions_of_a_schema_hold_where_each_argument_has_its_own() -> None:
     asked = tool("find", where={"$ref": "#/$defs/place"})
     asked["function"]["parameters"]["$defs"] = {"place": {"enum": ["Oslo", "Rome"]}}
-    return asked
-
-
-def test_definitions_of_a_schema_hold_where_each_argument_has_its_own() -> None:
-    grammar = format_named("pythonic").call_grammar([definitions()], many=False)
+    grammar = format_named("pythonic").call_grammar([asked], many=False)
     assert llguidance.LLMatcher.validate_grammar(grammar, BYTES) == ""
     assert generated(grammar, 0) in ('[find(where="Oslo")]', '[find(where="Rome")]')

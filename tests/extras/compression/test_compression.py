@@ -16,12 +16,8 @@ from diskprefix.cache.policy.seen import Sighting
 from diskprefix.cache.policy.select import Rules, select
 from diskprefix.chat.messages import CacheMark, Conversation, Message, TextPart, ToolCall
 from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.errors import ContextTooLong
 from diskprefix.extras.compression.compression import PLACEHOLDER, fit, shortened
-from diskprefix.extras.simulate.geometry import TOKEN
-from diskprefix.extras.simulate.simulator import Policy, Simulator
-from diskprefix.extras.simulate.trace import TraceRequest
-from diskprefix.nouns import LeftOut, Prompt, Scope
+from diskprefix.values import LeftOut, Prompt, Scope
 from tests.agent_bodies import words
 from tests.chat.rendering import rendered, tokenizer_with
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
@@ -181,28 +177,6 @@ def test_below_the_threshold_every_byte_is_as_without_compression(
         prompt = rendered(renderer_of(limit), conversation)
         assert (prompt.token_ids.tolist() == plain.token_ids.tolist()) == is_same
         assert (prompt.rewriting.left_out is None) == is_same
-
-
-def test_a_session_outlives_the_context_of_the_model_and_its_turns_hit(
-    renderer_of: Callable[[int | None], PromptRenderer],
-) -> None:
-    sent = session(80)
-    with pytest.raises(ContextTooLong):
-        rendered(renderer_of(None), sent[-1])
-    renderer = renderer_of(POSITIONS * 3 // 4)
-    prompts = [rendered(renderer, conversation) for conversation in sent]
-    assert max(len(prompt.token_ids) for prompt in prompts) <= POSITIONS * 3 // 4
-    simulator = Simulator(Policy(scope=Scope("full"), block_size=16, min_tokens=16), TOKEN)
-    restored = [simulator.step(TraceRequest(0.0, prompt)).restored for prompt in prompts]
-    num_left_out = [prompt.rewriting.left_out.messages if prompt.rewriting.left_out else 0 for prompt in prompts]
-    cuts = [turn for turn in range(1, 80) if num_left_out[turn] != num_left_out[turn - 1]]
-    # Half of the threshold holds six of these turns.
-    assert len(cuts) > 5
-    assert min(after - before for before, after in pairwise(cuts)) >= 4
-    for turn in set(range(1, 80)) - set(cuts):
-        # The call of a tool is written behind the beginning of a reply.
-        assert restored[turn] >= len(prompts[turn - 1].token_ids) - 4
-    assert min(restored[turn] for turn in cuts) > 100
 
 
 def test_the_text_that_the_template_writes_is_that_of_the_prompt(

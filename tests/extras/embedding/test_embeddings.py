@@ -52,12 +52,6 @@ def daemon(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         yield server
 
 
-@pytest.fixture
-def client(daemon: AppServer) -> Iterator[httpx.Client]:
-    with daemon.client() as client:
-        yield client
-
-
 def write_modules(folder: Path, *names: str) -> None:
     types = [{"type": f"sentence_transformers.models.{name}", "path": f"{i}_{name}"} for i, name in enumerate(names)]
     (folder / "modules.json").write_text(json.dumps(types))

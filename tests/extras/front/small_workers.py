@@ -60,7 +60,7 @@ def work(action: str, _settings: Settings, _front: FrontLine) -> None:
 
 if __name__ == "__main__":
     configure_logging()
-    workers.MOST_UNLOAD_S = 0.5
+    workers.MAX_UNLOAD_S = 0.5
     # Behind what `DaemonProcess` gives every program.
     fifo, action = sys.argv[4:]
     settings = Settings(port=0, standby=True)

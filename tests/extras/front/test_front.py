@@ -30,17 +30,17 @@ from diskprefix.extras.front.front_messages import refusal
 from diskprefix.extras.front.listing import Listing, merged_metrics
 from diskprefix.extras.front.nursery import LOAD, UNLOAD
 from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass_on
-from diskprefix.extras.front.swaps import Phase, Place
+from diskprefix.extras.front.swaps import Phase, Slot
 from diskprefix.extras.front.workers import ModelWorker, Workers
 from diskprefix.extras.ollama.ollama_models import keep_alive_seconds
 from diskprefix.model.load.fit import ModelNeeds, TokenState
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server import limits
 from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.limits import InFlight
 from diskprefix.server.process.listener import listen
 from diskprefix.server.process.process import uvicorn_config
 from diskprefix.settings import Settings
+from diskprefix.values import SHARED, Tenant
 from tests.server.test_auth import write_keys
 from tests.server.test_limits import unfinished_body
 
@@ -86,9 +86,9 @@ class ToldWorkers:
 
     def attach(self) -> None: ...
 
-    def start(self, _settings: Settings, place: Place) -> ToldWorker:
+    def start(self, _settings: Settings, slot: Slot) -> ToldWorker:
         number = len(self.all) + 1
-        self.all[number] = worker = ToldWorker(number, None, place=place, path=self.path)  # type: ignore[arg-type]
+        self.all[number] = worker = ToldWorker(number, None, slot=slot, path=self.path)  # type: ignore[arg-type]
         return worker
 
     def make_ready(self, worker: ToldWorker) -> None:
@@ -185,7 +185,7 @@ async def until(condition: Callable[[], object]) -> None:
 def test_a_worker_that_tells_of_a_prompt_that_hangs_gives_no_sign_of_life() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        worker = ToldWorker(1, ours, place=Place(model="one", needed_bytes=1, waits_since=0), path="")
+        worker = ToldWorker(1, ours, slot=Slot(model="one", needed_bytes=1, waits_since=0), path="")
         for now, message in ((5.0, b"WATCHDOG=1"), (9.0, b"STATUS=a prompt is rendered for 65 s")):
             theirs.send(message)
             Workers._read(SimpleNamespace(_loop=SimpleNamespace(time=lambda now=now: now)), worker)  # type: ignore[arg-type]
@@ -243,11 +243,11 @@ async def test_a_waiting_worker_that_is_not_needed_ends_at_once() -> None:
         asked = told.ask("one")
         await until(lambda: workers.all)
         workers.make_ready(workers.all[1])
-        told.front._swaps.places[0].is_closed = True
+        told.front._swaps.slots[0].is_closed = True
         again = told.ask("one")
         await until(lambda: len(workers.all) == 2)
         told.front._swaps.limit_bytes = 1
-        told.front._swaps.places[0].is_pinned = True
+        told.front._swaps.slots[0].is_pinned = True
         again.cancel()
         await until(lambda: signal.SIGKILL in workers.all[2].told)
         assert workers.all[2].told[0] == UNLOAD
@@ -256,21 +256,21 @@ async def test_a_waiting_worker_that_is_not_needed_ends_at_once() -> None:
 
 @in_a_loop
 async def test_a_pinned_model_that_found_no_room_is_loaded_when_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "_LEAST_PAUSE_S", 0.01)
+    monkeypatch.setattr(front, "_MIN_PAUSE_S", 0.01)
 
     told = Told(Listing(Settings(), Models(named("one", pin=True)), needs))
     async with told.running() as workers:
         await until(lambda: workers.all)
-        told.front._swaps.places[0].phase = Phase.WAITING
+        told.front._swaps.slots[0].phase = Phase.WAITING
         told.front._swaps.limit_bytes = 1
-        told.front._settle()
+        told.front._apply_decision()
         assert UNLOAD in workers.all[1].told
         workers.end(workers.all[1])
         told.front._swaps.limit_bytes = LIMIT
         await until(lambda: len(workers.all) == 2)
         assert workers.all[2].told == [LOAD]
         # By order it stays away.
-        told.front._swaps.places[0].phase = Phase.WAITING
+        told.front._swaps.slots[0].phase = Phase.WAITING
         assert (await told.ask("one", "/models/one/unload"))[1]["status"] == "unloading"
         workers.end(workers.all[2])
         await asyncio.sleep(0.05)
@@ -297,21 +297,21 @@ async def test_a_request_counts_for_its_key_until_its_end_and_a_look_neither_use
         tasks = [told.ask("one", key=key) for key in (admin, other)]
         await until(lambda: len(passed) == 2)
         assert in_flight.num == 2
-        assert told.front._swaps.places[0].callers == {Tenant.of_key(admin)}, "for turns"
+        assert told.front._swaps.slots[0].callers == {Tenant.of_key(admin)}, "for turns"
         tasks[1].cancel()
         await until(lambda: in_flight.num == 1)
-        place = told.front._swaps.places[0]
+        slot = told.front._swaps.slots[0]
         looked = told.ask("one", "/props", "GET", b"model=one", key=admin)
         await until(lambda: len(passed) == 3)
-        place.used_at = 5.0
+        slot.used_at = 5.0
         looked_up = asyncio.gather(*tasks, looked, return_exceptions=True)
         tasks[0].cancel()
-        await until(lambda: place.num_active == 0)
-        used_at = place.used_at
-        place.used_at = used_at + 1
+        await until(lambda: slot.num_active == 0)
+        used_at = slot.used_at
+        slot.used_at = used_at + 1
         is_passed.set()
         await looked_up
-        assert (place.used_at, place.num_active) == (used_at + 1, 0)
+        assert (slot.used_at, slot.num_active) == (used_at + 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -430,11 +430,11 @@ async def test_where_files_are_is_told_to_the_admin_alone(tmp_path: Path) -> Non
                 _, said = await told.ask("one", path, method, key=key)
                 assert ("/srv/models" in json.dumps(said)) is sees_all
                 assert sees_all or "the model cannot be loaded" in json.dumps(said)
-            told.front._troubles["one"] = front.Troubles(until=1e12, reason="cannot read /srv/models/one")
+            told.front._failures["one"] = front.Failures(until=1e12, reason="cannot read /srv/models/one")
             told.front._listing._known_needs["one"] = needs(Settings())
             status, said = await told.ask("one", key=key)
             assert (status, "/srv/models" in json.dumps(said)) == (503, sees_all)
-            told.front._troubles.clear()
+            told.front._failures.clear()
             told.front._listing._known_needs.clear()
 
 
@@ -463,8 +463,8 @@ async def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_a
     told.front._swaps.limit_bytes = None
     async with told.running() as workers:
         for number, name in enumerate(names, start=1):
-            place = Place(model=name, needed_bytes=1, waits_since=0, phase=Phase.READY)
-            told.front._by_place[place] = ToldWorker(number, None, place=place, path=name)  # type: ignore[arg-type]
+            slot = Slot(model=name, needed_bytes=1, waits_since=0, phase=Phase.READY)
+            told.front._worker_of[slot] = ToldWorker(number, None, slot=slot, path=name)  # type: ignore[arg-type]
         headers = [(b"host", b"h"), (b"content-length", b"5"), (b"transfer-encoding", b"chunked")]
         text = bytes((await told.front._routes._metrics({"headers": headers})).body).decode()
         assert "works_total" in text
@@ -537,7 +537,7 @@ def test_a_worker_that_cannot_be_started_leaves_no_socket(tmp_path: Path) -> Non
     workers._nursery, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     other.close()
     with workers._nursery, pytest.raises(OSError):  # noqa: PT011 - which one depends on the system
-        workers.start(Settings(), Place(model="one", needed_bytes=1, waits_since=0))
+        workers.start(Settings(), Slot(model="one", needed_bytes=1, waits_since=0))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -553,15 +553,15 @@ async def test_a_model_of_unknown_size_is_loaded_alone_and_known_once_it_is_ther
 
     one = named("one")
     listing = Listing(Settings(), Models(one), asked)
-    await listing.learn(one)
-    assert listing.sized(one, one.settings, LIMIT)[0] == LIMIT
-    await listing.learn(one)
+    await listing.read_needs(one)
+    assert listing.fit(one, one.settings, LIMIT)[0] == LIMIT
+    await listing.read_needs(one)
     for _ in range(2):
         with pytest.raises(ModelError, match="cannot read one"):
-            listing.sized(one, one.settings, LIMIT)
+            listing.fit(one, one.settings, LIMIT)
     for _ in range(2):
-        await listing.learn(one)
-        assert 0 < listing.sized(one, one.settings, LIMIT)[0] < LIMIT
+        await listing.read_needs(one)
+        assert 0 < listing.fit(one, one.settings, LIMIT)[0] < LIMIT
 
 
 def test_merged_metrics_have_each_family_once() -> None:

@@ -25,7 +25,7 @@ import pytest
 from diskprefix.errors import DeviceLost
 from diskprefix.extras.front import nursery
 from diskprefix.extras.front.nursery import WorkerLine
-from diskprefix.extras.front.workers import Deaths
+from diskprefix.extras.front.workers import Backoff
 from diskprefix.user_key import user_key
 from tests.server.chat_model import POSITIONS, write_chat_model
 from tests.server.daemon_process import CHAT, DaemonProcess, clean_environment, family, serve_flags, wait_until
@@ -70,10 +70,10 @@ def wait_for_worker(daemon: DaemonProcess, count: int = 1) -> int:
 
 
 def test_a_death_at_once_is_followed_by_longer_and_longer_waits_and_one_after_long_service_is_not() -> None:
-    deaths = Deaths()
-    assert [deaths.delay_s(0) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert deaths.delay_s(served_s=3600) == 0
-    assert deaths.delay_s(0) == 1
+    backoff = Backoff()
+    assert [backoff.next_delay_s(0) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert backoff.next_delay_s(served_s=3600) == 0
+    assert backoff.next_delay_s(0) == 1
 
 
 def test_who_dies_is_replaced_systemd_hears_from_the_front_and_all_end_together(tmp_path: Path) -> None:

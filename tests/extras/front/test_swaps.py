@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.extras.front.swaps import PATIENCE_S, NeverFits, Phase, Place, Swaps
+from diskprefix.extras.front.swaps import PATIENCE_S, NeverFits, Phase, Slot, Swaps
 
 
 class Models:
@@ -19,31 +19,31 @@ class Models:
         self.now = 0.0
         self.log: list[str] = []
 
-    def ask(self, model: str, needed: int = 4, caller: str = "a", **more: Any) -> Place:
+    def ask(self, model: str, needed: int = 4, caller: str = "a", **more: Any) -> Slot:
         """A request for a model."""
-        place = self.swaps.of(model)
-        if place is None:
+        slot = self.swaps.find(model)
+        if slot is None:
             more = {"waits_since": self.now} | more
-            place = Place(model=model, needed_bytes=needed, callers={caller}, **more)
-            self.swaps.require_room(place, ["weights 3", "KV 1"])
-            self.swaps.add(place)
-        self.swaps.begin_request(place, caller)
-        return place
+            slot = Slot(model=model, needed_bytes=needed, callers={caller}, **more)
+            self.swaps.require_room(slot, ["weights 3", "KV 1"])
+            self.swaps.slots.append(slot)
+        self.swaps.begin_request(slot, caller)
+        return slot
 
     def answer(
-        self, place: Place, keep_alive_s: float | None = None, caller: str = "a", *, decides: bool = False
+        self, slot: Slot, keep_alive_s: float | None = None, caller: str = "a", *, overrides: bool = False
     ) -> None:
-        place.num_active -= 1
-        place.keep(caller, self.now, keep_alive_s, decides=decides)
+        slot.num_active -= 1
+        slot.record_use(caller, self.now, keep_alive_s, overrides=overrides)
 
     def use(
-        self, model: str, *, keep_alive_s: float | None = None, caller: str = "a", decides: bool = False, **more: Any
-    ) -> Place:
+        self, model: str, *, keep_alive_s: float | None = None, caller: str = "a", overrides: bool = False, **more: Any
+    ) -> Slot:
         """A request that is answered at once."""
-        place = self.ask(model, caller=caller, **more)
+        slot = self.ask(model, caller=caller, **more)
         self.settle()
-        self.answer(place, keep_alive_s, caller, decides=decides)
-        return place
+        self.answer(slot, keep_alive_s, caller, overrides=overrides)
+        return slot
 
     def take(self, what: str, name: str, *fields: str) -> None:
         """Takes a step of a script: `at TIME`, or `ask`, `use` or `answer` with a model."""
@@ -52,8 +52,8 @@ class Models:
         if what == "at":
             self.now = float(name)
         elif what == "answer":
-            active = [place for place in self.swaps.places if place.model == name and place.num_active]
-            self.answer(min(active, key=lambda place: place.phase is not Phase.READY), **more)
+            active = [slot for slot in self.swaps.slots if slot.model == name and slot.num_active]
+            self.answer(min(active, key=lambda slot: slot.phase is not Phase.READY), **more)
         else:
             getattr(self, what)(name, **more)
 
@@ -61,12 +61,12 @@ class Models:
         """Decides until nothing changes."""
         while True:
             decision = self.swaps.decide(self.now)
-            for place in decision.load:
-                self.log.append(f"+{place.model}")
-                self.swaps.loaded(place, self.now)
-            for place in decision.unload:
-                self.log.append(f"-{place.model}")
-                self.swaps.remove(place)
+            for slot in decision.load:
+                self.log.append(f"+{slot.model}")
+                self.swaps.set_ready(slot, self.now)
+            for slot in decision.unload:
+                self.log.append(f"-{slot.model}")
+                self.swaps.slots.remove(slot)
             if not (decision.load or decision.unload):
                 return
 
@@ -122,10 +122,10 @@ SCRIPTS: dict[str, tuple[int | None, str]] = {
         None,
         "use long idle_unload_s=30 keep_alive_s=inf: +long, at 30: -long",
     ),
-    "the owner's request decides for all": (
+    "the owner's request overrides for all": (
         None,
-        "use gone idle_unload_s=30 caller=b: +gone, use gone keep_alive_s=0 decides=1: -gone, "
-        "use stays idle_unload_s=30 keep_alive_s=inf decides=1: +stays, at 1000",
+        "use gone idle_unload_s=30 caller=b: +gone, use gone keep_alive_s=0 overrides=1: -gone, "
+        "use stays idle_unload_s=30 keep_alive_s=inf overrides=1: +stays, at 1000",
     ),
     "a request does not unload what was ordered": (
         None,
@@ -135,7 +135,7 @@ SCRIPTS: dict[str, tuple[int | None, str]] = {
         None,
         "ask timed idle_unload_s=30: +timed, ask stays idle_unload_s=30: +stays, "
         "use brief keep_alive_s=0: +brief -brief, "
-        "answer timed, answer stays keep_alive_s=inf decides=1, at 29.9, at 30: -timed, at 1000",
+        "answer timed, answer stays keep_alive_s=inf overrides=1, at 29.9, at 30: -timed, at 1000",
     ),
     "who waits and can never fit beside what was pinned meanwhile lets others pass": (
         10,
@@ -175,9 +175,9 @@ def test_memory_is_free_when_a_process_has_ended_and_not_before() -> None:
     first = models.use("first")
     waiting = models.ask("second")
     decision = models.swaps.decide(models.now)
-    assert (decision.load, decision.unload, decision.next_one) == ([], [first], waiting)
+    assert (decision.load, decision.unload, decision.prepare) == ([], [first], waiting)
     assert models.swaps.decide(models.now).load == []
-    models.swaps.remove(first)
+    models.swaps.slots.remove(first)
     assert models.swaps.decide(models.now).load == [waiting]
 
 
@@ -201,8 +201,8 @@ def test_a_model_is_not_loaded_twice_at_a_time(limit: int | None) -> None:
     assert models.swaps.decide(models.now).unload == [first]
     again, other = models.ask("first"), models.ask("other")
     decision = models.swaps.decide(models.now)
-    assert (decision.load, decision.next_one) == ([other], again)
-    models.swaps.remove(first)
+    assert (decision.load, decision.prepare) == ([other], again)
+    models.swaps.slots.remove(first)
     assert models.swaps.decide(models.now).load == [again]
 
 
@@ -211,7 +211,7 @@ def test_every_request_is_answered_and_the_limit_holds(seed: int) -> None:
     rng = random.Random(seed)
     sizes = {name: rng.randint(1, 6) for name in "pqrst"}
     models = Models(6)
-    asked: list[tuple[Place, float]] = []
+    asked: list[tuple[Slot, float]] = []
     for _ in range(200):
         models.now += rng.random() * 4
         if rng.random() < 0.6:

@@ -26,12 +26,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
         yield server
 
 
-@pytest.fixture
-def client(daemon: AppServer) -> Iterator[httpx.Client]:
-    with daemon.client() as client:
-        yield client
-
-
 def post(client: httpx.Client, path: str, **body: Any) -> Any:
     return client.post(path, json=body).raise_for_status().json()
 

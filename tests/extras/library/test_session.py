@@ -1,4 +1,5 @@
-"""The library door: what a session restores is what it would compute, with plain transformers models."""
+"""The library door: what a session restores is what it would compute, with plain transformers models. And what
+identifies weights in memory."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTok
 from transformers.generation.streamers import BaseStreamer
 
 from diskprefix import PrefixCacheSession
-from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, SettingsError, StoreUnavailable
+from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, ModelError, SettingsError, StoreUnavailable
+from diskprefix.extras.library import library_model as weights
+from diskprefix.extras.library.library_model import memory_digest, stamp
 from diskprefix.kv.sequence import KVSequence
 from tests import forked
+from tests.devices import DEVICES
 from tests.exactness.architectures import tiny_model
 from tests.extras.library import session_worker
 from tests.extras.library.session_worker import LENGTH, SEED
@@ -123,7 +127,9 @@ def test_generate_is_the_same_cold_restored_and_repeated(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "falcon_h1"])
-def test_generate_gives_what_transformers_gives_on_the_same_grid(name: str, tmp_path: Path) -> None:
+def test_generate_gives_what_transformers_gives_on_the_same_grid_or_from_the_cache_of_prefill(
+    name: str, tmp_path: Path
+) -> None:
     model = tiny_model(name, torch.bfloat16)
     expected = on_the_grid(model, PROMPT)
     with open_session(model, tmp_path / "kv") as session:
@@ -132,13 +138,6 @@ def test_generate_gives_what_transformers_gives_on_the_same_grid(name: str, tmp_
             assert torch.equal(output.sequences, expected.sequences)
             assert torch.equal(bits(output), bits(expected))
             assert same_caches(output.past_key_values, expected.past_key_values)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "falcon_h1"])
-def test_the_cache_of_prefill_goes_on_in_the_generate_of_transformers(name: str, tmp_path: Path) -> None:
-    model = tiny_model(name, torch.bfloat16)
-    with open_session(model, tmp_path / "kv") as session:
-        expected = session.generate(PROMPT, **REPLY)
         cache, num_cached = session.prefill(PROMPT)
         assert (cache.get_seq_length(), num_cached) == (GRID_END, GRID_END)
         seen: list[int] = []
@@ -681,3 +680,52 @@ def test_text_of_a_multimodal_model_is_restored(write: Callable[[Path], Path], t
         warm = session.generate(prompt, **REPLY)
         assert restored(session) == len(prompt)
         assert torch.equal(bits(cold), bits(warm))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_digest_does_not_depend_on_where_the_weights_are(device: str) -> None:
+    model = tiny_llama()
+    before = memory_digest(model)
+    model.to(device)
+    model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
+    assert memory_digest(model) == before
+
+
+@pytest.mark.parametrize("piece_bytes", [64, 1 << 20])
+def test_every_part_of_every_tensor_counts(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_PIECE_BYTES", piece_bytes)
+    model = tiny_llama()
+    before = memory_digest(model)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        for index in (0, -1):
+            value = tensor.data.flatten()[index].clone()
+            tensor.data.view(-1)[index] = value + 1
+            assert memory_digest(model) != before
+            tensor.data.view(-1)[index] = value
+    assert memory_digest(model) == before
+
+
+def test_tied_weights_are_read_once() -> None:
+    model = tiny_llama()
+    untied = sum(tensor.nbytes for _, tensor in weights._distinct(model))
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert sum(tensor.nbytes for _, tensor in weights._distinct(model)) == untied - model.lm_head.weight.nbytes
+
+
+def test_weights_that_are_not_in_memory_have_no_memory_digest() -> None:
+    model = tiny_llama().to("meta")
+    with pytest.raises(ModelError, match="cannot be read as they are"):
+        memory_digest(model)
+
+
+def test_a_stamp_tells_writes_and_replacements_but_no_reads() -> None:
+    model = tiny_llama()
+    before = stamp(model)
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]))
+        assert stamp(model) == before
+        model.lm_head.weight[0, 0] += 1
+    written = stamp(model)
+    assert written != before
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    assert stamp(model) != written

@@ -20,7 +20,7 @@ from diskprefix.server.body import parse_json
 from tests.server.agent_model import call, saying, thought
 from tests.server.chat_model import POSITIONS, write_chat_model, write_tokenizer
 from tests.server.daemon_process import DaemonProcess, wait_until
-from tests.server.scripted import AppServer, ScriptedEngine, real_app, scripted_app
+from tests.server.scripted import AppServer, ScriptedEngine, real_app
 
 MODEL = "tiny-chat"
 RIVERS: list[Any] = [
@@ -37,12 +37,6 @@ DURATIONS = ("total_duration", "load_duration", "prompt_eval_duration", "eval_du
 def real(daemon: DaemonProcess) -> Iterator[Client]:
     with Client(daemon.url) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def agent(agent_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
-    with scripted_app(agent_model, engine) as server:
-        yield server
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from diskprefix.errors import InvalidRequest, ModelError
 from diskprefix.extras.pictures import picture_reader
 from diskprefix.extras.pictures.picture_reader import PictureReader
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.nouns import Picture
 from diskprefix.settings import Settings
+from diskprefix.values import Picture
 from tests.server.picture_models import (
     PARTS_ONLY,
     VISION_MODELS,

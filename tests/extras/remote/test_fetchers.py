@@ -1,4 +1,4 @@
-"""Threads that fetch."""
+"""Threads that fetch, the breaker that lets them ask, and counts of what was missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import threading
 
 import pytest
 
+from diskprefix.extras.remote.breaker import Breaker
+from diskprefix.extras.remote.counts import Counts
 from diskprefix.extras.remote.fetchers import Fetchers
+from tests.store.building import Clock
 
 WAIT_S = 20.0
 
@@ -63,3 +66,54 @@ def test_who_waits_is_told_of_any_error() -> None:
         fetchers.share("a", panic).future.result(WAIT_S)
     fetchers.share("a", lambda: None).future.result(WAIT_S)
     fetchers.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock: Clock) -> Breaker:
+    return Breaker(clock)
+
+
+def fail(breaker: Breaker, times: int) -> list[bool]:
+    return [breaker.failed() for _ in range(times)]
+
+
+def test_three_failures_in_a_row_open_it_and_a_success_closes_it(breaker: Breaker) -> None:
+    assert fail(breaker, 2) == [False, False]
+    breaker.succeeded()
+    assert fail(breaker, 2) == [False, False]
+    assert breaker.allows()
+    assert fail(breaker, 2) == [True, False]
+    assert not breaker.allows()
+    assert breaker.is_open
+    breaker.succeeded()
+    assert breaker.allows()
+    assert not breaker.is_failing
+
+
+def test_one_caller_a_minute_is_let_through_whether_it_answers_or_not(breaker: Breaker, clock: Clock) -> None:
+    fail(breaker, 3)
+    for _ in range(2):
+        clock.now += 60.0
+        assert not breaker.is_open
+        assert [breaker.allows() for _ in range(3)] == [True, False, False]
+    fail(breaker, 1)
+    clock.now += 59.0
+    assert not breaker.allows()
+    assert breaker.is_failing
+
+
+def test_what_was_there_a_day_ago_is_asked_for_again() -> None:
+    clock = Clock()
+    counts = Counts(clock)
+    counts.add_known("a")
+    clock.now += 86000.0
+    assert counts.is_known("a")
+    clock.now += 1000.0
+    assert not counts.is_known("a")
+    counts.add_known("a")
+    assert counts.is_known("a")

@@ -1,4 +1,4 @@
-"""The object store: what it reads at most, and how long it may take."""
+"""The object store: what it reads at most, and how long it may take, and that changed objects are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from diskprefix.errors import SettingsError
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
-from diskprefix.extras.remote.signing import ObjectRefused
+from diskprefix.extras.remote.signing import ObjectRefused, signed, verified
+from tests.extras.remote.made import KEY
 
 
 @pytest.fixture
@@ -68,3 +69,29 @@ def test_a_folder_is_made_only_by_who_writes(tmp_path: Path) -> None:
     assert not folder.exists()
     ObjectStore(folder.as_uri())
     assert folder.exists()
+
+
+CONTENT = b"what the object says"
+
+
+def refused(path: str, data: bytes) -> str:
+    with pytest.raises(ObjectRefused) as caught:
+        verified(KEY, path, data)
+    assert "\n" not in caught.value.message
+    return caught.value.reason
+
+
+def test_no_byte_can_be_changed_and_no_end_cut_off_or_added() -> None:
+    data = signed(KEY, "a/b", CONTENT)
+    assert verified(KEY, "a/b", data) == CONTENT
+    for at in range(len(data)):
+        changed = bytearray(data)
+        changed[at] ^= 1
+        try:
+            # Four bytes of the beginning say nothing.
+            assert verified(KEY, "a/b", bytes(changed)) == CONTENT
+            assert at in range(12, 16)
+        except ObjectRefused:
+            assert at not in range(12, 16)
+        assert refused("a/b", data[:at]) == "truncated"
+    assert refused("a/b", data + b"x") == "truncated"

@@ -1,4 +1,5 @@
-"""Machines that share a bucket: what one has computed, another one brings, and nothing that was planted."""
+"""Machines that share a bucket: what one has computed, another one brings, and nothing that was planted. And what a
+purge does with the bucket."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ import numpy as np
 import pytest
 
 from diskprefix.cache.tiers.tier import Prefetched, Upload
-from diskprefix.extras.remote.bundle import BundleSlot, Header, slot_nodes, split_bundle
+from diskprefix.extras.remote.bundle import Header, split_bundle
 from diskprefix.extras.remote.objects import RemoteUnavailable
 from diskprefix.extras.remote.signing import signed, verified
+from diskprefix.extras.remote.upkeep import NamespaceObjects
 from diskprefix.store.changes import NewNode
+from diskprefix.store.purge import GoneText
 from diskprefix.store.schema import Kind, RootRecord
 from diskprefix.store.store import Publication
 from diskprefix.tokens import ID_BYTES
-from tests.extras.remote.made import KEY, OTHER_KEY, WAIT_S, Machine, MakeMachine
+from tests.extras.remote.made import KEY, OTHER_KEY, WAIT_S, Machine, MakeMachine, share_of_each
 from tests.store.building import BLOCK, ROOT, prompt
 
 PROMPT = prompt(1, 7 * BLOCK + 5)
@@ -214,14 +217,6 @@ def test_closing_does_not_wait_for_what_hangs(make: MakeMachine, monkeypatch: py
     assert len(names) == 2, "the description and one object: the next ones are not begun"
 
 
-def test_the_nodes_of_a_place_are_found_without_a_look_at_the_whole_prompt(make: MakeMachine) -> None:
-    nodes = make().nodes(PROMPT)
-    names = [nodes.path.root, *nodes.path.block_names]
-    for slot in (BundleSlot(0, 3), BundleSlot(3, 6), BundleSlot(6, 7, has_tail=True)):
-        found = list(slot_nodes(nodes, slot))
-        assert [node.parent for node in found] == names[slot.first : slot.last + slot.has_tail]
-
-
 def test_a_prompt_of_which_nothing_is_there_costs_few_requests(make: MakeMachine) -> None:
     machine = make()
     prefetched, nodes = machine.prefetch(prompt(4, 30 * BLOCK))
@@ -237,15 +232,6 @@ def test_an_object_is_written_once_by_all_machines(make: MakeMachine, bucket: Pa
     assert one.remote.stats()["written"] == 3
     assert other.remote.stats()["written"] == 0
     assert len(bundles(bucket)) == 3
-
-
-def test_another_namespace_and_another_root_find_nothing(make: MakeMachine) -> None:
-    one = make()
-    one.save(PROMPT)
-    one.share(PROMPT)
-    assert make(key=OTHER_KEY).prefetch(PROMPT)[1] == []
-    nodes = make().nodes(PROMPT, root=b"another tenant's")
-    assert not set(nodes.path.block_names) & set(one.nodes(PROMPT).path.block_names)
 
 
 def cut(data: bytes, _: str) -> bytes:
@@ -426,3 +412,67 @@ def test_a_prompt_of_before_a_purge_is_not_uploaded_and_what_was_just_written_of
     assert machine.remote.flush(30)
     assert [path for path in machine.remote.objects.list("") if not path.endswith("about")] == []
     assert machine.remote.counts()["dropped"] == 1
+
+
+def num_objects(bucket: Path) -> int:
+    return len(list(bucket.rglob("*.*")))
+
+
+def test_a_purge_of_a_tenant_leaves_the_others(make: MakeMachine, bucket: Path) -> None:
+    share_of_each(make(), PROMPT, "", "a" * 32)
+    objects = make().remote.objects
+    assert NamespaceObjects(objects, OTHER_KEY).purge(lambda _model, _tenant: True) == 0
+    assert NamespaceObjects(objects, KEY).purge(lambda model, tenant: (model, tenant) == ("tiny", "a" * 32)) == 3
+    assert num_objects(bucket) == len(list(bucket.rglob("*/about"))) * 3 == 3
+    assert NamespaceObjects(objects, KEY).purge(lambda _model, tenant: tenant == "a" * 32) == 0
+    assert NamespaceObjects(objects, KEY).purge(lambda _model, tenant: tenant == "") == 3
+    assert [path for path in bucket.rglob("*") if path.is_file()] == []
+
+
+def test_a_deleted_prompt_leaves_the_objects_that_another_needs(make: MakeMachine, bucket: Path) -> None:
+    machine, other = make(), PROMPT.copy()
+    other[5 * BLOCK :] += 1
+    for token_ids in (PROMPT, other):
+        machine.save(token_ids)
+        machine.share(token_ids)
+    before = {path.name for path in bucket.rglob("*.*")}
+    text = GoneText(ROOT, BLOCK, PROMPT, num_kept=5 * BLOCK)
+    assert machine.remote.forget([text], 20) == 2, "the bundle and the end of the prompt that are its own"
+    assert len(before) - len({path.name for path in bucket.rglob("*.*")}) == 2
+    assert len(make().prefetch(other)[1]) == 8
+    # What it knew of the objects that are gone does not keep it from writing them again.
+    machine.share(PROMPT)
+    assert {path.name for path in bucket.rglob("*.*")} == before
+
+
+def test_of_a_whole_prompt_nothing_is_left(make: MakeMachine, bucket: Path) -> None:
+    machine = make()
+    machine.save(PROMPT)
+    machine.share(PROMPT)
+    machine.share(PROMPT, 4 * BLOCK)
+    assert machine.remote.forget([GoneText(ROOT, BLOCK, PROMPT, num_kept=0)], 20) >= 3
+    assert [path.name for path in bucket.rglob("*") if path.is_file()] == ["about"]
+
+
+def test_a_daemon_describes_its_root_again_after_a_purge(make: MakeMachine, bucket: Path) -> None:
+    machine = make()
+    machine.save(PROMPT)
+    machine.share(PROMPT[: 3 * BLOCK])
+    NamespaceObjects(machine.remote.objects, KEY).purge(lambda model, _tenant: model == "tiny")
+    assert not list(bucket.rglob("about"))
+    longer = np.concatenate([PROMPT[: 6 * BLOCK], prompt(2, BLOCK)])
+    machine.save(longer)
+    machine.share(longer)
+    assert NamespaceObjects(machine.remote.objects, KEY).purge(lambda model, _tenant: model == "tiny") > 0
+    assert num_objects(bucket) == 0
+
+
+def test_objects_without_a_sound_description_stay(make: MakeMachine, bucket: Path) -> None:
+    share_of_each(make(), PROMPT, "", "a" * 32)
+    objects = make().remote.objects
+    about = sorted(bucket.rglob("about"))[1]
+    for planted in (b"planted", bytes(1 << 20), None):
+        about.unlink() if planted is None else about.write_bytes(planted)
+        assert NamespaceObjects(objects, KEY).purge(lambda _model, tenant: tenant == "a" * 32) == 0
+    assert NamespaceObjects(objects, KEY).purge(lambda _model, _tenant: True) == 3
+    assert num_objects(bucket) == 3

@@ -28,17 +28,21 @@ from diskprefix.cache import saving as saving_module
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
+from diskprefix.extras.simulate.simulated_memory import SimulatedMemory
 from diskprefix.extras.simulate.simulator import Outcome, Policy, Simulator
 from diskprefix.extras.simulate.trace import TraceRequest
 from diskprefix.extras.simulate.trace_formats import read_trace
-from diskprefix.nouns import SHARED, CacheOptions, Mark, Prompt, Scope, Selection
+from diskprefix.kv import kept_blocks
+from diskprefix.kv.page_cache import PageCache
+from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.settings import Settings
 from diskprefix.tenant_ids import group_of
-from diskprefix.tokens import TokenIds, as_token_ids, raw_boundaries
+from diskprefix.tokens import TokenIds, as_token_ids, raw_boundaries, root_hash
+from diskprefix.values import SHARED, CacheOptions, Mark, Prompt, Scope, Selection
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples, thorough
 from tests.extras.simulate.workloads import interleaved, one_off
-from tests.runner import BLOCK, VOCAB, Answer, Runner, tiny_llama, tiny_settings
+from tests.runner import BLOCK, VOCAB, Answer, Runner, random_prompt, tiny_llama, tiny_settings
 
 BEGIN, END, SYSTEM, USER, REPLY = 1, 2, 3, 4, 5
 TEXT = 10
@@ -457,3 +461,38 @@ def crowded(num_requests: int) -> list[TraceRequest]:
 def _in_small_tokens(prompt: Prompt) -> Prompt:
     ids = prompt.token_ids
     return replace(prompt, token_ids=np.where(ids < TEXT, ids, TEXT + ids % (VOCAB - TEXT)).astype(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("state", "num_blocks"),
+    [("token", 20), ("sliceable", 20), ("mamba2", 20), *((state, 999) for state in ("token", "lfm2", "mamba2"))],
+)
+def test_memory_is_as_in_a_daemon(state: str, num_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_blocks, "_RECLAIMED", 1)
+    is_exact = state in ("token", "lfm2")
+    runner = Runner(model_of(state), tiny_settings(tmp_path), exact_at="token" if is_exact else "grid")
+    layout = runner.layout
+    runner.close()
+    geometry = Geometry(layout.bytes_per_token, layout.state_bytes, exact_at=layout.exact_at)
+    limit = num_blocks * (BLOCK * layout.bytes_per_token + layout.state_bytes)
+    device = torch.device("cpu")
+    pages = PageCache(layout, device, block_size=BLOCK, limit_bytes=limit, free_bytes=lambda: 1 << 40)
+    memory, owner = SimulatedMemory(limit, geometry, BLOCK), Owner(root_hash(""), 0, None)
+    random, prompts = np.random.default_rng(3), [random_prompt(0, 40)]
+    num_found = 0
+    for number in range(150):
+        before = prompts[-1 - random.integers(min(len(prompts), 5))]
+        before = before[: len(before) if random.integers(2) else random.integers(1, len(before))]
+        prompt = np.concatenate([before, random_prompt(number, int(random.choice([1, BLOCK, 23])))])[: 10 * BLOCK]
+        prompts.append(prompt)
+        sequence = pages.begin(owner, prompt)
+        assert isinstance(sequence, KVSequence)
+        assert memory.match("", prompt) == sequence.num_tokens
+        num_found += sequence.num_tokens > 0
+        assert sequence.make_room(len(prompt))
+        sequence.truncate(len(prompt))
+        pages.set_ready(sequence, len(prompt))
+        pages.end(sequence, keep=True)
+        memory.keep("", prompt, len(prompt))
+        assert pages.check() == []
+    assert num_found

@@ -22,9 +22,9 @@ from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate import recording
 from diskprefix.extras.simulate.recorded_request import RecordedRequest, joined
 from diskprefix.extras.simulate.recording import RequestRecorder
-from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids
+from diskprefix.values import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from tests.runner import BLOCK, random_prompt
 from tests.waiting import wait_for
 
@@ -146,14 +146,6 @@ def test_a_prompt_whose_line_is_missing_parts_from_nothing(record: Record) -> No
     lost, line = record(range(40), [*range(21), 7])
     assert line.parted_from == lost.hashes[-1]
     assert joined([line])[line.hashes[-1]] == line.hashes[-2]
-
-
-def test_a_recording_is_private_and_goes_on_after_a_restart(record: Record, path: Path) -> None:
-    record(range(20))
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    first, second = record(range(40))
-    assert (first.cuts, second.cuts) == ([16, 20], [16, 32, 40])
-    assert first.hashes[0] == second.hashes[0]
 
 
 def test_half_a_line_that_a_crash_left_is_cut_off(record: Record, path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulator import Policy, Simulator
 from diskprefix.extras.simulate.trace import TraceRequest
-from diskprefix.nouns import Prompt, Scope
 from diskprefix.tokens import TokenIds, as_token_ids, raw_boundaries
+from diskprefix.values import Prompt, Scope
 from tests.extras.simulate.workloads import BEGIN, END
 
 BLOCK = 16

@@ -1,8 +1,10 @@
-"""A simulated daemon counts, and a simulated store evicts, as computed by hand and by the code of the real one."""
+"""A simulated daemon counts, and a simulated store evicts, as computed by hand and by the code of the real one; and
+runs of a comparison that are left out change no figure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,16 +14,17 @@ from hypothesis import strategies as st
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.nodes import Node
+from diskprefix.extras.simulate.comparison import UPPER_BOUND, Case, Regime, cases, compare
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
 from diskprefix.extras.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.extras.simulate.upper_bound import upper_bound
-from diskprefix.nouns import Prompt, Scope
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims, usable_bytes
 from diskprefix.store.schema import USAGE_DTYPE, Kind
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
+from diskprefix.values import Prompt, Scope
 from tests.extras.simulate.workloads import CATALOG, interleaved
 
 MIB = 1 << 20
@@ -86,14 +89,6 @@ def test_of_a_prompt_that_can_never_fit_the_beginning_is_kept() -> None:
     assert totals.dropped
     assert totals.hits == 1
     assert 160 < totals.restored_tokens < 16000
-
-
-def test_of_prompts_that_come_once_the_newest_take_the_place_of_others() -> None:
-    requests = [asked(20_000 * n, 2000, when=0.1 * n) for n in range(5)]
-    again = asked(80_000, 2000, when=1.0)
-    totals = replayed(*requests, again, policy=replace(FULL, budget_bytes=8 * MIB))
-    assert totals.evictions > 0
-    assert (totals.dropped, totals.hits) == (0, 1)
 
 
 @pytest.mark.parametrize(("ttl_s", "asks", "later", "hits"), [(0, None, 1e6, 1), (60, None, 200.0, 0)])
@@ -224,10 +219,8 @@ def test_a_node_takes_what_its_pieces_and_records_take_in_the_file() -> None:
     of_tail = CHECKPOINTS.stored_bytes(7, Kind.TAIL) - CHECKPOINTS.stored_bytes(7, Kind.BLOCK)
     assert of_tail == pytest.approx((75 << 20) + 2 * 151_936, rel=0.02)
     assert Geometry(1024).stored_bytes(BLOCK, Kind.BLOCK) == node_bytes(BLOCK, [BLOCK * 1024])
-
-
-def test_small_states_are_not_rounded_up_to_large_ones() -> None:
-    assert Geometry(1024, state_bytes=20_000).stored_bytes(0, Kind.CHECKPOINT) < 30_000
+    assert Geometry(1024, state_bytes=20_000).stored_bytes(0, Kind.CHECKPOINT) < 30_000, "of small states too"
+    assert 0 < Geometry(0, state_bytes=10).stored_bytes(BLOCK, Kind.BLOCK) < 1000, "records alone"
 
 
 @pytest.mark.parametrize("name", CATALOG)
@@ -270,5 +263,61 @@ def test_the_child_that_shares_most_is_found(children: list[TokenIds], wanted: T
     assert list(store.similar(b"q" * 16, wanted)) == []
 
 
-def test_a_model_without_state_per_token_has_blocks_of_records_alone() -> None:
-    assert 0 < Geometry(0, state_bytes=10).stored_bytes(BLOCK, Kind.BLOCK) < 1000
+GEOMETRIES: dict[Regime, Geometry] = {"checkpoints": CHECKPOINTS, "sliceable": SLICEABLE}
+REFERENCE = Policy(scope=Scope("off"))
+
+
+def planned(*budgets: int | None, presets: dict[str, Policy] | None = None) -> list[Case]:
+    policies = [replace(REFERENCE, scope=scope) for scope in (Scope("full"), Scope("auto", 8))]
+    return cases(policies, GEOMETRIES, budgets, presets or {}, REFERENCE)
+
+
+def test_cases_come_by_regime_and_by_budget_and_the_largest_budget_first() -> None:
+    preset = Policy(scope=Scope("auto", 8), budget_bytes=7 * MIB, min_tokens=3)
+    found = planned(2**30, None, 2**34, None, presets={"mine": preset})
+    shown = [(case.regime, case.policy.budget_bytes, case.scope, case.preset) for case in found]
+    scopes = "full", "auto:8"
+    expected: list[object] = []
+    for regime in ("checkpoints", "sliceable"):
+        expected += [(regime, budget, scope, None) for budget, scope in product((None, 2**34, 2**30), scopes)]
+        expected += [(regime, 7 * MIB, "auto:8", "mine"), (regime, None, UPPER_BOUND, None)]
+    assert shown == expected
+    assert [case.policy for case in found if case.preset] == [preset, preset]
+
+
+def test_the_bound_holds_for_policy_files_too() -> None:
+    finer = {"a": replace(REFERENCE, block_size=16), "b": replace(REFERENCE, min_tokens=3, budget_bytes=MIB)}
+    bounds = [case.policy for case in planned(None, presets=finer) if case.scope == UPPER_BOUND]
+    assert bounds == [replace(REFERENCE, block_size=16, min_tokens=3)] * 2
+
+
+def test_what_is_not_run_again_is_what_it_would_have_been() -> None:
+    trace = interleaved(num_requests=40)
+    budgets = None, 2**40, 600 * MIB, 100 * MIB, 50 * MIB
+    together = [row.as_dict() for row in compare(trace, planned(*budgets))]
+    alone = [row.as_dict() for case in planned(*budgets) for row in compare(trace, [case])]
+    assert together == alone
+    assert any(row["evictions"] for row in together)
+
+
+def test_what_was_evicted_or_dropped_tells_nothing_of_another_budget() -> None:
+    trace = interleaved(num_requests=1)
+    for totals, expected in ((Totals(), 1), (Totals(evictions=1), 2), (Totals(dropped=1), 2)):
+        runs: list[int | None] = []
+
+        def count(_trace: Trace, policy: Policy, *_: object, totals: Totals = totals, runs: Any = runs) -> Totals:
+            runs.append(policy.budget_bytes)
+            return totals
+
+        found = [replace(case, simulate=count) for case in planned(2**35, 2**34)[:3:2]]
+        assert [case.scope for case in found] == ["full", "full"]
+        list(compare(trace, found))
+        assert len(runs) == expected
+
+
+def test_all_requests_of_all_cases_are_told_of() -> None:
+    told: list[int] = []
+    found = planned(None, 2**40, 50 * MIB)
+    list(compare(interleaved(num_requests=12), found, told.append))
+    assert sum(told) == 12 * len(found)
+    assert len(told) < sum(told), "some cases need no run of their own"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,18 @@ from hypothesis import strategies as st
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
-from diskprefix.extras.simulate.trace import RecordedDaemon
+from diskprefix.extras.simulate.trace import (
+    BlockRequest,
+    RecordedDaemon,
+    Trace,
+    TraceRequest,
+    block_tokens_of,
+    block_trace,
+)
 from diskprefix.extras.simulate.trace_formats import JsonObject, read_trace
-from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids, common_prefix_length
+from diskprefix.values import CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 
 BLOCK = 16
 ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
@@ -128,12 +134,6 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
         read_trace(path)
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.jsonl", tmp_path):
-        with pytest.raises(SettingsError, match="cannot be read"):
-            read_trace(path)
-
-
 def open_recorder(path: Path, block_size: int = BLOCK, min_tokens: int = BLOCK) -> RequestRecorder:
     scope = str(DEFAULT.scope)
     settings = Settings(block_size=block_size, kv_cache_min_tokens=min_tokens, disk_prefix_cache=scope)
@@ -177,12 +177,6 @@ def test_the_markers_of_a_recording_are_alike_and_its_texts_are_not(tmp_path: Pa
     assert sorted([marked[2][1], marked[3][1]]) == [-2, -1], "they part there"
     for ids, prompt in zip(replayed[:2], prompts, strict=False):
         assert sum(ids < 0) == len(prompt.boundaries)
-
-
-def test_a_tenant_with_a_salt_is_not_trusted(tmp_path: Path) -> None:
-    path = record(tmp_path / "r.jsonl", Prompt(as_token_ids([1])))
-    record(path, Prompt(as_token_ids([1])), options=replace(DEFAULT, tenant=SHARED.with_salt("me")), root=OTHER_ROOT)
-    assert [request.is_trusted for request in read_trace(path)] == [True, False]
 
 
 def test_a_recording_says_what_its_daemon_was_like(tmp_path: Path) -> None:
@@ -290,3 +284,47 @@ def test_what_is_wrong_with_a_recorded_line_is_said_with_its_place(
     message = refusal(tmp_path, RECORDED, RECORDED | change)
     assert reason in message
     assert "\n" not in message
+
+
+def request(when: float, *token_ids: int) -> TraceRequest:
+    return TraceRequest(when=when, prompt=Prompt(as_token_ids(token_ids)))
+
+
+def tokens(trace: Trace) -> list[list[int]]:
+    return [request.prompt.token_ids.tolist() for request in trace]
+
+
+def test_a_trace_can_be_iterated_again_and_several_times_at_once() -> None:
+    trace = Trace.of("t", [request(0, 1), request(1, 2, 3)])
+    assert tokens(trace) == tokens(trace) == [[1], [2, 3]]
+    assert [(a.when, b.when) for a, b in zip(trace, trace, strict=True)] == [(0, 0), (1, 1)]
+
+
+def block_request(when: float, ids: list[int], num_tokens: int) -> BlockRequest:
+    return BlockRequest(when=when, block_ids=np.array(ids, np.int64), num_tokens=num_tokens)
+
+
+def test_requests_come_in_order_of_time() -> None:
+    trace = block_trace("t", [block_request(2.0, [1], 4), block_request(1.0, [2], 3)], 4)
+    assert [(request.when, len(request.prompt.token_ids)) for request in trace] == [(1.0, 3), (2.0, 4)]
+
+
+@given(
+    prompts=st.lists(
+        st.tuples(st.lists(st.integers(-(2**62), 2**62), min_size=1, max_size=6), st.integers(0, 3)), max_size=8
+    )
+)
+def test_prompts_share_the_tokens_of_the_blocks_that_they_share(prompts: list[tuple[list[int], int]]) -> None:
+    requests = [block_request(i, ids, 4 * len(ids) - cut) for i, (ids, cut) in enumerate(prompts)]
+    tokens = [request.prompt.token_ids for request in block_trace("t", requests, 4)]
+    for (ids, _), mine in zip(prompts, tokens, strict=True):
+        for (other_ids, _), other in zip(prompts, tokens, strict=True):
+            same = next((i for i, (a, b) in enumerate(zip(ids, other_ids, strict=False)) if a != b), 6)
+            assert common_prefix_length(mine, other) == min(4 * same, len(mine), len(other))
+
+
+def test_large_ids_wrap_without_meeting_small_ones() -> None:
+    numbers = np.array([0, 1, 2**23 - 1], np.int64)
+    tokens = block_tokens_of(numbers, 512, 3 * 512)
+    assert tokens.dtype == np.int32
+    assert len(np.unique(tokens)) == 3 * 512

@@ -1,4 +1,4 @@
-"""The bound that no rule passes."""
+"""The bound that no rule passes, and the tree of prompts that it is found in."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
+from diskprefix.extras.simulate.radix_tree import RadixNode, RadixTree
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.extras.simulate.upper_bound import upper_bound
-from diskprefix.nouns import Prompt, Scope
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
+from diskprefix.values import Prompt, Scope
 from tests.extras.simulate.workloads import CATALOG
 
 POLICY = Policy(scope=Scope("full"), min_tokens=4, block_size=4)
@@ -96,3 +99,51 @@ def test_the_bound_heeds_no_scope_of_a_request_but_off() -> None:
     assert upper_bound(Trace.of("t", own), POLICY, STATES).restored_tokens == 35
     off = [asked(A, B, tail(0), scope=Scope("off")) for _ in range(2)]
     assert upper_bound(Trace.of("t", off), POLICY, STATES).restored_tokens == 0
+
+
+ROOT = b"root"
+
+
+def add(radix_tree: RadixTree, *tokens: int, root: bytes = ROOT) -> tuple[list[int], RadixNode | None]:
+    way, left = radix_tree.add(root, as_token_ids(tokens))
+    return [place.position for place in way], left
+
+
+def test_roots_share_nothing() -> None:
+    radix_tree = RadixTree()
+    add(radix_tree, 1, 2, 3)
+    assert add(radix_tree, 1, 2, 4, root=b"other") == ([3], None)
+
+
+def test_what_was_not_passed_for_longest_is_forgotten() -> None:
+    radix_tree = RadixTree(max_tokens=9)
+    add(radix_tree, 1, 1, 1)
+    add(radix_tree, 2, 2, 2)
+    add(radix_tree, 3, 3, 3)
+    add(radix_tree, 1, 1, 1)
+    add(radix_tree, 4)
+    assert add(radix_tree, 2, 2, 9) == ([3], None)
+    assert add(radix_tree, 1, 1, 9)[1] is not None
+
+
+@given(st.lists(st.lists(st.integers(-1, 0), max_size=8), max_size=12), st.integers(1, 30))
+def test_places_are_where_prompts_end_and_part(prompts: list[list[int]], max_tokens: int) -> None:
+    everything, bounded = RadixTree(), RadixTree(max_tokens)
+    for number, tokens in enumerate(prompts):
+        positions, left = add(everything, *tokens)
+        shared = {common_prefix_length(as_token_ids(tokens), as_token_ids(other)) for other in prompts[:number]}
+        assert positions == sorted((shared | {len(tokens)}) - {0})
+        assert (left is None) or left.parent is not None
+        add(bounded, *tokens)
+        kept = sum(len(end.tokens) for end in _places(bounded))
+        assert kept == bounded._num_tokens <= max(max_tokens, *map(len, prompts))
+
+
+def _places(radix_tree: RadixTree) -> list[RadixNode]:
+    found: list[RadixNode] = []
+    waiting = list(radix_tree._roots.values())
+    while waiting:
+        place = waiting.pop()
+        found.append(place)
+        waiting.extend(place.children.values())
+    return found

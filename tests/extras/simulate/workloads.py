@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
-from diskprefix.nouns import Prompt
 from diskprefix.tokens import TokenIds, as_token_ids, raw_boundaries
+from diskprefix.values import Prompt
 
 BEGIN, END = 1, 2
 _NEWLINE, _SYSTEM, _USER, _ASSISTANT = 198, 9690, 4093, 520

@@ -19,13 +19,7 @@ from diskprefix.extras.daemon_call import wait_ready
 from diskprefix.extras.talk import chat_command
 from diskprefix.extras.talk.chat_command import chat
 from tests.server.agent_model import saying, thought
-from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
-
-
-@pytest.fixture(scope="module")
-def server(agent_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
-    with scripted_app(agent_model, engine) as running:
-        yield running
+from tests.server.scripted import AppServer, ScriptedEngine
 
 
 class Terminal(io.StringIO):
@@ -33,10 +27,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_message_from_a_pipe_is_answered(server: AppServer, engine: ScriptedEngine, tmp_path: Path) -> None:
+def test_a_message_from_a_pipe_is_answered(agent: AppServer, engine: ScriptedEngine, tmp_path: Path) -> None:
     engine.script = saying(thought("I look.") + "The Nile\x1b[2J,\nthe Po.")
     (tmp_path / "notes.txt").write_text("All rivers.", encoding="utf-8")
-    flags = ["--url", server.url, "--system", str(tmp_path / "notes.txt"), "--max-tokens", "77"]
+    flags = ["--url", agent.url, "--system", str(tmp_path / "notes.txt"), "--max-tokens", "77"]
     found = CliRunner().invoke(chat, flags, input="Rivers?")
     assert found.exit_code == 0, found.output
     assert found.stdout.strip() == "I look.\nThe Nile[2J,\nthe Po."
@@ -47,7 +41,10 @@ def test_a_message_from_a_pipe_is_answered(server: AppServer, engine: ScriptedEn
 
 
 def test_a_conversation_grows_is_answered_again_and_begins_anew(
-    server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    agent: AppServer,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = iter(["", "One?", "/help", "Two?", "/again", "/agian", "/new", "/etc/hosts: Three?", "/bye"])
     prompts = []
@@ -59,7 +56,7 @@ def test_a_conversation_grows_is_answered_again_and_begins_anew(
     engine.script = script
     monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
     monkeypatch.setattr("sys.stdin", Terminal())
-    assert chat.main(["--url", server.url], standalone_mode=False) is None
+    assert chat.main(["--url", agent.url], standalone_mode=False) is None
     says = [[word for word in ("One?", "Yes.", "Two?", "Three?") if word in prompt] for prompt in prompts]
     assert says == [["One?"], ["One?", "Yes.", "Two?"], ["One?", "Yes.", "Two?"], ["Three?"]]
     said = capsys.readouterr().err
@@ -68,7 +65,10 @@ def test_a_conversation_grows_is_answered_again_and_begins_anew(
 
 
 def test_after_a_daemon_that_went_away_it_says_once_why_and_on_a_line_of_its_own_how_to_go_on(
-    server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    agent: AppServer,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     whole, lines, is_gone = daemon_call._events, iter(["One?", "/again"]), True
 
@@ -99,7 +99,7 @@ def test_after_a_daemon_that_went_away_it_says_once_why_and_on_a_line_of_its_own
     monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
     monkeypatch.setattr("sys.stdin", Terminal())
     with pytest.raises(StopIteration):
-        chat.main(["--url", server.url], standalone_mode=False)
+        chat.main(["--url", agent.url], standalone_mode=False)
     said = capsys.readouterr()
     assert said.out.strip() == "Yes."
     assert (
@@ -109,13 +109,13 @@ def test_after_a_daemon_that_went_away_it_says_once_why_and_on_a_line_of_its_own
 
 
 def test_a_request_that_is_refused_or_whose_reply_breaks_off_is_an_error(
-    server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+    agent: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_arguments: object) -> None:
         raise InvalidRequest("this is refused", param="messages")
 
     engine.script = refuse
-    found = CliRunner().invoke(chat, ["--url", server.url], input="Rivers?")
+    found = CliRunner().invoke(chat, ["--url", agent.url], input="Rivers?")
     assert (found.exit_code, "this is refused" in str(found.exception)) == (1, True)
     whole = daemon_call._events
 
@@ -126,6 +126,6 @@ def test_a_request_that_is_refused_or_whose_reply_breaks_off_is_an_error(
             return iter([b'data: {"choices": [{"delta": {"content": "Half"}}]}\n', b"\n"])
 
     monkeypatch.setattr(daemon_call, "_events", lambda _response: whole(Cut()))  # type: ignore[arg-type]
-    found = CliRunner().invoke(chat, ["--url", server.url], input="Rivers?")
+    found = CliRunner().invoke(chat, ["--url", agent.url], input="Rivers?")
     assert found.stdout.strip() == "Half"
     assert "ended before the reply did" in str(found.exception)

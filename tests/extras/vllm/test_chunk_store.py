@@ -1,21 +1,27 @@
-"""Chunks of an engine's offloading in a store: they come back bit for bit, or are missing."""
+"""Chunks of an engine's offloading in a store: they come back bit for bit, or are missing. And the store that
+the parts of an engine share."""
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from diskprefix.extras.vllm import connector_settings
 from diskprefix.extras.vllm.chunk_store import GROUP, ChunkKey, ChunkStore, chunk_layout
-from diskprefix.extras.vllm.connector_settings import tier_settings
+from diskprefix.extras.vllm.connector_settings import connector_settings, tier_settings
 from diskprefix.extras.vllm.plans import RankIdentity
+from diskprefix.extras.vllm.processors import unbind
 from diskprefix.extras.vllm.shared_store import SharedStore, open_shared
+from diskprefix.extras.vllm.staging import Staging
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.store.store import Store
@@ -100,7 +106,7 @@ def test_a_damaged_chunk_is_missing_and_the_others_are_loaded(tmp_path: Path) ->
         assert [chunks.has(one) for one in keys] == [True, False, True]
         assert chunks.save(keys, [chunk(number) for number in range(3)])
         assert shared.writer.flush(30)
-        assert shared.writer.house.quarantined == 1
+        assert shared.writer.housekeeping.quarantined == 1
         chunks.end_step()
         assert all(map(chunks.has, keys))
         assert chunks.load(keys, places) == [True] * 3
@@ -135,7 +141,7 @@ def test_the_file_keeps_its_budget_and_the_ends_of_prompts_go_first(
 
 
 def test_chunks_for_which_the_buffer_has_no_room_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector_settings, "_WRITE_BUFFER", 2**20)
+    monkeypatch.setattr("diskprefix.extras.vllm.connector_settings._WRITE_BUFFER", 2**20)
     with opened(tmp_path / "kv") as (chunks, shared):
         shared.writer.pause_writing()
         assert not chunks.save([key(1), key(2)], [chunk(1), chunk(2)])
@@ -145,3 +151,67 @@ def test_chunks_for_which_the_buffer_has_no_room_are_dropped(tmp_path: Path, mon
 def test_chunks_that_are_not_whole_pages_are_refused() -> None:
     with pytest.raises(ValueError, match="chunks of 5000 bytes"):
         chunk_layout(5000, "bfloat16")
+
+
+def test_a_path_is_opened_once_and_closed_by_its_last_user(tmp_path: Path) -> None:
+    settings = connector_settings({"path": str(tmp_path / "kv"), "budget": "64MiB"}, 16)
+    scheduler, worker = open_shared(settings), open_shared(settings)
+    assert scheduler is worker
+    assert scheduler.release()
+    assert worker.store.counts()["blocks"] == 0
+    assert worker.release()
+    again = open_shared(settings)
+    assert again is not worker
+    assert again.release()
+
+
+def test_a_buffer_is_used_again_once_its_last_view_is_gone() -> None:
+    staging = Staging(64)
+    first, second = staging.take(), staging.take()
+    place = first.ctypes.data
+    assert second.ctypes.data != place
+    part = first.data[8:]
+    del first
+    third = staging.take()
+    assert third.ctypes.data != place
+    del part
+    assert staging.take().ctypes.data == place
+
+
+def test_a_buffer_that_comes_back_while_another_is_made_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = Staging(64)
+    held = [staging.take()]
+
+    def empty(*shape: Any) -> Any:
+        # The collector of garbage may run at any allocation.
+        held.clear()
+        return np.ndarray(*shape)
+
+    monkeypatch.setattr(np, "empty", empty)
+    taking = threading.Thread(target=staging.take, daemon=True)
+    taking.start()
+    taking.join(2)
+    assert not taking.is_alive()
+
+
+@pytest.mark.skipif(
+    len(getattr(os, "sched_getaffinity", lambda _: ())(os.getppid())) < 2, reason="needs two processors"
+)
+def test_threads_of_the_store_run_where_the_process_may_and_not_where_vllm_binds_its_own(tmp_path: Path) -> None:
+    settings = connector_settings({"path": str(tmp_path / "kv"), "budget": "64MiB"}, 16)
+    allowed = os.sched_getaffinity(os.getppid())
+    one = {min(allowed)}
+
+    def in_bound_thread() -> tuple[Any, ...]:
+        os.sched_setaffinity(0, one)
+        shared = open_shared(settings)
+        writer = next(thread for thread in threading.enumerate() if thread.name == "kv-writer")
+        assert writer.native_id is not None
+        with ThreadPoolExecutor(1, initializer=unbind) as pool:
+            found = pool.submit(os.sched_getaffinity, 0).result()
+        places = os.sched_getaffinity(writer.native_id), found, os.sched_getaffinity(0)
+        shared.release()
+        return places
+
+    with ThreadPoolExecutor(1) as bound:
+        assert bound.submit(in_bound_thread).result() == (allowed, allowed, one)

@@ -136,12 +136,6 @@ def begin_with_lost(engine: Engine, request: Request, position: int) -> list[tup
     return engine.results(request)
 
 
-def test_what_was_evicted_between_match_and_load_is_computed(engine: Make) -> None:
-    engine().run(Request("a", PROMPT))
-    again, request = engine(), Request("b", PROMPT)
-    assert begin_with_lost(again, request, 0) == [(True, True, set(again.tables["b"][0]))]
-
-
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, SLIDING)], ids=["one group", "several groups"])
 def test_a_load_that_failed_is_not_planned_again_and_what_was_lost_is_saved(engine: Make, groups: Any) -> None:
     engine(groups=groups).run(Request("a", PROMPT))
@@ -317,14 +311,6 @@ def test_what_a_window_has_left_behind_is_not_saved_nor_what_continues_it(engine
     one.step(request, BLOCK)
     one.end(request)
     assert one.shared.store.counts()["blocks"] == 0
-
-
-def test_the_client_is_told_what_the_cache_did(engine: Make) -> None:
-    one, request = engine(), Request("a", PROMPT, kv_transfer_params={"scope": "full"})
-    one.begin(request)
-    one.step(request, len(PROMPT))
-    told = {"restored": 0, "source": "none", "saved": 3 * BLOCK, "reason": "full"}
-    assert one.end(request) == {"prefix_cache": told}
 
 
 @pytest.mark.parametrize(

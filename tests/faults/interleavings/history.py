@@ -19,7 +19,7 @@ from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.errors import CacheError, NotReady, QueueFull
 from diskprefix.kv.layout import Layout
-from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
+from diskprefix.settings import Settings
 from diskprefix.store.compact import compact_folder, rewrite_folder
 from diskprefix.store.folder import LOCK, FileMark, _read_mark
 from diskprefix.store.note_record import NoteKind, root_limit
@@ -28,12 +28,12 @@ from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.store import Store
 from diskprefix.store.store_file import StoreFile
 from diskprefix.store.verify import remove_damaged, verify_index
+from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant
 from tests.faults.interleavings import hash_model, threads, world
 from tests.faults.interleavings.bucket import SimulatedBucket
 from tests.faults.interleavings.hash_model import Replies, salt_of
 from tests.faults.interleavings.task_scheduler import Stuck, Task, TaskScheduler
 from tests.faults.interleavings.world import BLOCK, LONGEST, Daemon, Disk
-from tests.made_settings import made_settings
 
 PATIENCE_S = 300.0
 """A request that has not ended after this virtual time never will."""
@@ -137,7 +137,7 @@ class History:
             "namespace_key_file": folder / "key",
             "remote_write": choose(("seen-twice", "all", "all")),
         }
-        self.settings = made_settings(
+        self.settings = Settings(
             **(shared if self._has_bucket else {}),
             kv_cache_dir=folder / "kv",
             kv_cache_min_tokens=choose((8, 16, 24)),

@@ -22,7 +22,6 @@ from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import Owner
-from diskprefix.nouns import SHARED
 from diskprefix.store import folder, notes, writer
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.folder import FileMark, FolderLock
@@ -33,6 +32,7 @@ from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Room, Writer
 from diskprefix.store.written import WriteMeter, WrittenBytes
 from diskprefix.tokens import root_hash
+from diskprefix.values import SHARED
 from tests.faults.interleavings.threads import scheduler
 
 _owner: Any = PrefixCache.owner
@@ -86,7 +86,7 @@ def _taken_impatiently(self: FolderLock) -> None:
 
 
 def _tried_once(self: Writer, save: Save, publication: Publication) -> bool:
-    if self.house.attempt(partial(self._publish, save, publication)) is not None:
+    if self.housekeeping.attempt(partial(self._publish, save, publication)) is not None:
         self.fail(save, keep=0)
     return True
 

@@ -206,7 +206,7 @@ def patched() -> Iterator[None]:
         (Memo, "put", lambda _self, _key, _value: None),
         # The kernel counts for this thread, which is that of all tasks. Without it, pages of records are counted.
         (written, "_written_by_thread", lambda: None),
-        (settings_module, "_LEAST_WRITTEN", 0),
+        (settings_module, "_MIN_WRITTEN", 0),
         # Prompts are short. So are the rows of a step, and nothing is guessed and taken back.
         (pages, "_SLAB_BYTES", 1024),
         (sizes, "STEP_TOKENS", LONGEST),

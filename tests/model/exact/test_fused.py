@@ -21,7 +21,7 @@ from diskprefix.model.exact.runner import Rows, run
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.quants.quantised import prepare
 from diskprefix.native import library
-from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm
+from diskprefix.native.blocks import AttentionBlock, Gated, Norm
 from tests.closing import TESTED
 from tests.exactness.architectures import tiny_model
 from tests.model.quantising_in_place import quantise
@@ -42,7 +42,7 @@ def compiled(
     library.choose(request.param)
 
 
-NAMES = {Norm: "norm", Gated: "gated", AttentionBlock: "attention", Layer: "layer"}
+NAMES = {Norm: "norm", Gated: "gated", AttentionBlock: "attention"}
 
 
 def quantised_model(name: str = "llama") -> PreTrainedModel:
@@ -69,10 +69,10 @@ def parts_of(model: PreTrainedModel) -> Counter[str]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("llama", {"norm": 5, "gated": 2, "attention": 2, "layer": 2}),
-        ("qwen2", {"norm": 5, "gated": 2, "attention": 2, "layer": 2}),
-        ("qwen3", {"norm": 9, "gated": 2, "attention": 2, "layer": 2}),
-        ("gemma3", {"norm": 25, "gated": 4, "attention": 4, "layer": 4}),
+        ("llama", {"norm": 5, "gated": 2, "attention": 2}),
+        ("qwen2", {"norm": 5, "gated": 2, "attention": 2}),
+        ("qwen3", {"norm": 9, "gated": 2, "attention": 2}),
+        ("gemma3", {"norm": 25, "gated": 4, "attention": 4}),
         ("olmo2", {"norm": 9, "gated": 2}),
         ("cohere", {"gated": 2}),
         ("mixtral", {"norm": 5, "attention": 2}),
@@ -112,7 +112,7 @@ def test_parts_have_the_bits_of_their_steps(name: str, monkeypatch: pytest.Monke
     found = computed(model, layout_of(model), steps)
     monkeypatch.setattr(fused.Parts, "larger", lambda *_: None)
     other = quantised_model(name)
-    assert not parts_of(other).keys() & {"gated", "attention", "layer"}
+    assert not parts_of(other).keys() & {"gated", "attention"}
     for (state, logits), (expected_state, expected_logits) in zip(
         found, computed(other, layout_of(other), steps), strict=True
     ):
@@ -123,8 +123,8 @@ def test_parts_have_the_bits_of_their_steps(name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("llama", "all 2 layers whole"),
-        ("mixtral", "0 of 2 layers whole; 2 attention blocks, 0 gated products, 5 norms"),
+        ("llama", "one plan"),
+        ("cohere", "0 attention blocks, 2 gated products, 0 norms"),
     ],
 )
 def test_the_log_says_what_was_recognised(name: str, parts: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -207,4 +207,4 @@ def test_layers_whose_code_uses_their_number_are_compared_one_by_one() -> None:
 
     for number, layer in enumerate(model.model.layers):
         layer.mlp.__class__, layer.mlp.layer_idx = Later, number
-    assert parts_of(model) == {"norm": 5, "gated": 1, "attention": 2, "layer": 1}
+    assert parts_of(model) == {"norm": 5, "gated": 1, "attention": 2}

@@ -104,7 +104,7 @@ def exactness(model: PreTrainedModel) -> tuple[str, str]:
     return layout.exact_at, reason
 
 
-@pytest.mark.usefixtures("cache")
+@pytest.mark.usefixtures("cache", "by_modules")
 def test_experts_that_depend_on_the_number_of_rows_mean_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     compute = RoutedExperts.__call__
 

@@ -123,13 +123,6 @@ def test_a_second_interrupt_ends_the_daemon_at_once(chat_model: Path, cache: Pat
         assert daemon.stop(signal.SIGINT) == 130
 
 
-def test_a_signal_before_anything_was_done_ends_the_daemon_with_0(chat_model: Path, cache: Path) -> None:
-    with DaemonProcess(*serve_flags(chat_model, cache)) as daemon:
-        assert daemon.url
-        assert daemon.stop(signal.SIGTERM) == 0
-        assert "Traceback" not in daemon.log
-
-
 def test_a_loading_daemon_answers_health_and_ends_with_0_when_told_to(
     chat_model: Path, cache: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-// Norms, attention with the products around it, gated products, and a whole layer of them: the same bits for tokens of one
+// Norms, attention with the products around it, gated products, one behind the other: the same bits for tokens of one
 // step and of two, the same keys and values in memory, and the same whatever the threads do.
 
 #include "forms.h"
@@ -44,9 +44,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
         }
         char *of_keys_at[] = {some_keys.as<char>()}, *of_values_at[] = {some_values.as<char>()};
         const Run run = {start + begin, count, 1 << 20, {of_keys_at, 0, there * key_dim, key_dim}, {of_values_at, 0, there * value_dim, value_dim}};
-        Layer call = {};
-        call.rows = rows.as<uint16_t>() + begin * width, call.out = outs[way].as<uint16_t>() + begin * width;
-        AttentionBlock& block = call.attention;
+        Guarded part(count * width * 2);
+        memcpy(part.as<void>(), rows.as<uint16_t>() + begin * width, count * width * 2);
+        AttentionBlock block = {};
+        block.rows = block.out = part.as<void>();
         block.num_rows = count, block.query = query->get(), block.key = key->get(), block.value = value->get(), block.last = last->get();
         if (has_head_norms) block.query_norm = block.key_norm = head_weight.as<void>();
         block.norm_kind = kind, block.norm_epsilon = 1e-6, block.rotary_dim = rotary_dim;
@@ -55,10 +56,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
         attention.dtype = BFLOAT16, attention.num_heads = heads, attention.num_kv_heads = kv_heads, attention.key_dim = key_dim;
         attention.value_dim = value_dim, attention.num_runs = 1, attention.window = window, attention.scale = 0.1;
         attention.num_threads = threads, attention.parallel_for = parallel_for;
-        call.gated = {count, nullptr, gate->get(), up->get(), down->get(), curve(), nullptr, threads, parallel_for};
-        for (int i = 0; i < 4; ++i)
-          call.norms[i] = {BFLOAT16, kind, count, width, nullptr, i % 2 && !has_second_norms ? nullptr : weight.as<void>(), nullptr, 1e-6, threads, parallel_for};
-        if (operators->layer(&call, &run)) fail("a layer fails", operators->name);
+        const Gated gated = {count, part.as<void>(), gate->get(), up->get(), down->get(), curve(), part.as<void>(), threads, parallel_for};
+        const Norm norm = {BFLOAT16, kind, count, width, part.as<void>(), weight.as<void>(), part.as<void>(), 1e-6, threads, parallel_for};
+        const bool attends = !operators->norm(&norm) && !operators->attention_block(&block, &run);
+        if (!attends || (has_second_norms && operators->norm(&norm))) fail("attention fails", operators->name);
+        if (operators->norm(&norm) || operators->gated(&gated)) fail("gated products fail", operators->name);
+        memcpy(outs[way].as<uint16_t>() + begin * width, part.as<void>(), count * width * 2);
         for (int64_t head = 0; head < kv_heads; ++head) {
           memcpy(all_keys[way].as<uint16_t>() + head * tokens * key_dim, some_keys.as<uint16_t>() + head * there * key_dim, there * key_dim * 2);
           memcpy(all_values[way].as<uint16_t>() + head * tokens * value_dim, some_values.as<uint16_t>() + head * there * value_dim, there * value_dim * 2);

@@ -26,9 +26,9 @@ function storedChats() {
 }
 
 function newChat() {
-  const one = { id: crypto.getRandomValues(new Uint32Array(1))[0], used: Date.now(), system: "", messages: [] };
-  chats.unshift(one);
-  return one;
+  const created = { id: crypto.getRandomValues(new Uint32Array(1))[0], used: Date.now(), system: "", messages: [] };
+  chats.unshift(created);
+  return created;
 }
 
 function store() {
@@ -41,30 +41,30 @@ function store() {
   }
 }
 
-const titleOf = (one) => (one.messages[0]?.content ?? "New conversation").slice(0, 60);
+const titleOf = (chat) => (chat.messages[0]?.content ?? "New conversation").slice(0, 60);
 
 function drawChat() {
-  find("#which").replaceChildren(...chats.map((one) => make("option", { value: one.id }, titleOf(one))));
+  find("#which").replaceChildren(...chats.map((other) => make("option", { value: other.id }, titleOf(other))));
   find("#which").value = chat.id;
   find("#system").value = chat.system;
   find("#temperature").value = chat.temperature ?? "";
   find("#length").value = chat.length ?? "";
-  for (const one of chat.messages) if (one.done) learn(one.done);
-  find("#log").replaceChildren(...chat.messages.map((one) => article(one, perToken)));
+  for (const { done } of chat.messages) if (done) learn(done);
+  find("#log").replaceChildren(...chat.messages.map((message) => article(message, perToken)));
   drawExamples();
   drawButtons();
 }
 
 // Offers examples in an empty conversation; with the document, the questions that were not asked yet.
 function drawExamples() {
-  const asked = chat.messages.map((one) => one.content), has = chat.system === DOCUMENT, isNew = !chat.messages.length;
-  const questions = QUESTIONS.filter((one) => !asked.includes(one));
+  const asked = chat.messages.map(({ content }) => content), has = chat.system === DOCUMENT, isNew = !chat.messages.length;
+  const questions = QUESTIONS.filter((question) => !asked.includes(question));
   find("#try").hidden = running !== null || !(has ? questions.length : isNew && !chat.system);
   setText(find("#h-try"), has ? "Ask about the handbook" : "Try it");
   setText(find("#try-says"), !has ? "The long document shows what the cache is for: it is computed for the first question, and restored for the next ones."
     : isNew ? "The first answer takes a while: the document is computed." : "The next answer begins at once: the document is restored. Restart the daemon and ask again: then it is read from the disk.");
   const examples = has ? questions : EXAMPLES;
-  find("#examples").replaceChildren(...examples.map((one) => make("button", { type: "button", onclick: () => send(one, SHORT_REPLY) }, one)),
+  find("#examples").replaceChildren(...examples.map((text) => make("button", { type: "button", onclick: () => send(text, SHORT_REPLY) }, text)),
     ...(has ? [] : [make("button", { type: "button", id: "long", onclick: useDocument }, "A long document: the handbook of a library")]));
 }
 
@@ -108,7 +108,7 @@ const limit = () => chat.length ?? chat.messages[chat.messages.length - 2].limit
 // The body of a request. Each turn's prompt begins with the prompt of the turn before.
 function body() {
   const system = chat.system.trim() ? [{ role: "system", content: chat.system }] : [];
-  const messages = chat.messages.slice(0, -1).filter((one) => one.content).map(({ role, content, reasoning }) => ({ role, content, ...(reasoning ? { reasoning_content: reasoning } : {}) }));
+  const messages = chat.messages.slice(0, -1).filter(({ content }) => content).map(({ role, content, reasoning }) => ({ role, content, ...(reasoning ? { reasoning_content: reasoning } : {}) }));
   return {
     model: find("#model").value, messages: [...system, ...messages], stream: true, return_progress: true,
     stream_options: { include_usage: true }, prefix_cache: { scope: "full" }, max_tokens: limit(),
@@ -210,7 +210,7 @@ async function untilReady(since) {
 
 async function readModels() {
   const chosen = find("#model").value;
-  const names = (await ask("GET", "/v1/models")).data.map((one) => one.id);
+  const names = (await ask("GET", "/v1/models")).data.map(({ id }) => id);
   find("#model").replaceChildren(...names.map((name) => make("option", { value: name }, name)));
   if (names.includes(chosen)) find("#model").value = chosen;
 }
@@ -250,7 +250,7 @@ find("#again").addEventListener("click", () => {
   answer(mayRepeat);
 });
 find("#new").addEventListener("click", () => {
-  chat = chats.find((one) => !one.messages.length && !one.system) ?? newChat();
+  chat = chats.find(({ messages, system }) => !messages.length && !system) ?? newChat();
   drawChat();
   find("#text").focus();
 });
@@ -261,12 +261,12 @@ find("#forget").addEventListener("click", () => {
   } catch {
     // Nothing was stored.
   }
-  chats = chats.filter((one) => one !== chat);
+  chats = chats.filter((other) => other !== chat);
   chat = chats[0] ?? newChat();
   drawChat();
 });
 find("#which").addEventListener("change", () => {
-  chat = chats.find((one) => String(one.id) === find("#which").value);
+  chat = chats.find(({ id }) => String(id) === find("#which").value);
   drawChat();
 });
 find("#system").addEventListener("change", () => {

@@ -8,11 +8,11 @@ from typing import Any
 
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store.savings import SavingsLog, Tally
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenPath, root_hash
+from diskprefix.values import SHARED, Tenant
 from tests.server.chat_model import VOCAB_SIZE, write_tokenizer
 from tests.store.building import BLOCK, Clock, layout_of, open_store, publication
 

@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from diskprefix.extras.watch.browse.outline import outline
-from diskprefix.extras.watch.inspect.entry_view import entry_details
 from diskprefix.extras.watch.inspect.stats_view import figures
 from diskprefix.store.savings import read_savings
 from diskprefix.store.schema import Kind, decode_node
@@ -102,15 +101,3 @@ def test_each_model_and_tenant_has_its_own_figures(snapshot: Snapshot, chats: Sa
     assert (main["total"]["requests"], main["restored_share"]) == (10, 0.5)
     assert main["today"]["saved_s"] == main["total"]["saved_s"] == 5 * 1.5
     assert main["since"] <= chats.clock.now
-
-
-def test_an_entry_names_who_shares_its_blocks(snapshot: Snapshot) -> None:
-    entries = list_entries(snapshot)
-    info = next(one for one in entries if "birds nest" in one.preview)
-    details = entry_details(snapshot, entries, info)
-    assert len(details["shared_with"]) == 3, "Alice's, and those of other builds, share nothing"
-    most = details["shared_with"][0]["num_tokens"]
-    assert {node["entries"] for node in details["blocks"] if node["position"] + node["num_tokens"] <= most} >= {4}
-    assert details["blocks"][-1]["entries"] == 1
-    assert details["reason"] == "full"
-    assert len(details["hit_times"]) == 4, "requests that restored a block of it, whichever prompt they were"

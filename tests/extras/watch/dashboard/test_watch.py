@@ -1,17 +1,30 @@
-"""How often those who watch read the daemon's state, and what they get while that is slow."""
+"""How often those who watch read the daemon's state and the tree of stored prompts, and which problems they see."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+import json
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from diskprefix.extras.watch.dashboard import dashboard_routes
+from diskprefix.errors import EntryNotFound
+from diskprefix.extras.remote.counts import Counts
+from diskprefix.extras.watch.dashboard import dashboard_routes, entries
+from diskprefix.extras.watch.dashboard.entries import SavedPrompts
+from diskprefix.extras.watch.dashboard.problems import Problem, problems
 from diskprefix.extras.watch.dashboard.watch import Watch
+from diskprefix.server.recent import EndedRequest
+from diskprefix.server.threads import Threads
 from diskprefix.settings import Settings
+from diskprefix.store.purge import Purged, delete_entry, purge
+from diskprefix.store.store import Store
+from tests.server.scripted import STATS
+from tests.store.building import BLOCK, open_store, prompt, publication
 
 
 def daemon(status: str = "ok", **others: Any) -> Any:
@@ -81,3 +94,159 @@ def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch) -> None
     calm: list[Any] = [({"now": at, "status": "ok"}, []) for at in range(3)]
     assert told(monkeypatch, *calm, silent_s=0.0)[0][1:3] == [b": keepalive\n\n"] * 2
     assert not any(event.startswith(b":") for event in told(monkeypatch, *calm)[0])
+
+
+WELL = dict(STATS) | {"quarantined": 0, "errors": 0, "dropped": 0, "unaffordable": 0, "evicted_blocks": 0}
+
+REMOTE = Counts().as_dict() | {"url": "s3://b", "state": "ok"}
+
+
+def failed(number: int, status: int = 400, error: str | None = "top_p: too large", **changes: Any) -> EndedRequest:
+    figures: dict[str, Any] = {
+        "ended_at": float(number),
+        "elapsed_s": 0.1,
+        "id": "r",
+        "route": "/v1/messages",
+    } | changes
+    return EndedRequest(number=number, caller=None, status=status, error=error, **figures)
+
+
+def test_a_daemon_that_is_well_has_no_problems() -> None:
+    assert problems(WELL, [], []) == []
+    assert problems(WELL | {"remote": REMOTE}, [], []) == []
+    assert problems(None, [], []) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "what", "todo"),
+    [
+        ({"state": "degraded", "error": "the disk is full"}, "error", "the disk is full", "tries again"),
+        ({"state": "unsupported"}, "warning", "without the cache", "list --architectures"),
+        ({"quarantined": 3}, "error", "damaged records", "diskprefix verify"),
+        ({"errors": 3}, "warning", "became misses", "log"),
+        ({"dropped": 3}, "warning", "not saved whole", "--kv-cache-budget"),
+        ({"dropped": 3, "full_disk": "the disk is full"}, "warning", "not saved whole", "the disk is full"),
+        ({"unaffordable": 3}, "hint", "left out", "--kv-cache-write-budget"),
+        ({"gate": {"state": "closed"}}, "hint", "computing is faster", "--kv-cache-gate off"),
+        ({"remote": REMOTE | {"state": "failing"}}, "warning", "s3://b does not answer", "access keys"),
+        ({"remote": REMOTE | {"refused": {"mac": 2, "foreign": 0}}}, "warning", "refused: mac", "plants state"),
+        ({"remote": REMOTE | {"dropped": 3}}, "hint", "could not be uploaded to s3://b", "--remote-write off"),
+        ({"evicted_blocks": 3, "used_bytes": 95, "budget_bytes": 100}, "hint", "full", "--kv-cache-budget"),
+    ],
+)
+def test_each_trouble_of_the_cache_is_told_with_what_to_do(
+    change: dict[str, Any], level: str, what: str, todo: str
+) -> None:
+    [problem] = problems(WELL | change, [], [])
+    assert problem.level == level
+    assert what in problem.what
+    assert todo in problem.todo
+
+
+def test_evictions_are_no_problem_while_there_is_room() -> None:
+    assert problems(WELL | {"evicted_blocks": 3, "used_bytes": 50, "budget_bytes": 100}, [], []) == []
+
+
+def test_lines_that_break_prefixes_are_told_with_the_normaliser_that_helps() -> None:
+    small, known, unknown = (
+        {"line": line, "normalisers": names, "requests": 2, "tokens": tokens}
+        for line, names, tokens in (("a", [], 10), ("cch=a0a", ["billing-header"], 5000), ("Today is 0000", [], 3000))
+    )
+    found = problems(WELL, [small, unknown, known], [])
+    assert [problem.todo for problem in found] == [
+        "start with --normalise billing-header=on",
+        "move the line to the end of the prompt",
+    ]
+    assert "5,000 tokens" in found[0].what
+    [said] = problems(WELL, [known | {"text": "cch=b7e"}], [])
+    assert said.what.endswith(": cch=b7e"), "where texts are shown"
+
+
+def test_requests_that_failed_alike_are_one_problem_and_the_worst_come_first() -> None:
+    ended = [failed(1), failed(2), failed(3, 500, None), failed(4, 503, "full"), failed(5, 499, None)]
+    found = problems(WELL, [], ended)
+    assert [(problem.level, problem.count, problem.last_at) for problem in found] == [
+        ("error", 1, 3.0),
+        ("warning", 1, 4.0),
+        ("warning", 2, 2.0),
+    ]
+    assert isinstance(found[0], Problem)
+    assert "log" in found[0].todo
+    assert found[2].what == "/v1/messages answered 400: top_p: too large"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = open_store(tmp_path)
+    store.publish(publication(store, prompt(1, 3 * BLOCK)))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch) -> list[Store]:
+    read, found = entries._read, []
+
+    def noted(store: Store) -> Any:
+        found.append(store)
+        return read(store)
+
+    monkeypatch.setattr(entries, "_read", noted)
+    return found
+
+
+async def looked(browser: SavedPrompts, store: Store, *, with_texts: bool = True) -> list[Any]:
+    found = await browser.entries(store, with_texts=with_texts)
+    return list(found["entries"])
+
+
+@pytest.mark.parametrize(("rest", "expected"), [(1e9, 1), (0, 3)])
+def test_the_tree_is_not_read_again_before_its_time_and_an_answer_that_was_kept_says_so(
+    store: Store, readings: list[Store], monkeypatch: pytest.MonkeyPatch, rest: float, expected: int
+) -> None:
+    monkeypatch.setattr(entries, "_REST", rest)
+
+    async def ask() -> list[dict[str, Any]]:
+        browser = SavedPrompts(Threads())
+        return [await browser.entries(store, with_texts=True) for _ in range(3)]
+
+    first, _, last = asyncio.run(ask())
+    assert (len(last["entries"]), len(readings), first["age_s"]) == (1, expected, 0)
+    if rest:
+        assert last["age_s"] > 0
+        assert 0 < last["again_s"] < first["again_s"]
+    else:
+        assert (last["age_s"], last["again_s"]) == (0, 0)
+
+
+def test_after_something_was_deleted_it_is_read_at_once(
+    store: Store, readings: list[Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entries, "_REST", 1e9)
+
+    async def delete() -> list[Any]:
+        browser = SavedPrompts(Threads())
+        [entry] = await looked(browser, store)
+        purged = await browser.delete(deleting(store), entry["id"])
+        assert purged.entries == 1
+        return await looked(browser, store)
+
+    assert asyncio.run(delete()) == []
+    assert len(readings) == 2
+
+
+def deleting(store: Store) -> Callable[[str], Purged]:
+    return lambda entry_id: delete_entry(entry_id, partial(purge, store, now=store.clock()))
+
+
+@pytest.mark.parametrize("entry_id", ["", "zz", "00", "é", "00" * 16])
+def test_what_is_no_saved_prompt_is_not_found(store: Store, entry_id: str) -> None:
+    with pytest.raises(EntryNotFound):
+        asyncio.run(SavedPrompts(Threads()).delete(deleting(store), entry_id))
+    assert len(asyncio.run(looked(SavedPrompts(Threads()), store))) == 1
+
+
+def test_texts_are_shown_to_those_who_may_see_them(store: Store) -> None:
+    for with_texts in (True, False):
+        [entry] = asyncio.run(looked(SavedPrompts(Threads()), store, with_texts=with_texts))
+        assert ("hello" in json.dumps(entry)) is with_texts

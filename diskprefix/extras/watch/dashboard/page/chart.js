@@ -4,8 +4,8 @@ const HEIGHT = 200, LEFT = 54, RIGHT = 12, TOP = 12, BOTTOM = 26;
 
 function drawTtft(box, ended) {
   const points = ended
-    .filter((one) => ["hit", "miss"].includes(one.outcome) && one.timings.ttft_ms > 0)
-    .map((one) => ({ at: one.ended_at, s: one.timings.ttft_ms / 1000, restored: one.prefix_cache.restored, warm: one.outcome === "hit", one }));
+    .filter(({ outcome, timings }) => ["hit", "miss"].includes(outcome) && timings.ttft_ms > 0)
+    .map((request) => ({ at: request.ended_at, s: request.timings.ttft_ms / 1000, warm: request.outcome === "hit", request }));
   find("#times").hidden = !points.length;
   if (!points.length) return;
   const width = Math.max(280, box.clientWidth);
@@ -27,8 +27,8 @@ function drawTtft(box, ended) {
 }
 
 function markOf(point, x, y) {
-  const prompt = plural(point.one.prompt_tokens, "prompt token");
-  const title = make("title", {}, `${seconds(point.s)} · ${prompt}, ${count(point.restored)} restored`);
+  const prompt = plural(point.request.prompt_tokens, "prompt token");
+  const title = make("title", {}, `${seconds(point.s)} · ${prompt}, ${count(point.request.prefix_cache.restored)} restored`);
   if (point.warm) return make("circle", { class: "warm", cx: x, cy: y, r: 4.5 }, title);
   return make("rect", { class: "cold", x: x - 4, y: y - 4, width: 8, height: 8 }, title);
 }
@@ -66,19 +66,19 @@ function logScale(points) {
 const BARS = 32, BAR_HEIGHT = 64;
 
 function drawCourse(box, ended) {
-  const replies = ended.filter((one) => one.prefix_cache);
+  const replies = ended.filter((request) => request.prefix_cache);
   find("#course").hidden = replies.length < 2;
   if (replies.length < 2) return;
   const first = replies[0].ended_at, length = Math.max(replies[replies.length - 1].ended_at - first, 1);
   const parts = Array.from({ length: BARS }, () => []);
-  for (const one of replies) parts[Math.min(BARS - 1, Math.floor(((one.ended_at - first) / length) * BARS))].push(one);
-  const sum = (some, of) => some.reduce((all, one) => all + of(one), 0), tokens = (one) => one.prompt_tokens, restored = (one) => one.prefix_cache.restored;
+  for (const reply of replies) parts[Math.min(BARS - 1, Math.floor(((reply.ended_at - first) / length) * BARS))].push(reply);
+  const sum = (some, of) => some.reduce((total, reply) => total + of(reply), 0), tokens = (reply) => reply.prompt_tokens, restored = (reply) => reply.prefix_cache.restored;
   const share = (some) => (some.length ? sum(some, restored) / sum(some, tokens) : null);
-  const speed = (some) => median(some.map((one) => one.timings.decode_tokens_per_s).filter((one) => one > 0));
+  const speed = (some) => median(some.map((reply) => reply.timings.decode_tokens_per_s).filter((rate) => rate > 0));
   const fast = Math.max(...parts.map(speed), 1);
   box.replaceChildren(
-    bars("Restored share of the prompts", `${percent(sum(replies, restored), sum(replies, tokens))} of the last ${plural(replies.length, "request")}`, parts.map(share), 1, (one) => percent(one, 1), replies),
-    bars("Tokens a second of a reply", `median ${speed(replies)?.toFixed(1) ?? "–"}`, parts.map(speed), fast, (one) => one.toFixed(1), replies));
+    bars("Restored share of the prompts", `${percent(sum(replies, restored), sum(replies, tokens))} of the last ${plural(replies.length, "request")}`, parts.map(share), 1, (value) => percent(value, 1), replies),
+    bars("Tokens a second of a reply", `median ${speed(replies)?.toFixed(1) ?? "–"}`, parts.map(speed), fast, (value) => value.toFixed(1), replies));
 }
 
 function bars(name, says, values, most, shown, replies) {
@@ -90,7 +90,7 @@ function bars(name, says, values, most, shown, replies) {
     svg.append(make("rect", { class: "column", x: at * step + 1, y: base - height, width: step - 2, height }, make("title", {}, shown(value))));
   });
   svg.append(make("line", { class: "grid", x1: 0, x2: width, y1: base, y2: base }));
-  const clock = (one) => new Date(one.ended_at * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
+  const clock = (reply) => new Date(reply.ended_at * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
   svg.append(make("text", { x: 0, y: BAR_HEIGHT - 4 }, clock(replies[0])), make("text", { x: width, y: BAR_HEIGHT - 4, "text-anchor": "end" }, clock(replies[replies.length - 1])));
   return make("figure", {}, make("figcaption", {}, make("b", {}, name), " ", make("span", {}, says)), svg);
 }

@@ -50,7 +50,7 @@ function make(tag, attributes = {}, ...children) {
   const node = space ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (name === "style") for (const [key, one] of Object.entries(value)) node.style.setProperty(key, one);
+    else if (name === "style") for (const [key, setting] of Object.entries(value)) node.style.setProperty(key, setting);
     else if (value !== null && value !== false) node.setAttribute(name, value);
   }
   node.append(...children);

@@ -6,7 +6,7 @@ const MOST_ENDED = 400, RETRY_MS = 2000, ENTRIES_MS = 5000;
 function onState(now) {
   const last = state.ended.length ? state.ended[state.ended.length - 1].number : 0;
   // After a restart of the daemon the numbers begin anew. The first event has all remembered requests.
-  state.ended = (state.fresh ? now.ended : [...state.ended, ...now.ended.filter((one) => one.number > last)]).slice(-MOST_ENDED);
+  state.ended = (state.fresh ? now.ended : [...state.ended, ...now.ended.filter(({ number }) => number > last)]).slice(-MOST_ENDED);
   state.now = now;
   state.stoppedAt = null;
   drawStopped();
@@ -62,8 +62,8 @@ async function readOnce() {
 }
 
 async function readModels() {
-  const [known, places] = await Promise.all([ask("GET", "/v1/models"), ask("GET", "/props")]);
-  return drawModels(known.data, places);
+  const [known, slots] = await Promise.all([ask("GET", "/v1/models"), ask("GET", "/props")]);
+  return drawModels(known.data, slots);
 }
 
 // Keeps the shown model while it is loaded, or chooses another. Returns false if none is loaded.

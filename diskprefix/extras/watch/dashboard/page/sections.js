@@ -7,16 +7,16 @@ function drawHeader(now) {
   setText(find("#version"), `diskprefix ${now.version} · `);
 }
 
-// Draws the models of a daemon with several: the known ones and, from `places`, those in memory. Returns the names of the
-// loaded ones.
+// Draws the models of a daemon with several: the known models and those in memory (`slots`). Returns the names of the
+// loaded models.
 const PHASES = { waiting: "waits for memory", loading: "loading", ready: "loaded", leaving: "unloading" };
 
-function drawModels(known, { models: places, memory_limit: limit }) {
-  const loaded = places.filter((one) => one.phase === "ready").map((one) => one.model);
-  const all = [...known.map((card) => ({ card, name: card.id, place: places.find((one) => one.model === card.id) })),
-    ...places.filter((one) => !known.some((card) => card.id === one.model)).map((place) => ({ card: {}, name: place.model, place }))];
+function drawModels(known, { models: slots, memory_limit: limit }) {
+  const loaded = slots.filter((slot) => slot.phase === "ready").map((slot) => slot.model);
+  const all = [...known.map((card) => ({ card, name: card.id, slot: slots.find((slot) => slot.model === card.id) })),
+    ...slots.filter((slot) => !known.some((card) => card.id === slot.model)).map((slot) => ({ card: {}, name: slot.model, slot }))];
   find("#models").hidden = false;
-  const used = places.reduce((sum, one) => sum + (one.phase === "waiting" ? 0 : one.needed_bytes), 0);
+  const used = slots.reduce((sum, slot) => sum + (slot.phase === "waiting" ? 0 : slot.needed_bytes), 0);
   setText(find("#models-memory"), limit ? `Memory of models: ${part(used, limit)}.` : "");
   whenChanged("models", all, () => find("#models tbody").replaceChildren(...all.map(modelRow)));
   whenChanged("loaded", loaded, () => find("#model").replaceChildren(...loaded.map((name) => make("option", { value: name }, name))));
@@ -25,14 +25,14 @@ function drawModels(known, { models: places, memory_limit: limit }) {
   return loaded;
 }
 
-function modelRow({ card, name, place }) {
-  const isIn = place !== undefined, what = isIn ? "unload" : "load";
-  const says = card.problem && !isIn ? card.problem : (isIn ? PHASES[place.phase] : "not loaded") + (place?.is_pinned ? ", pinned" : "");
-  const needed = place?.needed_bytes || card.needs_bytes;
+function modelRow({ card, name, slot }) {
+  const isIn = slot !== undefined, what = isIn ? "unload" : "load";
+  const says = card.problem && !isIn ? card.problem : (isIn ? PHASES[slot.phase] : "not loaded") + (slot?.is_pinned ? ", pinned" : "");
+  const needed = slot?.needed_bytes || card.needs_bytes;
   const button = make("button", { type: "button", "aria-label": `${isIn ? "Unload" : "Load"} ${name}`, onclick: ({ target }) => order(name, what, target) }, isIn ? "Unload" : "Load");
-  button.disabled = place?.phase === "leaving";
+  button.disabled = slot?.phase === "leaving";
   return make("tr", { class: card.problem && !isIn ? "failed" : "" }, make("th", { scope: "row" }, name), cell("state", { class: "say" }, says),
-    cell("memory", {}, needed ? `${isIn ? "" : "needs "}${bytes(needed)}` : "–"), cell("requests", {}, count(place?.num_active ?? 0)), make("td", {}, button));
+    cell("memory", {}, needed ? `${isIn ? "" : "needs "}${bytes(needed)}` : "–"), cell("requests", {}, count(slot?.num_active ?? 0)), make("td", {}, button));
 }
 
 async function order(name, what, button) {
@@ -52,7 +52,7 @@ const cell = (title, attributes, ...children) => make("td", { "data-title": titl
 // Problems that were dismissed in this tab. A warning that recurs has another time or count, and is shown again. Errors
 // cannot be dismissed.
 const DISMISSED = "diskprefix-dismissed", MOST_PROBLEMS = 3;
-const nameOf = (one) => `${one.what} ${one.level === "hint" ? "" : one.count} ${one.last_at ?? ""}`;
+const nameOf = (problem) => `${problem.what} ${problem.level === "hint" ? "" : problem.count} ${problem.last_at ?? ""}`;
 
 // Returns the names of the dismissed problems that still exist, and forgets the others.
 function dismissed(problems) {
@@ -63,15 +63,15 @@ function dismissed(problems) {
 }
 
 function drawProblems(problems) {
-  const hidden = dismissed(problems), left = problems.filter((one) => !hidden.includes(nameOf(one))), more = left.length - MOST_PROBLEMS;
+  const hidden = dismissed(problems), left = problems.filter((problem) => !hidden.includes(nameOf(problem))), more = left.length - MOST_PROBLEMS;
   find("#problems").hidden = !left.length;
   setText(find("#more-problems"), more > 0 ? `${count(more)} more; diskprefix top shows all.` : "");
   whenChanged("problems", left, () => {
-    const items = left.slice(0, MOST_PROBLEMS).map((one) =>
-      make("li", { class: one.level },
-        make("div", {}, make("span", { class: "level" }, one.level), `${one.what}${one.count > 1 ? ` (${count(one.count)} times)` : ""}`,
-          make("span", { class: "todo" }, one.todo)),
-        one.level === "error" ? "" : make("button", { type: "button", "aria-label": `Dismiss: ${one.what}`, onclick: () => dismiss(one) }, "Dismiss")),
+    const items = left.slice(0, MOST_PROBLEMS).map((problem) =>
+      make("li", { class: problem.level },
+        make("div", {}, make("span", { class: "level" }, problem.level), `${problem.what}${problem.count > 1 ? ` (${count(problem.count)} times)` : ""}`,
+          make("span", { class: "todo" }, problem.todo)),
+        problem.level === "error" ? "" : make("button", { type: "button", "aria-label": `Dismiss: ${problem.what}`, onclick: () => dismiss(problem) }, "Dismiss")),
     );
     find("#problems ul").replaceChildren(...items);
   });
@@ -107,13 +107,13 @@ function sentence(savings, ended) {
 // Compares the last prompt that was mostly restored with a computed one of the same length, most often the same prompt.
 // Without such a prompt, uses the mean time for each computed token.
 function compared(ended) {
-  const of = (outcome) => ended.filter((one) => one.outcome === outcome && one.timings.ttft_ms > 0);
+  const of = (outcome) => ended.filter((request) => request.outcome === outcome && request.timings.ttft_ms > 0);
   const cold = of("miss"), warm = of("hit").reverse();
-  const twice = warm.find((one) => cold.some((other) => other.prompt_tokens === one.prompt_tokens)), last = twice ?? warm[0];
+  const twice = warm.find((request) => cold.some((other) => other.prompt_tokens === request.prompt_tokens)), last = twice ?? warm[0];
   if (!last || !cold.length) return "";
   const same = cold.filter((other) => other.prompt_tokens === last.prompt_tokens).pop();
-  const computed = (one) => one.prompt_tokens - one.prefix_cache.restored;
-  const each = cold.reduce((sum, one) => sum + one.timings.ttft_ms, 0) / cold.reduce((sum, one) => sum + computed(one), 0);
+  const computed = (request) => request.prompt_tokens - request.prefix_cache.restored;
+  const each = cold.reduce((sum, request) => sum + request.timings.ttft_ms, 0) / cold.reduce((sum, request) => sum + computed(request), 0);
   const whole = same ? seconds(same.timings.ttft_ms / 1000) : `about ${seconds((each * last.prompt_tokens) / 1000)}`;
   return `First token of a prompt of ${plural(last.prompt_tokens, "token")}: ${whole} computed, ${seconds(last.timings.ttft_ms / 1000)} restored.`;
 }
@@ -121,30 +121,30 @@ function compared(ended) {
 const rows = new Map(), LIVE = ["state", "prompt", "first token", "reply", "speed", "time"];
 
 function drawLive({ requests, arriving }) {
-  const waiting = requests.filter((one) => one.state === "waiting").length;
-  const speed = requests.reduce((sum, one) => sum + (one.reply_tokens ? one.tokens_per_s ?? 0 : 0), 0);
+  const waiting = requests.filter((request) => request.state === "waiting").length;
+  const speed = requests.reduce((sum, request) => sum + (request.reply_tokens ? request.tokens_per_s ?? 0 : 0), 0);
   const counts = [`${count(requests.length - waiting)} running`, `${count(waiting + arriving)} waiting`, ...(speed ? [`${speed.toFixed(1)} tokens a second`] : [])];
   setText(find("#busy"), requests.length + arriving ? counts.join(", ") : "Nothing runs now.");
-  const body = find("#live tbody"), ids = new Set(requests.map((one) => one.id));
+  const body = find("#live tbody"), ids = new Set(requests.map((request) => request.id));
   for (const [id, row] of rows) if (!ids.has(id)) { row.remove(); rows.delete(id); }
-  for (const one of requests) {
-    const cells = liveCells(one);
-    const row = rows.get(one.id) ?? make("tr", {}, ...LIVE.map((title) => cell(title, {})));
+  for (const request of requests) {
+    const cells = liveCells(request);
+    const row = rows.get(request.id) ?? make("tr", {}, ...LIVE.map((title) => cell(title, {})));
     cells.forEach((cell, index) => row.cells[index].firstChild.replaceChildren(cell));
-    rows.set(one.id, row);
+    rows.set(request.id, row);
     if (!row.isConnected) body.append(row);
   }
 }
 
-function liveCells(one) {
-  const computed = Math.max(0, one.ready_tokens - one.restored_tokens);
-  const label = `Prompt: ${count(one.ready_tokens)} of ${plural(one.prompt_tokens, "token")}, ${count(one.restored_tokens)} restored`;
+function liveCells(request) {
+  const computed = Math.max(0, request.ready_tokens - request.restored_tokens);
+  const label = `Prompt: ${count(request.ready_tokens)} of ${plural(request.prompt_tokens, "token")}, ${count(request.restored_tokens)} restored`;
   const progress = make("div", { class: "beside" },
-    bar("progressbar", label, [["restored", one.restored_tokens], ["computed", computed]], one.prompt_tokens),
-    make("div", { class: "under" }, `${count(one.ready_tokens)} of ${count(one.prompt_tokens)}, ${count(one.restored_tokens)} restored`));
-  const left = one.seconds_left === null ? "" : `, about ${seconds(one.seconds_left)} left`;
-  const speed = one.tokens_per_s === null ? "–" : `${one.tokens_per_s.toFixed(1)} tokens/s${left}`;
-  return [one.state, progress, seconds(one.ttft_s), plural(one.reply_tokens, "token"), speed, seconds(one.elapsed_s)];
+    bar("progressbar", label, [["restored", request.restored_tokens], ["computed", computed]], request.prompt_tokens),
+    make("div", { class: "under" }, `${count(request.ready_tokens)} of ${count(request.prompt_tokens)}, ${count(request.restored_tokens)} restored`));
+  const left = request.seconds_left === null ? "" : `, about ${seconds(request.seconds_left)} left`;
+  const speed = request.tokens_per_s === null ? "–" : `${request.tokens_per_s.toFixed(1)} tokens/s${left}`;
+  return [request.state, progress, seconds(request.ttft_s), plural(request.reply_tokens, "token"), speed, seconds(request.elapsed_s)];
 }
 
 // CLIENT_LEFT is the status of a request whose client went away.
@@ -155,30 +155,30 @@ function drawEnded(ended, now) {
   more.hidden = ended.length <= FEW_ROWS;
   setText(more, isMore ? "Show fewer" : "Show more");
   const shown = ended.slice(isMore ? -MANY_ROWS : -FEW_ROWS).reverse();
-  const marks = shown.map((one) => [one.number, ago(one.ended_at, now)]);
-  whenChanged("ended", marks, () => find("#ended tbody").replaceChildren(...shown.map((one) => endedRow(one, now))));
+  const marks = shown.map((request) => [request.number, ago(request.ended_at, now)]);
+  whenChanged("ended", marks, () => find("#ended tbody").replaceChildren(...shown.map((request) => endedRow(request, now))));
 }
 
-function endedRow(one, now) {
-  const when = cell("ended", { title: new Date(one.ended_at * 1000).toLocaleString("en-GB") }, ago(one.ended_at, now));
-  if (!one.prefix_cache) {
-    const size = one.prompt_tokens ? `, ${plural(one.prompt_tokens, "prompt token")}` : "";
-    const why = (one.error ?? "the client left") + size;
-    return make("tr", { class: (one.status >= 400 && one.status !== CLIENT_LEFT) || one.error ? "failed" : "" }, when, cell("failed", { class: "say", colspan: 5 }, `${one.status} ${one.route} · ${why}`));
+function endedRow(request, now) {
+  const when = cell("ended", { title: new Date(request.ended_at * 1000).toLocaleString("en-GB") }, ago(request.ended_at, now));
+  if (!request.prefix_cache) {
+    const size = request.prompt_tokens ? `, ${plural(request.prompt_tokens, "prompt token")}` : "";
+    const why = (request.error ?? "the client left") + size;
+    return make("tr", { class: (request.status >= 400 && request.status !== CLIENT_LEFT) || request.error ? "failed" : "" }, when, cell("failed", { class: "say", colspan: 5 }, `${request.status} ${request.route} · ${why}`));
   }
-  const cache = one.prefix_cache, restored = cache.restored;
-  const why = restored ? `${percent(restored, one.prompt_tokens)} from ${cache.source}` : words(cache.miss_reason);
-  const label = `${count(restored)} of ${plural(one.prompt_tokens, "prompt token")} restored`;
-  const { image_tokens, images_encoded, encode_ms } = one.timings;
+  const cache = request.prefix_cache, restored = cache.restored;
+  const why = restored ? `${percent(restored, request.prompt_tokens)} from ${cache.source}` : words(cache.miss_reason);
+  const label = `${count(restored)} of ${plural(request.prompt_tokens, "prompt token")} restored`;
+  const { image_tokens, images_encoded, encode_ms } = request.timings;
   const encoded = images_encoded ? `, ${count(images_encoded)} encoded in ${seconds(encode_ms / 1000)}` : "";
   const images = image_tokens ? [make("div", { class: "under" }, `${count(image_tokens)} of images${encoded}`)] : [];
-  const { drafted_tokens, accepted_tokens } = one.timings, each = one.reply_tokens / Math.max(1, one.reply_tokens - accepted_tokens);
+  const { drafted_tokens, accepted_tokens } = request.timings, each = request.reply_tokens / Math.max(1, request.reply_tokens - accepted_tokens);
   const guesses = drafted_tokens ? [make("div", { class: "under" }, `${percent(accepted_tokens, drafted_tokens)} of ${count(drafted_tokens)} guesses right, ${each.toFixed(1)} tokens a step`)] : [];
-  return make("tr", {}, when, cell("prompt", {}, plural(one.prompt_tokens, "token"), ...images),
-    cell("restored", {}, make("div", { class: "beside" }, bar("meter", label, [["restored", restored]], one.prompt_tokens), make("div", { class: "under" }, why))),
+  return make("tr", {}, when, cell("prompt", {}, plural(request.prompt_tokens, "token"), ...images),
+    cell("restored", {}, make("div", { class: "beside" }, bar("meter", label, [["restored", restored]], request.prompt_tokens), make("div", { class: "under" }, why))),
     cell("kept", {}, `${count(cache.boundary)} `, make("span", { class: "under" }, words(cache.boundary_reason) + (cache.saved === "dropped" ? ", dropped" : ""))),
-    cell("first token", {}, seconds(one.timings.ttft_ms / 1000)),
-    cell("reply", {}, `${count(one.reply_tokens)} `, make("span", { class: "under" }, `tokens, ${one.timings.decode_tokens_per_s.toFixed(1)} a second`), ...guesses));
+    cell("first token", {}, seconds(request.timings.ttft_ms / 1000)),
+    cell("reply", {}, `${count(request.reply_tokens)} `, make("span", { class: "under" }, `tokens, ${request.timings.decode_tokens_per_s.toFixed(1)} a second`), ...guesses));
 }
 
 function drawMeters(now) {

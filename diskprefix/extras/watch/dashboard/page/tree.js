@@ -7,9 +7,9 @@ const tree = { found: null, chosen: 0, selected: null, lanes: [], byId: new Map(
 function showEntries(found) {
   tree.found = found;
   const choice = find("#tree-of");
-  whenChanged("trees", found.trees.map((one) => [one.root, one.model, one.tenant]), () => {
+  whenChanged("trees", found.trees.map(({ root, model, tenant }) => [root, model, tenant]), () => {
     choice.replaceChildren(
-      ...found.trees.map((one, index) => make("option", { value: index }, [one.model, one.tenant && `tenant ${one.tenant}`].filter(Boolean).join(", "))),
+      ...found.trees.map(({ model, tenant }, index) => make("option", { value: index }, [model, tenant && `tenant ${tenant}`].filter(Boolean).join(", "))),
     );
     tree.chosen = 0;
   });
@@ -24,7 +24,7 @@ function drawTree() {
   tree.byId = new Map(nodes.map((node) => [node.id, node]));
   const visible = nodes.filter((node) => node.lane < most_lanes);
   // Leaves room on the right for the texts of the longest prompts.
-  const most = Math.max(...visible.map((node) => node.end)) * (box.clientWidth < 600 ? 1.8 : 1.4), entries = new Map(tree.found.entries.map((one) => [one.id, one]));
+  const most = Math.max(...visible.map((node) => node.end)) * (box.clientWidth < 600 ? 1.8 : 1.4), entries = new Map(tree.found.entries.map((entry) => [entry.id, entry]));
   const focused = document.activeElement?.dataset?.trunk;
   const all = Math.max(...nodes.map((node) => node.lane + node.lanes)), lanes = Math.min(most_lanes, all);
   box.style.setProperty("height", `${lanes * LANE}px`);
@@ -77,13 +77,13 @@ function buttonOf(node, lanes, entries, isActive, shown) {
 
 // The text of the first prompt below a node. All prompts below it have the same beginning.
 function textBelow(node, entries) {
-  for (let one = node; one; one = one.children[0]) for (const id of one.entries) if (entries.get(id)?.preview) return entries.get(id).preview;
+  for (let step = node; step; step = step.children[0]) for (const id of step.entries) if (entries.get(id)?.preview) return entries.get(id).preview;
   return null;
 }
 
 function moveInTree(event, node) {
-  const siblings = node.parent ? tree.byId.get(node.parent).children : [...tree.byId.values()].filter((one) => !one.parent);
-  const place = siblings.findIndex((one) => one.id === node.id);
+  const siblings = node.parent ? tree.byId.get(node.parent).children : [...tree.byId.values()].filter(({ parent }) => !parent);
+  const place = siblings.findIndex(({ id }) => id === node.id);
   const moves = { ArrowLeft: tree.byId.get(node.parent), ArrowRight: node.children[0], ArrowUp: siblings[place - 1], ArrowDown: siblings[place + 1] };
   if (!(event.key in moves)) return;
   event.preventDefault();

@@ -295,7 +295,7 @@ class CacheOptions:
     `scope` limits the kept part of the prompt, `tenant` owns its state. `group` (8 bytes, see `tenant_ids.group_of`;
     empty without a key): the window has only prompts of this group. `save`: False only restores. `ttl_s`: seconds to
     keep the state after its last use, None for the daemon's time. `replay`: use the sampled tokens of earlier replies,
-    and record those of this reply. `leaves_last`: compute the prompt's last token even if all of it is stored.
+    and record those of this reply. `computes_last`: compute the prompt's last token even if all of it is stored.
     `is_asked`: scope or time to live are the request's own.
     """
 
@@ -305,7 +305,7 @@ class CacheOptions:
     save: bool = True
     ttl_s: float | None = None
     replay: bool = True
-    leaves_last: bool = False
+    computes_last: bool = False
     is_asked: bool = False
 
 
@@ -323,7 +323,7 @@ class Selection:
     The policy chooses the boundary `selected`. State is kept up to `aligned`, which is `selected` if the model is exact
     at every token, else the grid point at or below it. With `keep_tail`, `selected` is the whole prompt, and its last
     tokens and next-token logits are kept too, so an exact repeat runs no forward (`aligned` may then be 0). With
-    `keeps_reply`, the state of the reply is kept too where it is exact, because the prompt is kept to its end or is
+    `saves_reply`, the state of the reply is kept too where it is exact, because the prompt is kept to its end or is
     expected to continue from its last boundary. State that cannot be cut is kept at `checkpoints`, ascending; `votes`
     has the window's votes for each, if it was asked. Checkpoints at `anchors`, which other prompts may need, are not
     dropped for those of later turns.
@@ -340,7 +340,7 @@ class Selection:
     selected: int = 0
     aligned: int = 0
     keep_tail: bool = False
-    keeps_reply: bool = False
+    saves_reply: bool = False
     checkpoints: tuple[int, ...] = ()
     votes: tuple[int, ...] = ()
     anchors: tuple[int, ...] = ()
@@ -361,7 +361,7 @@ class Selection:
     def keeping_nothing(self, reason: Reason) -> Selection:
         """Returns a selection of the same prompt and window that keeps nothing."""
         return replace(
-            self, reason=reason, selected=0, aligned=0, keep_tail=False, keeps_reply=False, checkpoints=(), votes=()
+            self, reason=reason, selected=0, aligned=0, keep_tail=False, saves_reply=False, checkpoints=(), votes=()
         )
 
     def shared(self, rule: str, num_tokens: int, had: int) -> int:
