@@ -21,13 +21,14 @@ class Tempering(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer. `mixer` is what computes from other tokens, `feed_forward` what follows. `window` and `chunk` are in
-    tokens, 0 without; `rotary` names its positions, None without. `places` are its parts in memory, by their names in
-    the layout, `states` its states, by part and index."""
+    """One layer. `mixer` is what computes from other tokens, `feed_forward` what follows. `norms` are before both,
+    around them or behind them. `window` and `chunk` are in tokens, 0 without; `rotary` names its positions, None
+    without. `places` are its parts in memory, by their names in the layout, `states` its states, by part and index."""
 
     places: Mapping[str, Location]
-    mixer: Literal["attention", "latent", "short_convolution", "delta_rule"] = "attention"
+    mixer: Literal["attention", "latent", "short_convolution", "delta_rule", "state_space"] = "attention"
     feed_forward: Literal["gated", "mixture"] = "gated"
+    norms: Literal["before", "around", "behind"] = "before"
     window: int = 0
     chunk: int = 0
     rotary: str | None = ""
@@ -61,21 +62,30 @@ class LatentConfig:
 @dataclass(frozen=True)
 class DeltaConfig:
     """The layers with the delta rule. Its `inputs` are products apart, or those of the convolution are together, or all
-    are, by key heads. `gate` is the function of the gate behind it. Betas are multiplied by a factor."""
+    are, by key heads. With `has_narrow_gates`, the gate and the decays, one of each number of a key, are products of
+    fewer numbers. `gate` is the function of the gate behind it. Betas are multiplied by a factor."""
 
     inputs: Literal["apart", "together", "by_key_heads"]
+    has_narrow_gates: bool = False
     gate: str = "silu"
     beta_factor: float = 1.0
 
 
 @dataclass(frozen=True)
+class SpaceConfig:
+    """The layers with a state space: the least and the largest step, and whether the gate is before the norm."""
+
+    step_limits: tuple[float, float]
+    gates_first: bool = True
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder. The fields have transformers' names where it has one. `norms` are before a part of a layer, around it
-    or behind it. With `has_head_norms`, queries and keys have a norm a head, with `has_row_norms` one of all heads. The
-    unweighted ones are of heads that are turned. `attention_gate` is the function of a gate behind attention: with
-    `has_gate_in_query` it lies behind each head of the queries.
-    `sees_pictures`: in which layers the tokens of a picture see each other. Behind the first `deepstack` layers,
-    further levels of an encoder are added."""
+    """A decoder. The fields have transformers' names where it has one. With `has_head_norms`, queries and keys have a
+    norm a head, with `has_row_norms` one of all heads. The unweighted ones are of heads that are turned.
+    `attention_gate` is the function of a gate behind attention: with `has_gate_in_query` it lies behind each head of
+    the queries. `sees_pictures`: in which layers the tokens of a picture see each other. Behind the first `deepstack`
+    layers, further levels of an encoder are added."""
 
     vocab_size: int
     num_attention_heads: int
@@ -84,7 +94,6 @@ class DecoderConfig:
     rotary: Mapping[str, Rotary]
     norm: NormKind = "rms"
     epsilon: float = 1e-6
-    norms: Literal["before", "around", "behind"] = "before"
     has_head_norms: bool = False
     has_row_norms: bool = False
     has_unweighted_norms: bool = False
@@ -97,6 +106,7 @@ class DecoderConfig:
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
+    space: SpaceConfig | None = None
     scale: float = 1.0
     softcap: float = 0.0
     embedding_multiplier: float = 1.0

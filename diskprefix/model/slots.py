@@ -11,6 +11,7 @@ import torch
 from diskprefix.model.exact.fused import matrix_of
 from diskprefix.model.exact.mixtures import is_mixture, matrices, matrices_of
 from diskprefix.model.plan import DenseExperts, DenseMatrix, HeadMatrices, PackedExperts, Weight, WeightedNorm
+from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.model.quants.quantised_experts import QuantisedExperts
 from diskprefix.native import calls
 from diskprefix.native.matrix import Matrix, fills_blocks
@@ -57,6 +58,13 @@ class Slots:
         """Returns the matrix of a product, if it is so in float32."""
         return _matrix(self._found(name), torch.float32 if is_float else self._model.dtype)
 
+    def regrouped(self, name: str) -> tuple[Matrix | DenseMatrix, tuple[int, int, int] | None]:
+        """Returns the matrix of a product, and by which sizes its columns are in another order (see `FileMatrix`)."""
+        module = self._found(name)
+        if isinstance(module, QuantisedLinear) and module.in_file is not None:
+            return module.in_file, module.columns
+        return self.matrix(name), None
+
     def numbers(self, name: str) -> Weight | None:
         """Returns a vector in float32, None if there is none."""
         found: torch.Tensor | None = self._found(name)
@@ -68,9 +76,9 @@ class Slots:
         weight, bias = module.weight.squeeze(1), module.bias
         return _weight(weight, self._model.dtype), None if bias is None else _weight(bias, self._model.dtype)
 
-    def decays(self, name: str) -> Weight:
-        """Returns -exp(numbers) in float32."""
-        return _weight(-self._found(name).float().exp(), torch.float32)
+    def decays(self, name: str, each: int = 1) -> Weight:
+        """Returns -exp(numbers) in float32, `each` times each number."""
+        return _weight(-self._found(name).float().exp().flatten().repeat_interleave(each), torch.float32)
 
     def experts(self, name: str) -> PackedExperts | DenseExperts:
         """Returns the experts of a mixture."""
@@ -126,9 +134,11 @@ class Slots:
         weight = _weight(module.weight, self._model.dtype)
         return WeightedNorm(weight, kind, getattr(module, "variance_epsilon", epsilon))
 
-    def float_norm(self, name: str) -> WeightedNorm:
-        """Returns a norm whose weights are float32, as they are."""
+    def float_norm(self, name: str) -> WeightedNorm | None:
+        """Returns a norm whose weights are float32, as they are, None if there is none."""
         module = self._found(name)
+        if not hasattr(module, "weight"):
+            return None
         return WeightedNorm(_weight(module.weight, torch.float32), calls.ROUNDED, module.variance_epsilon)
 
     def unweighted_norm(self, width: int) -> WeightedNorm:

@@ -18,7 +18,14 @@ from diskprefix.model.config import DecoderConfig
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.exact.vision_encoder import PictureRows, encoded_rows
 from diskprefix.model.families.decoder import decoder
-from diskprefix.model.families.model_types import NAMES, SECTIONS_IN_ORDER, has_plan, of_model, pairing_of
+from diskprefix.model.families.model_types import (
+    NAMES,
+    SECTIONS_IN_ORDER,
+    WITHOUT_POSITIONS,
+    has_plan,
+    of_model,
+    pairing_of,
+)
 from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary, StateLocation
 from diskprefix.model.slots import Slots, decoder_of
 from diskprefix.native import calls
@@ -131,7 +138,8 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
     further = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     if found.latent is not None:
         # With a factor for scaled positions.
-        found = replace(found, scale=decoder_of(model).layers[0].self_attn.scaling)
+        number = next(number for number, one in enumerate(found.layers) if one.mixer == "latent")
+        found = replace(found, scale=decoder_of(model).layers[number].self_attn.scaling)
     return replace(found, embedding_multiplier=rounded, deepstack=len(further))
 
 
@@ -160,7 +168,12 @@ def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation
 
 
 def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
-    module: Any = decoder_of(model).rotary_emb
+    name = model.config.get_text_config(decoder=True).model_type
+    module: Any = None
+    if name not in WITHOUT_POSITIONS:
+        module = getattr(decoder_of(model), NAMES.get(name, {}).get("rotary_emb", "rotary_emb"))
+    if module is None:
+        return {}
     # One kind of RoPE for the whole model, or one for each kind of layer.
     kinds = {"": ""} if isinstance(module.rope_type, str) else {kind: f"{kind}_" for kind in module.rope_type}
     found = {}

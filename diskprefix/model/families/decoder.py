@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from diskprefix.model.config import DecoderConfig, LayerConfig
 from diskprefix.model.families.latent_decoder import latent_attention
-from diskprefix.model.families.recurrent import delta_rule, short_convolution
+from diskprefix.model.families.state_layers import delta_rule, short_convolution, state_space
 from diskprefix.model.plan import Buffer, ComputePlan, RotaryAngles
 from diskprefix.model.slots import Slots
 
@@ -42,22 +42,24 @@ def decoder_layer(
     angles: dict[str, RotaryAngles],
 ) -> None:
     """Adds what a layer computes to `hidden`."""
-    rows = plan.norm(hidden, slots.norm("input_layernorm")) if config.norms != "behind" else hidden
+    rows = plan.norm(hidden, slots.norm("input_layernorm")) if layer.norms != "behind" else hidden
     if layer.mixer == "short_convolution":
         rows = short_convolution(plan, layer, slots.within("conv"), rows)
     elif layer.mixer == "delta_rule":
         rows = delta_rule(plan, config, layer, slots.within("linear_attn"), rows)
+    elif layer.mixer == "state_space":
+        rows = state_space(plan, config, layer, slots.within("mamba"), rows)
     else:
         mixer = latent_attention if layer.mixer == "latent" else attention
         rows = mixer(plan, config, layer, slots.within("self_attn"), rows, angles)
-    if config.norms != "before":
+    if layer.norms != "before":
         rows = plan.norm(rows, slots.norm("post_attention_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
-    before = "pre_feedforward_layernorm" if config.norms == "around" else "post_attention_layernorm"
-    rows = plan.norm(hidden, slots.norm(before)) if config.norms != "behind" else hidden
+    before = "pre_feedforward_layernorm" if layer.norms == "around" else "post_attention_layernorm"
+    rows = plan.norm(hidden, slots.norm(before)) if layer.norms != "behind" else hidden
     feed_forward = mixture if layer.feed_forward == "mixture" else gated_products
     rows = feed_forward(plan, config, slots.within("mlp"), rows)
-    if config.norms != "before":
+    if layer.norms != "before":
         rows = plan.norm(rows, slots.norm("post_feedforward_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
 

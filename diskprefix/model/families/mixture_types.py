@@ -10,9 +10,9 @@ from diskprefix.model.plan import Gating, Router
 
 _NOTHING: Mapping[str, Any] = {}
 _SOFTMAX = "flex_olmo mellum olmoe qwen2_moe qwen3_moe qwen3_next"
-_SOFTMAX_OF_CHOSEN = "gpt_oss granitemoe granitemoe_swa granitemoeshared"
+_SOFTMAX_OF_CHOSEN = "gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared"
 _NORMED = "ernie4_5_moe hunyuan_v1_moe mixtral"
-_SIGMOID = "deepseek_v3 dots1 exaone_moe glm4_moe glm4_moe_lite mimo_v2_flash solar_open"
+_SIGMOID = "deepseek_v3 dots1 exaone_moe glm4_moe glm4_moe_lite kimi_linear mimo_v2_flash solar_open"
 _NORMED_SIGMOID = "afmoe hy_v3 laguna minimax_m2"
 
 _ROUTERS: Mapping[str, Mapping[str, Any]] = {
@@ -24,6 +24,7 @@ _ROUTERS: Mapping[str, Mapping[str, Any]] = {
     "llama4_text": {"scores": "sigmoid_of_chosen"},
     "qwen3_5_moe_text": {"is_normed": True},
     "deepseek_v2": {"of_group": 1},
+    "lfm2_moe": {"scores": "sigmoid", "floor": 1e-6},
 }
 """The fields of `Router`."""
 
@@ -69,7 +70,7 @@ def mixture_of(config: Any, function: str) -> MixtureConfig | None:
 
 def has_mixture(config: Any, layer: int) -> bool:
     """Returns whether a layer has the mixture of its model."""
-    if config.model_type not in _ROUTERS:
+    if config.model_type not in _ROUTERS or getattr(config, "num_local_experts", None) == 0:
         return False
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diskprefix.model.config import DecoderConfig, DeltaConfig, LatentConfig, LayerConfig, Tempering
+from diskprefix.model.config import DecoderConfig, DeltaConfig, LatentConfig, LayerConfig, SpaceConfig, Tempering
 from diskprefix.model.families.mixture_types import has_mixture, mixture_of
 from diskprefix.model.plan import Location, Rotary, StateLocation
 
@@ -52,7 +52,11 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "glm4_moe_lite": _LATENT,
-    "lfm2": _HEAD_NORMS,
+    "bamba": _NOTHING,
+    "granitemoehybrid": {"has_joined_gate_up": True},
+    "kimi_linear": {"delta": DeltaConfig("apart", has_narrow_gates=True, gate="sigmoid")},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _HEAD_NORMS),
+    "olmo_hybrid": _OLMO,
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
     "qwen3_next": {**_QWEN, "delta": DeltaConfig("by_key_heads")},
     "gemma": _GEMMA,
@@ -67,6 +71,8 @@ _BIAS_OF_ROUTER = "mlp.gate.e_score_correction_bias"
 _GRANITE = {
     "mlp": "block_sparse_moe",
     "mlp.gate": "block_sparse_moe.router",
+    "mlp.gate_up_proj": "shared_mlp.input_linear",
+    "mlp.down_proj": "shared_mlp.output_linear",
     "mlp.shared_experts": "shared_mlp",
     "mlp.shared_experts.gate_up_proj": "shared_mlp.input_linear",
     "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
@@ -93,7 +99,7 @@ _LFM2 = {
 _QWEN_NAMES: Mapping[str, str] = {"mlp.shared_experts": "mlp.shared_expert"}
 
 NAMES: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(["granitemoe", "granitemoe_swa", "granitemoeshared"], _GRANITE),
+    **dict.fromkeys(["granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"], _GRANITE),
     "hy_v3": {_BIAS_OF_ROUTER: "mlp.e_score_correction_bias"},
     "minimax_m2": {_BIAS_OF_ROUTER: "mlp.e_score_correction_bias"},
     "afmoe": {
@@ -112,7 +118,28 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "mlp.gate": "feed_forward.router",
         "mlp.shared_experts": "feed_forward.shared_expert",
     },
+    "bamba": {"post_attention_layernorm": "pre_ff_layernorm", "mlp": "feed_forward", "norm": "final_layernorm"},
+    "kimi_linear": {
+        "linear_attn": "self_attn",
+        "linear_attn.in_proj_z": "self_attn.g_a_proj",
+        "linear_attn.gate_proj": "self_attn.g_b_proj",
+        "linear_attn.in_proj_a": "self_attn.forget_gate.f_a_proj",
+        "linear_attn.decay_proj": "self_attn.forget_gate.f_b_proj",
+        "linear_attn.dt_bias": "self_attn.forget_gate.dt_bias",
+        "linear_attn.A_log": "self_attn.forget_gate.A_log",
+        "linear_attn.in_proj_b": "self_attn.b_proj",
+        "linear_attn.norm": "self_attn.o_norm",
+        "linear_attn.out_proj": "self_attn.o_proj",
+    },
     "lfm2": _LFM2,
+    "lfm2_moe": {**_LFM2, "rotary_emb": "pos_emb", _BIAS_OF_ROUTER: "feed_forward.expert_bias"},
+    "olmo_hybrid": {
+        "linear_attn.in_proj_z": "linear_attn.g_proj",
+        "linear_attn.in_proj_a": "linear_attn.a_proj",
+        "linear_attn.in_proj_b": "linear_attn.b_proj",
+        "linear_attn.norm": "linear_attn.o_norm",
+        "linear_attn.out_proj": "linear_attn.o_proj",
+    },
     **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"), _QWEN_NAMES),
 }
 """The names of the slots of layers, where they are not the usual ones."""
@@ -120,10 +147,16 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 _ROTARY_IN_WINDOWS = ("afmoe", "exaone4", "exaone_moe")
 """Those whose layers without a window have no positions."""
 
+WITHOUT_POSITIONS = ("kimi_linear", "mamba2", "nemotron_h")
+"""Those of which no layer has any, nor a module for them."""
+
 _NEIGHBOURS_TURN = ("ernie4_5", "ernie4_5_moe", "llama4_text")
 """Those whose neighbouring numbers of a head turn together."""
 
-_EPSILONS = ("rms_norm_eps", "norm_eps")
+_LEAST_STEPS = ("nemotron_h", "zamba2")
+"""Those whose steps have a least one alone."""
+
+_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -176,6 +209,7 @@ def of_model(
     """Returns what a configuration of transformers' says of a decoder of text, with the window of each layer, 0
     without, its places in memory and those of its states."""
     options = {**OPTIONS[config.model_type]}
+    norms = options.pop("norms", "before")
     if options.get("embedding_multiplier") == "root of hidden_size" or getattr(config, "mup_enabled", False):
         options["embedding_multiplier"] = config.hidden_size**0.5
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -184,12 +218,14 @@ def of_model(
     residual = getattr(config, "residual_multiplier", 1.0)
     if hasattr(config, "scale_depth"):
         residual = config.scale_depth / config.num_hidden_layers**0.5
+    if getattr(config, "linear_allow_neg_eigval", None) is not None:
+        options["delta"] = DeltaConfig("apart", beta_factor=2.0 if config.linear_allow_neg_eigval else 1.0)
     found: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "num_attention_heads": config.num_attention_heads,
         "head_dim": head_dim,
         "layers": tuple(
-            _layer_of(config, number, *of_layer, rotary)
+            _layer_of(config, number, *of_layer, rotary, norms)
             for number, of_layer in enumerate(zip(windows, places, states, strict=True))
         ),
         "rotary": rotary,
@@ -200,6 +236,7 @@ def of_model(
         "value_multiplier": getattr(config, "attention_value_scale", None) or 1.0,
         "mixture": mixture_of(config, activation),
         "latent": _latent(config),
+        "space": _space(config),
         "scale": scale,
         "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,
         "embedding_multiplier": getattr(config, "embedding_multiplier", getattr(config, "scale_emb", 1.0)),
@@ -218,6 +255,7 @@ def _layer_of(
     places: Mapping[str, Location],
     states: Mapping[tuple[str, int], StateLocation],
     rotary: Mapping[str, Rotary],
+    norms: Any,
 ) -> LayerConfig:
     kind = (getattr(config, "layer_types", None) or {number: ""})[number]
     name = _rotary_of(config, number, window, kind, rotary)
@@ -228,8 +266,10 @@ def _layer_of(
         tempering = Tempering(0, config.rope_parameters["original_max_position_embeddings"], beta)
     return LayerConfig(
         places,
-        mixer=_mixer_of(places, states),
+        mixer=_mixer_of(config, places, states),
         feed_forward="mixture" if has_mixture(config, number) else "gated",
+        # Layers of OLMo Hybrid without attention have them before.
+        norms=norms if places else "before",
         window=0 if kind == "chunked_attention" else window,
         chunk=window if kind == "chunked_attention" else 0,
         rotary=name,
@@ -238,16 +278,25 @@ def _layer_of(
     )
 
 
-def _mixer_of(places: Mapping[str, Location], states: Mapping[tuple[str, int], StateLocation]) -> Any:
+def _mixer_of(config: Any, places: Mapping[str, Location], states: Mapping[tuple[str, int], StateLocation]) -> Any:
     if places:
         return "latent" if "latent" in places else "attention"
-    return "delta_rule" if ("recurrent", 0) in states else "short_convolution"
+    if ("recurrent", 0) not in states:
+        return "short_convolution"
+    return "state_space" if _space(config) is not None else "delta_rule"
+
+
+def _space(config: Any) -> SpaceConfig | None:
+    if config.model_type in _LEAST_STEPS:
+        return SpaceConfig((config.time_step_min, float("inf")))
+    limits = getattr(config, "time_step_limit", None)
+    return None if limits is None else SpaceConfig((limits[0], limits[1]))
 
 
 def _rotary_of(config: Any, number: int, window: int, kind: str, rotary: Mapping[str, Rotary]) -> str | None:
     """Returns which positions a layer has, None without."""
     with_rotary, thetas = getattr(config, "no_rope_layers", None), getattr(config, "layer_rope_theta", None)
-    if (with_rotary and not with_rotary[number]) or (thetas and not thetas[number]):
+    if not rotary or (with_rotary and not with_rotary[number]) or (thetas and not thetas[number]):
         return None
     if config.model_type in _ROTARY_IN_WINDOWS and not window and config.sliding_window is not None:
         return None

@@ -1,6 +1,7 @@
 """Layers with states in the place of attention.
 
-Their sizes are those of the states: of a convolution [channels, kernel], of the delta rule [heads, key_dim, value_dim].
+Their sizes are those of the states: of a convolution [channels, kernel], of the delta rule [heads, key_dim, value_dim],
+of a state space [heads, dim, state_dim].
 """
 
 from __future__ import annotations
@@ -34,10 +35,15 @@ def delta_rule(plan: ComputePlan, config: DecoderConfig, layer: LayerConfig, slo
     betas = plan.gated(betas, None, "sigmoid")
     if delta.beta_factor != 1:
         plan.scale(betas, delta.beta_factor)
-    decays = plan.step_sizes(steps, slots.numbers("dt_bias"), slots.decays("A_log"))
+    decays = plan.step_sizes(steps, slots.numbers("dt_bias"), slots.decays("A_log", steps.width // heads))
     found = plan.delta_rule(query, key, value, decays, plan.widened(betas), state)
     found = plan.gated_norm(found, gate, slots.float_norm("norm"), delta.gate, groups=heads)
-    return plan.product(found, slots.matrix("out_proj"))
+    matrix, columns = slots.regrouped("out_proj")
+    if columns is not None:
+        # The numbers move, not the columns: quants cannot.
+        first, second, width = columns
+        found = plan.by_parts(found, first, *[width] * second)
+    return plan.product(found, matrix)
 
 
 def _delta_inputs(
@@ -54,9 +60,38 @@ def _delta_inputs(
         small = plan.by_parts(small, key_heads, of_each, of_each)
         of_mixed = both.width - of_values
         return both.part(0, of_mixed), both.part(of_mixed, of_values), small.part(0, heads), small.part(heads, heads)
-    others = [f"in_proj_{name}" for name in "zba"]
-    if delta.inputs == "together":
-        mixed, gate, betas, steps = plan.products(rows, *map(slots.matrix, ["in_proj_qkv", *others]))
-        return mixed, gate, betas, steps
-    *parts, gate, betas, steps = plan.products(rows, *map(slots.matrix, ["q_proj", "k_proj", "v_proj", *others]))
-    return plan.beside(*parts), gate, betas, steps
+    names = ["in_proj_qkv"] if delta.inputs == "together" else ["q_proj", "k_proj", "v_proj"]
+    found = plan.products(rows, *(slots.matrix(name) for name in (*names, "in_proj_z", "in_proj_b", "in_proj_a")))
+    *parts, gate, betas, steps = found
+    if delta.has_narrow_gates:
+        gate = plan.product(gate, slots.matrix("gate_proj"))
+        steps = plan.product(steps, slots.matrix("decay_proj"))
+    return plan.beside(*parts) if len(parts) > 1 else parts[0], gate, betas, steps
+
+
+def state_space(plan: ComputePlan, config: DecoderConfig, layer: LayerConfig, slots: Slots, rows: Buffer) -> Buffer:
+    """Returns out(norm(silu(z) × state space(x, B, C))), where a convolution gives x, B and C. Its steps are
+    softplus(dt + bias)."""
+    space, state = config.space, layer.states["recurrent", 0]
+    assert space is not None
+    heads, dim, state_dim = state.shape
+    weight, bias = slots.convolution("conv1d")
+    width, of_mixed = heads * dim, weight.shape[0]
+    of_states = (of_mixed - width) // 2
+    inputs = plan.product(rows, slots.matrix("in_proj"))
+    gate, mixed, steps = (inputs.part(*one) for one in ((0, width), (width, of_mixed), (width + of_mixed, heads)))
+    mixed = plan.convolution(mixed, weight, bias, layer.states["conv", 0], has_silu=True)
+    into, out_of = (mixed.part(first, of_states) for first in (width, width + of_states))
+    found = plan.state_space(
+        mixed.part(0, width),
+        into,
+        out_of,
+        plan.step_sizes(steps, slots.numbers("dt_bias"), limits=space.step_limits),
+        slots.decays("A_log"),
+        slots.numbers("D"),
+        state,
+    )
+    found = plan.gated_norm(
+        found, gate, slots.float_norm("norm"), "silu", groups=of_states // state_dim, gates_first=space.gates_first
+    )
+    return plan.product(found, slots.matrix("out_proj"))
