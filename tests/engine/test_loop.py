@@ -340,8 +340,10 @@ def test_where_memory_is_for_few_all_are_served_and_what_never_fits_fails_alone(
 def test_choices_of_which_one_loses_the_prompts_memory_are_all_the_same(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first has ended, the second has its memory, the third waits for it, and an older request takes it away."""
-    old, many = request(tokens(990, 1), max_tokens=100), request(tokens(1000, 2), max_tokens=20, n=3)
+    """The first has ended, the second has its memory, the third waits for it, and an older request takes it away. Pages
+    that are saved would be freed first."""
+    old = request(tokens(990, 1), max_tokens=100, save=False)
+    many = request(tokens(1000, 2), max_tokens=20, n=3, save=False)
     expected = alone(engine, old).tokens, alone(engine, many).tokens
     bound_memory(engine.pages, 2 * engine.pages.pool.sequence_bytes(1024))
     caplog.set_level("INFO")
