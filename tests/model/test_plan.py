@@ -156,7 +156,7 @@ def test_quants_whose_columns_a_file_has_in_another_order_are_not_copied(monkeyp
     expected = oracle(model, tokens())
     monkeypatch.delattr(QuantisedLinear, "weight")
     ((logits, _),) = computed(model, exact(model), one=[NUM_TOKENS])
-    assert error(logits, expected) < 0.1
+    assert error(logits, expected) < 0.5
 
 
 @pytest.mark.parametrize(("name", "option"), [("olmoe", {"clip_qkv": 8.0}), ("hunyuan_v1_moe", {"moe_topk": [1, 2]})])
