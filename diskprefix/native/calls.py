@@ -135,7 +135,7 @@ class DenseExpertsCall(ctypes.Structure):
 
 
 class WideningCall(ctypes.Structure):
-    _fields_ = _fields("num_rows width *rows *out" + _THREADS)
+    _fields_ = _fields("num_rows width narrows *rows *out" + _THREADS)
 
 
 class TemperingCall(ctypes.Structure):

@@ -338,9 +338,9 @@ struct DenseExperts {
   ParallelFor parallel_for;
 };
 
-// bfloat16 rows [num_rows, width], side by side, in float32.
+// bfloat16 rows [num_rows, width], side by side, in float32; with `narrows` the other way round.
 struct Widening {
-  int64_t num_rows, width;
+  int64_t num_rows, width, narrows;
   const void* rows;
   void* out;
   int64_t num_threads;

@@ -142,7 +142,10 @@ class PlannedStep {
     const int64_t count = call.num_rows * call.width;
     return !spread(step_.num_threads, step_.parallel_for, count, 32768, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i += LANES)
-        put_some<Float32>((float*)call.out + i, some_of<BFloat16>((const uint16_t*)call.rows + i, end - i), end - i);
+        if (call.narrows)
+          put_some<BFloat16>((uint16_t*)call.out + i, some_of<Float32>((const float*)call.rows + i, end - i), end - i);
+        else
+          put_some<Float32>((float*)call.out + i, some_of<BFloat16>((const uint16_t*)call.rows + i, end - i), end - i);
     });
   }
 
