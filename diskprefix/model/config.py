@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from diskprefix.model.plan import Gating, Location, Rotary, Router, StateLocation
 
-NormKind = Literal["rms", "rms_unrounded", "rms_plus_one"]
+NormKind = Literal["rms", "rms_unrounded", "rms_plus_one", "layer", "layer_plus_one"]
 
 
 class Tempering(NamedTuple):
@@ -26,8 +26,10 @@ class LayerConfig:
     without. `places` are its parts in memory, by their names in the layout, `states` its states, by part and index."""
 
     places: Mapping[str, Location]
-    mixer: Literal["attention", "latent", "short_convolution", "delta_rule", "state_space"] = "attention"
-    feed_forward: Literal["gated", "mixture"] = "gated"
+    mixer: Literal[
+        "attention", "latent", "short_convolution", "delta_rule", "state_space", "space_and_attention", "none"
+    ] = "attention"
+    feed_forward: Literal["gated", "plain", "mixture", "none"] = "gated"
     norms: Literal["before", "around", "behind"] = "before"
     window: int = 0
     chunk: int = 0
@@ -38,20 +40,26 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """The mixture of experts of layers. With `has_float_router` the logits of routers are float32. `shared`: gated
-    products that all rows have besides, which a gate of their own may weigh."""
+    """The mixture of experts of layers. With `has_float_router` the logits of routers are float32. With `has_latents`
+    experts get products of rows, and give rows by another one. `shared`: gated products that all rows have besides,
+    which a gate of their own may weigh, or ungated ones. They are added, or the average is taken. What is found may
+    have a norm."""
 
     router: Router
     gating: Gating
     has_float_router: bool = False
-    shared: Literal["", "plain", "weighed"] = ""
+    shared: Literal["", "plain", "weighed", "ungated"] = ""
+    is_average: bool = False
+    has_latents: bool = False
+    has_norm: bool = False
 
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """The sizes of latent attention: of latents, of the parts of a head's query for keys and with the rotary
-    positions, and of a head's values. With `has_query_latents`, queries are products of latents of their own."""
+    """The sizes of latent attention: of heads, latents, the parts of a head's query for keys and with the rotary
+    positions, and a head's values. With `has_query_latents`, queries are products of latents of their own."""
 
+    num_heads: int
     latent_dim: int
     key_dim: int
     rotary_dim: int
@@ -73,34 +81,54 @@ class DeltaConfig:
 
 @dataclass(frozen=True)
 class SpaceConfig:
-    """The layers with a state space: the least and the largest step, and whether the gate is before the norm."""
+    """The layers with a state space: the least and the largest step, whether the gate is before the norm, and factors
+    of what it takes and gives."""
 
     step_limits: tuple[float, float]
     gates_first: bool = True
+    in_multiplier: float = 1.0
+    out_multiplier: float = 1.0
+
+
+class Multipliers(NamedTuple):
+    """Factors of what attention takes and gives, of its keys and values, of gates and of what gated products give."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    keys: float = 1.0
+    values: float = 1.0
+    gates: float = 1.0
+    products: float = 1.0
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder. The fields have transformers' names where it has one. With `has_head_norms`, queries and keys have a
-    norm a head, with `has_row_norms` one of all heads. The unweighted ones are of heads that are turned.
+    """A decoder. The fields have transformers' names where it has one. Parallel parts of a layer read the hidden states
+    before it, by one norm or two. With `has_head_norms`, queries and keys have a norm a head, with `has_row_norms` one
+    of all heads. The unweighted ones are of turned heads. Joined queries, keys and values are one product, with those
+    of a head of keys together if they are joined in heads. Inner norms are before the last product of a part.
+    A float residual has the sums of layers in float32.
     `attention_gate` is the function of a gate behind attention: with `has_gate_in_query` it lies behind each head of
     the queries. `sees_pictures`: in which layers the tokens of a picture see each other. Behind the first `deepstack`
     layers, further levels of an encoder are added."""
 
     vocab_size: int
-    num_attention_heads: int
     head_dim: int
     layers: tuple[LayerConfig, ...]
     rotary: Mapping[str, Rotary]
     norm: NormKind = "rms"
     epsilon: float = 1e-6
+    parallel: Literal["", "one_norm", "two_norms"] = ""
+    joined: Literal["", "in_parts", "in_heads"] = ""
     has_head_norms: bool = False
     has_row_norms: bool = False
     has_unweighted_norms: bool = False
     has_norms_behind_rotary: bool = False
-    value_multiplier: float = 1.0
+    multipliers: Multipliers = field(default_factory=Multipliers)
     attention_gate: str = ""
     has_gate_in_query: bool = False
+    has_embedding_norm: bool = False
+    has_inner_norms: bool = False
     has_joined_gate_up: bool = False
     activation: str = "silu"
     mixture: MixtureConfig | None = None
@@ -111,7 +139,8 @@ class DecoderConfig:
     softcap: float = 0.0
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    logits_divisor: float = 1.0
+    logits_multiplier: float = 1.0
     logits_softcap: float = 0.0
     sees_pictures: str = ""
     deepstack: int = 0
+    has_float_residual: bool = False

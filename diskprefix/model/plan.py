@@ -177,11 +177,16 @@ class Rotary:
 
 @dataclass(frozen=True)
 class WeightedNorm:
-    """A norm of rows or heads. `kind` is of `calls`."""
+    """A norm of rows or heads. `kind` is of `calls`. Weights are [width]; as many biases are behind those of a
+    layer norm. Heads may have weights of their own, one behind the other."""
 
     weight: Weight
     kind: int
     epsilon: float
+
+    def has(self, heads: int, width: int) -> bool:
+        """Returns whether there are weights for so many heads."""
+        return self.weight.shape == (heads * width * (2 if self.kind == calls.LAYER else 1),)
 
 
 @dataclass(frozen=True)
@@ -313,6 +318,15 @@ class ComputePlan:
         self._add(calls.WIDEN, out, calls.WideningCall(width=rows.width, rows=rows.address, out=out.address))
         return out
 
+    def narrowed(self, rows: Buffer) -> Buffer:
+        """Returns the rows in the type of the plan."""
+        if rows.item_bytes == self.item_bytes:
+            return rows
+        self._require(rows.width == rows.stride, "numbers that do not lie side by side")
+        out = self.rows(rows.width)
+        self._add(calls.WIDEN, out, calls.WideningCall(narrows=1, width=rows.width, rows=rows.address, out=out.address))
+        return out
+
     def embeddings(self, table: Matrix | DenseMatrix) -> Buffer:
         """Returns the rows of a table that the step's tokens have."""
         self._require(table.rows >= self.vocab_size, "a table of fewer tokens")
@@ -337,8 +351,9 @@ class ComputePlan:
 
     def norm(self, rows: Buffer, norm: WeightedNorm) -> Buffer:
         """Returns the norm of each row."""
+        rows = self.narrowed(rows)
         out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
-        self._require(rows.width == rows.stride and norm.weight.shape == (rows.width,), "a norm of other rows")
+        self._require(rows.width == rows.stride and norm.has(1, rows.width), "a norm of other rows")
         call = calls.NormCall(
             dtype=self.dtype, kind=norm.kind, width=rows.width, rows=rows.address, weight=norm.weight.address,
             out=out.address, epsilon=norm.epsilon,
@@ -377,6 +392,15 @@ class ComputePlan:
             bias=0 if matrix.bias is None else matrix.bias.address, out=out.address, out_row_stride=out.stride,
         )  # fmt: skip
         self._add(calls.DENSE, rows, call, matrix)
+
+    def of_groups(self, rows: Buffer, groups: int, first: int, width: int) -> Buffer:
+        """Returns `width` numbers, from number `first` on, of each of the equal groups of a row."""
+        if groups == 1:
+            return rows.part(first, width)
+        out = self.rows(groups * width)
+        self._require(rows.width % groups == 0 and first + width <= rows.width // groups, "groups of other rows")
+        self._copy(rows.part(first, width), groups, rows.width // groups, out, width, width)
+        return out
 
     def into_columns(self, rows: Buffer, matrices: HeadMatrices, behind: int) -> Buffer:
         """Returns the first numbers of each head times the columns of its matrix, and its last `behind` numbers as they
@@ -431,11 +455,14 @@ class ComputePlan:
         to: Location | None = None,
     ) -> None:
         """Changes rows of heads in place: each head gets its norm and is turned. Then it goes to memory `to`."""
-        self._require(rows.width % dim == 0 and (norm is None or norm.weight.shape == (dim,)), "heads of other rows")
+        num_heads = rows.width // dim
+        self._require(rows.width % dim == 0, "heads of other rows")
         call = calls.HeadsCall(
-            dtype=self.dtype, num_heads=rows.width // dim, dim=dim, row_stride=rows.stride, rows=rows.address, table=-1
+            dtype=self.dtype, num_heads=num_heads, dim=dim, row_stride=rows.stride, rows=rows.address, table=-1
         )
         if norm is not None:
+            self._require(norm.has(1, dim) or norm.has(num_heads, dim), "a norm of other heads")
+            call.norm_stride = 0 if norm.has(1, dim) else norm.weight.shape[0] // num_heads
             call.norm, call.norm_kind, call.epsilon = norm.weight.address, norm.kind, norm.epsilon
         if angles is not None:
             self._require(angles.first + 2 * angles.half <= dim and 2 * angles.half <= _MAX_ROTARY, "angles of others")
@@ -479,7 +506,7 @@ class ComputePlan:
         self._add(calls.ATTEND, query, call, sinks)
         return out
 
-    def gated(self, gate: Buffer, up: Buffer | None, function: str, factor: float = 1.0) -> Buffer:
+    def gated(self, gate: Buffer, up: Buffer | None, function: str, factor: float = 1.0, *, kept: Any = None) -> Buffer:
         """Returns factor × function(gate / factor) × up, without `up` of the function alone. A number of a gate of
         fewer numbers counts for several of `up`."""
         width = gate.width if up is None else up.width
@@ -492,7 +519,7 @@ class ComputePlan:
             gate=gate.address, up=0 if up is None else up.address,
             curve=0 if table is None else _at(table), out=out.address,
         )  # fmt: skip
-        self._add(calls.GATE, gate, call, table)
+        self._add(calls.GATE, gate, call, table, kept)
         return out
 
     def routes(self, logits: Buffer, router: Router, bias: Weight | None) -> ExpertRoutes:
@@ -575,12 +602,28 @@ class ComputePlan:
 
     def scale(self, rows: Buffer, factor: float) -> None:
         """Multiplies rows in place."""
-        self._sum(rows, 0, rows, factor)
+        if factor != 1:
+            self._sum(rows, 0, rows, factor)
+
+    def scaled(self, rows: Buffer, factor: float) -> Buffer:
+        """Returns rows × factor, and leaves the rows as they are."""
+        if factor == 1:
+            return rows
+        out = self.rows(rows.width)
+        self._sum(out, 0, rows, factor)
+        return out
+
+    def weighed(self, rows: Buffer, weight: Weight) -> Buffer:
+        """Returns rows × weight, [width], number by number."""
+        self._require(weight.shape == (rows.width,), "weights of other rows")
+        # The same numbers for each row: it is no number behind the one before.
+        return self.gated(rows, Buffer(weight.address, rows.width, 0, self.item_bytes), "identity", kept=weight)
 
     def _sum(self, out: Buffer, one: int, other: Buffer, factor: float) -> None:
+        other = self.widened(other) if out.item_bytes == 4 else other
         self._require(out.width == out.stride == other.width == other.stride, "a sum of other rows")
         call = calls.SumCall(
-            dtype=self.dtype, width=out.width, factor=factor, one=one, other=other.address, out=out.address
+            dtype=self._dtype_of(out), width=out.width, factor=factor, one=one, other=other.address, out=out.address
         )
         self._add(calls.SUM, out, call)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from diskprefix.model.config import NormKind
 from diskprefix.model.exact.fused import matrix_of
 from diskprefix.model.exact.mixtures import is_mixture, matrices, matrices_of
 from diskprefix.model.plan import DenseExperts, DenseMatrix, HeadMatrices, PackedExperts, Weight, WeightedNorm
@@ -18,6 +19,14 @@ from diskprefix.native.matrix import Matrix, fills_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_NORMS: Mapping[NormKind, int] = {
+    "rms": calls.ROUNDED,
+    "rms_unrounded": calls.UNROUNDED,
+    "rms_plus_one": calls.ONE_MORE,
+    "layer": calls.LAYER,
+    "layer_plus_one": calls.LAYER,
+}
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
@@ -31,9 +40,10 @@ class Slots:
     own names within a layer, by the usual ones."""
 
     def __init__(
-        self, model: PreTrainedModel, norm_kind: int, epsilon: float, names: Mapping[str, str], within: str = ""
+        self, model: PreTrainedModel, norm_kind: NormKind, epsilon: float, names: Mapping[str, str], within: str = ""
     ) -> None:
         self._model, self._norm, self._names, self._within = model, (norm_kind, epsilon), names, within
+        self._width = model.config.get_text_config(decoder=True).hidden_size
 
     def within(self, name: str) -> Slots:
         """Returns the slots of a module in this one."""
@@ -70,6 +80,11 @@ class Slots:
         found: torch.Tensor | None = self._found(name)
         return None if found is None else _weight(found.flatten(), torch.float32)
 
+    def vector(self, name: str) -> Weight | None:
+        """Returns a vector in the type of the plan, None if there is none."""
+        found: torch.Tensor | None = self._found(name)
+        return None if found is None else _weight(found.flatten(), self._model.dtype)
+
     def convolution(self, name: str) -> tuple[Weight, Weight | None]:
         """Returns the weights [channels, kernel] of a convolution of each channel alone, and its bias."""
         module = self._found(name)
@@ -90,7 +105,7 @@ class Slots:
             if all(_fills(weight) for weight, _ in found.values()):
                 parts = (found.get(part) for part in ("gate", "up", "down"))
                 return PackedExperts(*([] if part is None else matrices(*part) for part in parts))
-        # Those of some models are in no interface, and turned.
+        # Those of some models are in no interface.
         has_up, has_bias = getattr(module, "has_gate", True), getattr(module, "has_bias", False)
         names = "gate_up_proj" if has_up else "up_proj", "down_proj"
         first, last = (_weight(getattr(module, one), self._model.dtype) for one in names)
@@ -99,7 +114,7 @@ class Slots:
             last,
             [_weight(getattr(module, f"{one}_bias"), torch.float32) for one in names] if has_bias else None,
             has_up=has_up,
-            is_turned=getattr(module, "is_transposed", True),
+            is_turned=getattr(module, "is_transposed", (first.shape[2], last.shape[1]) != (self._width, self._width)),
             turns_about=not getattr(module, "is_concatenated", True),
         )
 
@@ -131,8 +146,9 @@ class Slots:
         """Returns a norm."""
         module = self._found(name)
         kind, epsilon = self._norm
-        weight = _weight(module.weight, self._model.dtype)
-        return WeightedNorm(weight, kind, getattr(module, "variance_epsilon", epsilon))
+        weights = [_of_norm(one, kind, self._width) for one in getattr(module, "norms", [module])]
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", epsilon))
+        return WeightedNorm(_weight(torch.cat(weights), self._model.dtype), _NORMS[kind], epsilon)
 
     def float_norm(self, name: str) -> WeightedNorm | None:
         """Returns a norm whose weights are float32, as they are, None if there is none."""
@@ -143,7 +159,21 @@ class Slots:
 
     def unweighted_norm(self, width: int) -> WeightedNorm:
         """Returns a norm without weights."""
-        return WeightedNorm(_weight(torch.ones(width), self._model.dtype), *self._norm)
+        kind, epsilon = self._norm
+        return WeightedNorm(_weight(torch.ones(width), self._model.dtype), _NORMS[kind], epsilon)
+
+
+def _of_norm(module: Any, kind: NormKind, width: int) -> torch.Tensor:
+    """Returns the weights of a norm, with biases behind those of a layer norm, of each of its heads. Some norms of
+    hidden states have none."""
+    found: torch.Tensor | None = getattr(module, "weight", None)
+    weight = torch.ones(width) if found is None else found.detach()
+    if not kind.startswith("layer"):
+        return weight
+    if kind == "layer_plus_one":
+        weight = weight + 1
+    bias: torch.Tensor | None = getattr(module, "bias", None)
+    return torch.cat([weight, torch.zeros_like(weight) if bias is None else bias.detach()], dim=-1).flatten()
 
 
 def _matrix(module: Any, dtype: torch.dtype) -> Matrix | DenseMatrix:

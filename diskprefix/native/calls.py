@@ -7,7 +7,7 @@ import ctypes
 FLOAT32, BFLOAT16 = 0, 1
 """Numbers of `DType`."""
 
-ROUNDED, UNROUNDED, ONE_MORE = 0, 1, 2
+ROUNDED, UNROUNDED, ONE_MORE, LAYER = range(4)
 """Numbers of `NormKind`."""
 
 FUNCTIONS = {"identity": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "squared_relu": 5, "sigmoid": 6, "tanh": 7}
@@ -75,8 +75,10 @@ class PagedRowsCall(ctypes.Structure):
 
 class HeadsCall(ctypes.Structure):
     _fields_ = (
-        *_fields("dtype num_rows num_heads dim row_stride *rows *norm norm_kind %epsilon rotary_first half is_paired"),
-        *_fields("*cosines *sines table"),
+        *_fields(
+            "dtype num_rows num_heads dim row_stride *rows *norm norm_kind norm_stride %epsilon rotary_first half"
+        ),
+        *_fields("is_paired *cosines *sines table"),
         ("to", PagedRowsCall),
         *_fields(_THREADS),
     )

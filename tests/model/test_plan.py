@@ -24,16 +24,22 @@ NUM_TOKENS = 70
 DENSE = """
     llama qwen2 qwen3 gemma gemma2 gemma3 mistral granite internlm3 iquestcoder cwm seed_oss
     qwen2_vl qwen2_5_vl qwen3_vl olmo2 olmo3 exaone4 hunyuan_v1_dense ernie4_5 smollm3 ministral3
+    phi3 glm glm4 cohere cohere2 starcoder2 stablelm arcee nemotron jais2 helium phi vaultgemma
+    olmo granite_swa hyperclovax nanochat bitnet cohere_compass_text
 """
 
 MIXTURES = """
     qwen3_moe qwen2_moe mixtral gpt_oss minimax_m2 granitemoe granitemoeshared granitemoe_swa hunyuan_v1_moe dots1
     glm4_moe ernie4_5_moe olmoe flex_olmo mimo_v2_flash llama4 exaone_moe afmoe hy_v3 solar_open laguna mellum
+    phimoe cohere2_moe qwen3_vl_moe aria_text kolibri1 flint step3p7
 """
 
-LATENT = "youtu minicpm3 deepseek_v2 deepseek_v3 glm4_moe_lite"
+LATENT = "axk1 mistral4 youtu minicpm3 deepseek_v2 deepseek_v3 glm4_moe_lite"
 
-RECURRENT = "lfm2 qwen3_next qwen3_5 qwen3_5_moe olmo_hybrid lfm2_moe kimi_linear bamba granitemoehybrid"
+RECURRENT = """
+    lfm2 lfm2_moe qwen3_next qwen3_5 qwen3_5_moe olmo_hybrid kimi_linear mamba2 nemotron_h bamba granitemoehybrid
+    falcon_h1
+"""
 
 FAMILIES = [*DENSE.split(), *MIXTURES.split(), *LATENT.split(), *RECURRENT.split()]
 
@@ -88,6 +94,12 @@ def test_a_plan_has_the_logits_of_transformers(name: str) -> None:
     assert error(logits, expected) < 1e-4
 
 
+MULTIPLIERS = {
+    "mlp_multipliers": [0.5, 2.0],
+    "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
+    **dict.fromkeys(("key_multiplier", "attention_in_multiplier", "ssm_in_multiplier", "lm_head_multiplier"), 0.6),
+    **dict.fromkeys(("attention_out_multiplier", "ssm_out_multiplier", "embedding_multiplier"), 1.3),
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
 
 
@@ -100,11 +112,38 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
         ),
+        ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}),
+        ("stablelm", {"use_parallel_residual": True}),
+        ("phi", {"qk_layernorm": True}),
+        ("cohere", {"use_qk_norm": True, "logit_scale": 0.25}),
+        ("cohere2", {"logit_scale": 0.25}),
+        (
+            "cohere2_moe",
+            {
+                "num_shared_experts": 1,
+                "expert_selection_fn": "sigmoid",
+                "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+                "prefix_dense_intermediate_size": 96,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+        ),
+        ("cohere2_moe", {"rms_norm_eps": 1e-6}),
         ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
         ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
         ("deepseek_v2", {"topk_method": "greedy", "n_group": 4, "topk_group": 2}),
+        ("falcon_h1", MULTIPLIERS),
+        ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+        ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}),
+        ("granitemoehybrid", {"num_local_experts": 0}),
+        ("granitemoehybrid", {"position_embedding_type": "rope", "residual_multiplier": 0.5}),
+        ("lfm2_moe", {"use_expert_bias": False}),
+        ("mamba2", {"residual_in_fp32": False, "time_step_limit": [0.1, 0.3]}),
+        ("nemotron_h", {"moe_latent_size": 32}),
+        ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
+        ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+        ("qwen3_next", {"mlp_only_layers": [1]}),
     ],
 )
 def test_a_plan_has_what_a_configuration_says_besides(name: str, fields: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import (
     NAMES,
     SECTIONS_IN_ORDER,
+    TURN_BACK,
     WITHOUT_POSITIONS,
     has_plan,
     of_model,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 _ROWS = 256
 """The rows that a plan is made for. A step of more makes a larger one."""
 _DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
-_NORMS = {"rms": calls.ROUNDED, "rms_unrounded": calls.UNROUNDED, "rms_plus_one": calls.ONE_MORE}
 
 
 class ModelPlan:
@@ -55,7 +55,7 @@ class ModelPlan:
         assert model is not None, "it runs"
         plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self._config.vocab_size, self._page_tokens)
         names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
-        decoder(plan, self._config, Slots(model, _NORMS[self._config.norm], self._config.epsilon, names))
+        decoder(plan, self._config, Slots(model, self._config.norm, self._config.epsilon, names))
         return plan
 
     def run(
@@ -179,8 +179,11 @@ def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
     found = {}
     for kind, prefix in kinds.items():
         frequencies = getattr(module, f"{prefix}inv_freq").float().numpy()
-        axes = _axes(getattr(module, "mrope_section", None), len(frequencies), model)
+        sections: Any = getattr(module, "mrope_section", None)
+        axes = _axes(sections[kind] if isinstance(sections, dict) else sections, len(frequencies), model)
         factor = float(getattr(module, f"{prefix}attention_scaling"))
+        if model.config.model_type in TURN_BACK:
+            frequencies = -frequencies
         found[kind] = Rotary(frequencies, factor, pairing_of(model.config.get_text_config(decoder=True)), axes=axes)
     for one in getattr(decoder_of(model), "rotary_embs", ()):
         theta = str(one.config.rope_parameters["rope_theta"])

@@ -1,7 +1,7 @@
 """Decoders: attention and gated products in each layer, and what takes their place in some.
 
 y = x + o(attention(q(n), k(n), v(n))), z = y + down(f(gate(m)) × up(m)), where n and m are norms of x and y. With norms
-around a part, what is added has a norm of its own.
+around a part, what is added has a norm of its own. If the parts are parallel, m is a norm of x, or n.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
     """Writes the plan of a step."""
     angles = {name: plan.angles(rotary) for name, rotary in config.rotary.items()}
     hidden = plan.embeddings(slots.table("embed_tokens"))
-    if config.embedding_multiplier != 1:
-        plan.scale(hidden, config.embedding_multiplier)
+    plan.scale(hidden, config.embedding_multiplier)
+    if config.has_embedding_norm:
+        hidden = plan.norm(hidden, slots.norm("embedding_norm"))
     plan.pictures(hidden)
+    if config.has_float_residual:
+        hidden = plan.widened(hidden)
     for number, layer in enumerate(config.layers):
         with plan.scratch():
             decoder_layer(plan, config, layer, slots.within(f"layers.{number}"), hidden, angles)
@@ -27,8 +30,7 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
             plan.pictures(hidden, number + 1)
     plan.hidden = plan.norm(hidden, slots.norm("norm"))
     plan.logits = plan.product(plan.that_get_logits(plan.hidden), slots.head())
-    if config.logits_divisor != 1:
-        plan.scale(plan.logits, 1 / config.logits_divisor)
+    plan.scale(plan.logits, config.logits_multiplier)
     if config.logits_softcap:
         plan.logits = plan.gated(plan.logits, None, "tanh", config.logits_softcap)
 
@@ -42,26 +44,47 @@ def decoder_layer(
     angles: dict[str, RotaryAngles],
 ) -> None:
     """Adds what a layer computes to `hidden`."""
-    rows = plan.norm(hidden, slots.norm("input_layernorm")) if layer.norms != "behind" else hidden
-    if layer.mixer == "short_convolution":
-        rows = short_convolution(plan, layer, slots.within("conv"), rows)
-    elif layer.mixer == "delta_rule":
-        rows = delta_rule(plan, config, layer, slots.within("linear_attn"), rows)
-    elif layer.mixer == "state_space":
-        rows = state_space(plan, config, layer, slots.within("mamba"), rows)
-    else:
-        mixer = latent_attention if layer.mixer == "latent" else attention
-        rows = mixer(plan, config, layer, slots.within("self_attn"), rows, angles)
-    if layer.norms != "before":
-        rows = plan.norm(rows, slots.norm("post_attention_layernorm"))
-    plan.add(hidden, rows, config.residual_multiplier)
+    rows = normed = plan.norm(hidden, slots.norm("input_layernorm")) if layer.norms != "behind" else hidden
     before = "pre_feedforward_layernorm" if layer.norms == "around" else "post_attention_layernorm"
-    rows = plan.norm(hidden, slots.norm(before)) if layer.norms != "behind" else hidden
-    feed_forward = mixture if layer.feed_forward == "mixture" else gated_products
-    rows = feed_forward(plan, config, slots.within("mlp"), rows)
+    if config.parallel == "two_norms":
+        normed = plan.norm(hidden, slots.norm(before))
+    if layer.mixer != "none":
+        rows = mixed(plan, config, layer, slots, rows, angles)
+        if layer.norms != "before":
+            rows = plan.norm(rows, slots.norm("post_attention_layernorm"))
+        plan.add(hidden, rows, config.residual_multiplier)
+    if layer.feed_forward == "none":
+        return
+    if not (config.parallel or layer.mixer == "none"):
+        normed = plan.norm(hidden, slots.norm(before)) if layer.norms != "behind" else hidden
+    rows = _FEED_FORWARD[layer.feed_forward](plan, config, slots.within("mlp"), normed)
     if layer.norms != "before":
         rows = plan.norm(rows, slots.norm("post_feedforward_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
+
+
+def mixed(
+    plan: ComputePlan,
+    config: DecoderConfig,
+    layer: LayerConfig,
+    slots: Slots,
+    rows: Buffer,
+    angles: dict[str, RotaryAngles],
+) -> Buffer:
+    """Returns what a layer computes from other tokens."""
+    match layer.mixer:
+        case "short_convolution":
+            return short_convolution(plan, layer, slots.within("conv"), rows)
+        case "delta_rule":
+            return delta_rule(plan, config, layer, slots.within("linear_attn"), rows)
+        case "state_space":
+            return state_space(plan, config, layer, slots.within("mamba"), rows)
+        case "latent":
+            return latent_attention(plan, config, layer, slots.within("self_attn"), rows, angles)
+    attended = attention(plan, config, layer, slots.within("self_attn"), rows, angles)
+    if layer.mixer == "space_and_attention":
+        plan.add(attended, state_space(plan, config, layer, slots.within("mamba"), rows))
+    return attended
 
 
 def attention(
@@ -74,13 +97,19 @@ def attention(
 ) -> Buffer:
     """Returns the attention of a layer. Keys and values go to memory first."""
     dim, keys, values = config.head_dim, layer.places["keys"], layer.places["values"]
-    query, key, value = plan.products(rows, *(slots.matrix(name) for name in ("q_proj", "k_proj", "v_proj")))
+    rows = plan.scaled(rows, config.multipliers.attention_in)
+    if config.joined:
+        joined = plan.product(rows, slots.matrix("qkv_proj"))
+        query, key, value = parted(plan, joined, keys.heads, dim, in_heads=config.joined == "in_heads")
+    else:
+        query, key, value = plan.products(rows, *(slots.matrix(name) for name in ("q_proj", "k_proj", "v_proj")))
     gate = None
     if config.has_gate_in_query:
         both = plan.by_parts(query, query.width // (2 * dim), dim, dim)
         query, gate = both.part(0, both.width // 2), both.part(both.width // 2, both.width // 2)
     elif config.attention_gate:
         gate = plan.product(rows, slots.matrix("gate_proj"))
+    plan.scale(key, config.multipliers.keys)
     num_kv_heads = key.width // dim
     value_dim = value.width // num_kv_heads
     if config.has_row_norms:
@@ -97,8 +126,7 @@ def attention(
     plan.heads(key, dim, norm=of_key, angles=turned, to=keys)
     if layer.tempering is not None:
         plan.temper(query, *layer.tempering)
-    if config.value_multiplier != 1:
-        plan.scale(value, config.value_multiplier)
+    plan.scale(value, config.multipliers.values)
     plan.heads(value, value_dim, to=values)
     attended = plan.attention(
         query,
@@ -116,7 +144,19 @@ def attention(
     )
     if gate is not None:
         attended = plan.gated(gate, attended, config.attention_gate)
-    return plan.product(attended, slots.matrix("o_proj"))
+    if config.has_inner_norms:
+        attended = plan.norm(attended, slots.norm("inner_norm"))
+    out = plan.product(attended, slots.matrix("o_proj"))
+    plan.scale(out, config.multipliers.attention_out)
+    return out
+
+
+def parted(plan: ComputePlan, joined: Buffer, heads: int, dim: int, *, in_heads: bool) -> list[Buffer]:
+    """Returns queries, keys and values of rows in which they lie joined."""
+    groups, keys = (heads, dim) if in_heads else (1, heads * dim)
+    queries = joined.width // groups - 2 * keys
+    parts = (0, queries), (queries, keys), (queries + keys, keys)
+    return [plan.of_groups(joined, groups, first, width) for first, width in parts]
 
 
 def gated_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
@@ -126,7 +166,19 @@ def gated_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows:
         gate, up = both.part(0, both.width // 2), both.part(both.width // 2, both.width // 2)
     else:
         gate, up = plan.products(rows, slots.matrix("gate_proj"), slots.matrix("up_proj"))
-    return plan.product(plan.gated(gate, up, config.activation), slots.matrix("down_proj"))
+    plan.scale(gate, config.multipliers.gates)
+    gated = plan.gated(gate, up, config.activation)
+    if config.has_inner_norms:
+        gated = plan.norm(gated, slots.norm("inner_norm"))
+    out = plan.product(gated, slots.matrix("down_proj"))
+    plan.scale(out, config.multipliers.products)
+    return out
+
+
+def plain_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
+    """Returns down(f(up))."""
+    up = plan.product(rows, slots.matrix("up_proj"))
+    return plan.product(plan.gated(up, None, config.activation), slots.matrix("down_proj"))
 
 
 def mixture(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
@@ -136,10 +188,22 @@ def mixture(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer
     is_float = mix.has_float_router
     logits = plan.product(plan.widened(rows) if is_float else rows, slots.matrix("gate", is_float=is_float))
     routes = plan.routes(logits, mix.router, slots.numbers("gate.e_score_correction_bias"))
-    found = plan.experts(rows, routes, slots.experts("experts"), mix.gating)
+    if mix.has_latents:
+        of_experts = plan.product(rows, slots.matrix("fc1_latent_proj"))
+        found = plan.experts(of_experts, routes, slots.experts("experts"), mix.gating)
+        found = plan.product(found, slots.matrix("fc2_latent_proj"))
+    else:
+        found = plan.experts(rows, routes, slots.experts("experts"), mix.gating)
     if mix.shared:
-        shared = gated_products(plan, config, slots.within("shared_experts"), rows)
+        shared = (plain_products if mix.shared == "ungated" else gated_products)(
+            plan, config, slots.within("shared_experts"), rows
+        )
         if mix.shared == "weighed":
             shared = plan.gated(plan.product(rows, slots.matrix("shared_expert_gate")), shared, "sigmoid")
         plan.add(found, shared)
-    return found
+        if mix.is_average:
+            plan.scale(found, 0.5)
+    return plan.norm(found, slots.norm("post_mlp_layernorm")) if mix.has_norm else found
+
+
+_FEED_FORWARD = {"gated": gated_products, "plain": plain_products, "mixture": mixture}

@@ -23,7 +23,7 @@ def latent_attention(
     """Returns the latent attention of a layer. Latents and rotary keys go to memory first."""
     sizes = config.latent
     assert sizes is not None
-    heads, memory = config.num_attention_heads, layer.places["latent"]
+    heads, memory = sizes.num_heads, layer.places["latent"]
     if sizes.has_query_latents:
         rows_of_query = plan.norm(plan.product(rows, slots.matrix("q_a_proj")), slots.norm("q_a_layernorm"))
         query = plan.product(rows_of_query, slots.matrix("q_b_proj"))
@@ -32,6 +32,8 @@ def latent_attention(
     latent = plan.product(rows, slots.matrix("kv_a_proj_with_mqa"))
     turned = None if layer.rotary is None else angles[layer.rotary]
     plan.heads(query, sizes.key_dim + sizes.rotary_dim, angles=turned and turned._replace(first=sizes.key_dim))
+    if layer.tempering is not None:
+        plan.temper(query, *layer.tempering)
     plan.heads(latent.part(0, sizes.latent_dim), sizes.latent_dim, norm=slots.norm("kv_a_layernorm"), to=memory)
     rotary = latent.part(sizes.latent_dim, sizes.rotary_dim)
     plan.heads(rotary, sizes.rotary_dim, angles=turned, to=memory.behind(sizes.latent_dim))

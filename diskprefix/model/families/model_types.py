@@ -6,21 +6,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diskprefix.model.config import DecoderConfig, DeltaConfig, LatentConfig, LayerConfig, SpaceConfig, Tempering
-from diskprefix.model.families.mixture_types import has_mixture, mixture_of
+from diskprefix.model.config import (
+    DecoderConfig,
+    DeltaConfig,
+    LatentConfig,
+    LayerConfig,
+    Multipliers,
+    SpaceConfig,
+    Tempering,
+)
+from diskprefix.model.families.mixture_types import first_of, has_mixture, mixture_of
 from diskprefix.model.plan import Location, Rotary, StateLocation
 
 _PLAIN = """
-    cwm ernie4_5 granite internlm3 iquestcoder llama ministral ministral3 mistral qwen2 qwen2_5_vl_text qwen2_vl_text
-    seed_oss smollm3
+    aria_text cwm ernie4_5 granite granite_swa internlm3 iquestcoder llama ministral ministral3 mistral qwen2
+    qwen2_5_vl_text qwen2_vl_text seed_oss smollm3
 """
 _MIXTURES = "glm4_moe granitemoe mimo_v2_flash mixtral qwen2_moe solar_open"
-_WITH_HEAD_NORMS = "dots1 exaone_moe hy_v3 mellum qwen3 qwen3_moe qwen3_vl_text"
+_WITH_HEAD_NORMS = "dots1 exaone_moe flint hy_v3 mellum qwen3 qwen3_moe qwen3_vl_moe_text qwen3_vl_text"
+_LATENT = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 mistral4 youtu"
 _NOTHING: Mapping[str, Any] = {}
 _HEAD_NORMS: Mapping[str, Any] = {"has_head_norms": True}
-_LATENT: Mapping[str, Any] = {}
 _OLMO: Mapping[str, Any] = {"has_row_norms": True, "norm": "rms_unrounded", "norms": "behind"}
 _HUNYUAN: Mapping[str, Any] = {"has_head_norms": True, "has_norms_behind_rotary": True}
+_COHERE = ("cohere", "cohere2", "cohere2_moe", "cohere_compass_text")
 _GEMMA: Mapping[str, Any] = {"norm": "rms_plus_one", "embedding_multiplier": "root of hidden_size"}
 
 _QWEN: Mapping[str, Any] = {
@@ -47,12 +56,32 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "minimax_m2": {"has_row_norms": True},
     "olmoe": {"has_row_norms": True},
     "llama4_text": {"has_norms_behind_rotary": True},
-    "youtu": _LATENT,
-    "minicpm3": _LATENT,
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "glm4_moe_lite": _LATENT,
-    "bamba": _NOTHING,
+    **dict.fromkeys(_LATENT.split(), _NOTHING),
+    "glm": {"has_joined_gate_up": True},
+    "glm4": {"has_joined_gate_up": True, "norms": "around"},
+    "phi3": {"has_joined_gate_up": True, "joined": "in_parts"},
+    "arcee": _NOTHING,
+    "helium": {"norm": "rms_unrounded"},
+    "bitnet": {"has_inner_norms": True},
+    **{name: {"norm": "layer", "parallel": "one_norm"} for name in _COHERE},
+    "hyperclovax": {"norms": "around"},
+    "jais2": {"norm": "layer"},
+    "kolibri1": {"norms": "around", "has_head_norms": True},
+    "nanochat": {
+        "norm": "rms_unrounded",
+        "has_unweighted_norms": True,
+        "has_norms_behind_rotary": True,
+        "has_embedding_norm": True,
+    },
+    "olmo": {"norm": "layer"},
+    "phimoe": {"norm": "layer"},
+    "step3p5": {"norm": "rms_plus_one", "has_head_norms": True, "attention_gate": "sigmoid"},
+    "nemotron": {"norm": "layer_plus_one"},
+    "phi": {"norm": "layer", "parallel": "one_norm"},
+    "stablelm": {"norm": "layer"},
+    "starcoder2": {"norm": "layer"},
+    "vaultgemma": _GEMMA,
+    **dict.fromkeys(("bamba", "falcon_h1", "mamba2", "nemotron_h"), _NOTHING),
     "granitemoehybrid": {"has_joined_gate_up": True},
     "kimi_linear": {"delta": DeltaConfig("apart", has_narrow_gates=True, gate="sigmoid")},
     **dict.fromkeys(("lfm2", "lfm2_moe"), _HEAD_NORMS),
@@ -82,7 +111,20 @@ _HUNYUAN_NORMS = {
     "self_attn.q_norm": "self_attn.query_layernorm",
     "self_attn.k_norm": "self_attn.key_layernorm",
 }
+_LAYER_NORMS = {"self_attn.q_norm": "self_attn.q_layernorm", "self_attn.k_norm": "self_attn.k_layernorm"}
+_GLM_NORMS = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
 
+_BAMBA = {"post_attention_layernorm": "pre_ff_layernorm", "mlp": "feed_forward", "norm": "final_layernorm"}
+_ONE_MIXER = {
+    "embed_tokens": "embeddings",
+    "input_layernorm": "norm",
+    "norm": "norm_f",
+    **dict.fromkeys(("mamba", "mlp", "self_attn"), "mixer"),
+}
 _LFM2 = {
     "norm": "embedding_norm",
     "input_layernorm": "operator_norm",
@@ -118,7 +160,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "mlp.gate": "feed_forward.router",
         "mlp.shared_experts": "feed_forward.shared_expert",
     },
-    "bamba": {"post_attention_layernorm": "pre_ff_layernorm", "mlp": "feed_forward", "norm": "final_layernorm"},
+    "bamba": _BAMBA,
+    "falcon_h1": {**_BAMBA, "mamba.multipliers": "mamba.mup_vector"},
+    "mamba2": _ONE_MIXER,
+    "nemotron_h": _ONE_MIXER,
     "kimi_linear": {
         "linear_attn": "self_attn",
         "linear_attn.in_proj_z": "self_attn.g_a_proj",
@@ -141,26 +186,69 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "linear_attn.out_proj": "linear_attn.o_proj",
     },
     **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"), _QWEN_NAMES),
+    "aria_text": {"mlp.gate": "mlp.router"},
+    "bitnet": {"self_attn.inner_norm": "self_attn.attn_sub_norm", "mlp.inner_norm": "mlp.ffn_sub_norm"},
+    "flint": {"mlp.shared_experts": "mlp.shared_expert"},
+    **dict.fromkeys(["glm4", "kolibri1"], _GLM_NORMS),
+    "hyperclovax": {
+        "post_attention_layernorm": "post_norm1",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "post_norm2",
+    },
+    "nanochat": {"embedding_norm": "norm", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
+    "phimoe": {"mlp.gate": "mlp.router"},
+    "step3p5": {"self_attn.gate_proj": "self_attn.g_proj"},
+    "phi": {
+        "mlp.up_proj": "mlp.fc1",
+        "mlp.down_proj": "mlp.fc2",
+        "self_attn.o_proj": "self_attn.dense",
+        "norm": "final_layernorm",
+        **_LAYER_NORMS,
+    },
+    "stablelm": _LAYER_NORMS,
+    "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+    "vaultgemma": {"post_attention_layernorm": "pre_feedforward_layernorm"},
 }
 """The names of the slots of layers, where they are not the usual ones."""
 
-_ROTARY_IN_WINDOWS = ("afmoe", "exaone4", "exaone_moe")
+_UNGATED = ("arcee", "jais2", "nanochat", "nemotron", "phi", "starcoder2")
+"""Those whose feed-forward part is of two plain products."""
+
+_ROTARY_IN_WINDOWS = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1")
 """Those whose layers without a window have no positions."""
 
 WITHOUT_POSITIONS = ("kimi_linear", "mamba2", "nemotron_h")
 """Those of which no layer has any, nor a module for them."""
 
-_NEIGHBOURS_TURN = ("ernie4_5", "ernie4_5_moe", "llama4_text")
+_NEIGHBOURS_TURN = (
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "glm",
+    "glm4",
+    "helium",
+    "llama4_text",
+)
 """Those whose neighbouring numbers of a head turn together."""
+
+TURN_BACK = ("nanochat",)
+"""Those whose heads turn the other way."""
+
+_ONE_PART = ("mamba2", "nemotron_h")
+"""Those whose layers have one part each."""
 
 _LEAST_STEPS = ("nemotron_h", "zamba2")
 """Those whose steps have a least one alone."""
 
-_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+_WITHOUT = {"clip_qkv": None, "swiglu_limits": None, "swiglu_limits_shared": None, "use_post_norm": True}
+"""What fields say of a model without an option that plans lack."""
 
 _ACTIVATIONS = {
     "silu": "silu",
     "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "squared_relu",
@@ -172,11 +260,12 @@ def has_plan(config: Any) -> bool:
     counts = getattr(config, "num_experts_per_tok", None)
     is_even = not isinstance(counts, list) or len(set(counts)) == 1
     is_known = config.model_type in OPTIONS and _activation(config) in _ACTIVATIONS
-    return is_known and is_even and getattr(config, "clip_qkv", None) is None
+    return is_known and is_even and all(getattr(config, one, said) == said for one, said in _WITHOUT.items())
 
 
 def _activation(config: Any) -> str:
-    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "silu"
+    found: str = first_of(config, "hidden_activation mlp_hidden_act hidden_act", "silu")
+    return found
 
 
 def pairing_of(config: Any) -> int:
@@ -190,6 +279,7 @@ def _latent(config: Any) -> LatentConfig | None:
     if getattr(config, "kv_lora_rank", None) is None:
         return None
     return LatentConfig(
+        config.num_attention_heads,
         config.kv_lora_rank,
         config.qk_nope_head_dim,
         config.qk_rope_head_dim,
@@ -212,6 +302,8 @@ def of_model(
     norms = options.pop("norms", "before")
     if options.get("embedding_multiplier") == "root of hidden_size" or getattr(config, "mup_enabled", False):
         options["embedding_multiplier"] = config.hidden_size**0.5
+    if config.model_type == "cohere2_moe" and config.rms_norm_eps is not None:
+        options["norm"] = "rms"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     scale = getattr(config, "attention_multiplier", None) or getattr(config, "query_pre_attn_scalar", head_dim) ** -0.5
     activation = _ACTIVATIONS[_activation(config)]
@@ -220,20 +312,23 @@ def of_model(
         residual = config.scale_depth / config.num_hidden_layers**0.5
     if getattr(config, "linear_allow_neg_eigval", None) is not None:
         options["delta"] = DeltaConfig("apart", beta_factor=2.0 if config.linear_allow_neg_eigval else 1.0)
+    scaling, is_multiplied = getattr(config, "logits_scaling", 1.0), config.model_type == "hyperclovax"
+    has_norms = getattr(config, "use_qk_norm", False) or getattr(config, "qk_layernorm", False)
     found: dict[str, Any] = {
         "vocab_size": config.vocab_size,
-        "num_attention_heads": config.num_attention_heads,
         "head_dim": head_dim,
         "layers": tuple(
             _layer_of(config, number, *of_layer, rotary, norms)
             for number, of_layer in enumerate(zip(windows, places, states, strict=True))
         ),
         "rotary": rotary,
-        "epsilon": next(getattr(config, one) for one in _EPSILONS if hasattr(config, one)),
+        "epsilon": first_of(config, "rms_norm_eps layer_norm_eps norm_epsilon norm_eps layer_norm_epsilon", 1e-5),
         "activation": activation,
-        "has_head_norms": getattr(config, "use_qk_norm", False) and config.model_type != "llama4_text",
-        "has_unweighted_norms": getattr(config, "use_qk_norm", False) and config.model_type == "llama4_text",
-        "value_multiplier": getattr(config, "attention_value_scale", None) or 1.0,
+        "parallel": "one_norm" if getattr(config, "use_parallel_residual", False) else "",
+        "has_head_norms": has_norms and config.model_type != "llama4_text",
+        "has_unweighted_norms": has_norms and config.model_type == "llama4_text",
+        "multipliers": _multipliers(config),
+        "has_float_residual": getattr(config, "residual_in_fp32", False) and config.model_type == "mamba2",
         "mixture": mixture_of(config, activation),
         "latent": _latent(config),
         "space": _space(config),
@@ -241,7 +336,9 @@ def of_model(
         "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,
         "embedding_multiplier": getattr(config, "embedding_multiplier", getattr(config, "scale_emb", 1.0)),
         "residual_multiplier": residual,
-        "logits_divisor": getattr(config, "logits_scaling", 1.0),
+        "logits_multiplier": first_of(
+            config, "logit_scale lm_head_multiplier", scaling if is_multiplied else 1 / scaling
+        ),
         "logits_softcap": getattr(config, "final_logit_softcapping", None) or 0.0,
         "sees_pictures": sees_pictures,
     }
@@ -262,12 +359,12 @@ def _layer_of(
     tempering = None
     if name is None and getattr(config, "attn_temperature_tuning", False):
         tempering = Tempering(1, config.floor_scale, config.attn_scale)
-    if config.model_type == "ministral3" and (beta := config.rope_parameters.get("llama_4_scaling_beta")):
+    if config.model_type in ("ministral3", "mistral4") and (beta := config.rope_parameters.get("llama_4_scaling_beta")):
         tempering = Tempering(0, config.rope_parameters["original_max_position_embeddings"], beta)
     return LayerConfig(
         places,
         mixer=_mixer_of(config, places, states),
-        feed_forward="mixture" if has_mixture(config, number) else "gated",
+        feed_forward=_feed_forward_of(config, number, kind),
         # Layers of OLMo Hybrid without attention have them before.
         norms=norms if places else "before",
         window=0 if kind == "chunked_attention" else window,
@@ -279,18 +376,47 @@ def _layer_of(
 
 
 def _mixer_of(config: Any, places: Mapping[str, Location], states: Mapping[tuple[str, int], StateLocation]) -> Any:
+    if ("recurrent", 0) in states:
+        if _space(config) is None:
+            return "delta_rule"
+        return "space_and_attention" if places else "state_space"
     if places:
         return "latent" if "latent" in places else "attention"
-    if ("recurrent", 0) not in states:
-        return "short_convolution"
-    return "state_space" if _space(config) is not None else "delta_rule"
+    return "short_convolution" if states else "none"
+
+
+def _feed_forward_of(config: Any, number: int, kind: str) -> Any:
+    if config.model_type in _ONE_PART:
+        return {"moe": "mixture", "mlp": "plain"}.get(kind, "none")
+    if has_mixture(config, number):
+        return "mixture"
+    return "plain" if config.model_type in _UNGATED else "gated"
+
+
+def _multipliers(config: Any) -> Multipliers:
+    gates, products = getattr(config, "mlp_multipliers", None) or (1.0, 1.0)
+    return Multipliers(
+        attention_in=getattr(config, "attention_in_multiplier", 1.0),
+        attention_out=getattr(config, "attention_out_multiplier", 1.0),
+        keys=getattr(config, "key_multiplier", 1.0),
+        values=getattr(config, "attention_value_scale", None) or 1.0,
+        gates=gates,
+        products=products,
+    )
 
 
 def _space(config: Any) -> SpaceConfig | None:
     if config.model_type in _LEAST_STEPS:
         return SpaceConfig((config.time_step_min, float("inf")))
     limits = getattr(config, "time_step_limit", None)
-    return None if limits is None else SpaceConfig((limits[0], limits[1]))
+    if limits is None:
+        return None
+    return SpaceConfig(
+        (limits[0], limits[1]),
+        gates_first=not getattr(config, "mamba_norm_before_gate", False),
+        in_multiplier=getattr(config, "ssm_in_multiplier", 1.0),
+        out_multiplier=getattr(config, "ssm_out_multiplier", 1.0),
+    )
 
 
 def _rotary_of(config: Any, number: int, window: int, kind: str, rotary: Mapping[str, Rotary]) -> str | None:
@@ -298,6 +424,9 @@ def _rotary_of(config: Any, number: int, window: int, kind: str, rotary: Mapping
     with_rotary, thetas = getattr(config, "no_rope_layers", None), getattr(config, "layer_rope_theta", None)
     if not rotary or (with_rotary and not with_rotary[number]) or (thetas and not thetas[number]):
         return None
-    if config.model_type in _ROTARY_IN_WINDOWS and not window and config.sliding_window is not None:
+    if (getattr(config, "rope_parameters", None) or {}).get(kind, "") is None:
+        return None
+    is_dense = getattr(config, "prefix_dense_sliding_window_pattern", 0) == 1 and not has_mixture(config, number)
+    if config.model_type in _ROTARY_IN_WINDOWS and not (window or is_dense) and config.sliding_window is not None:
         return None
     return str(thetas[number]) if thetas else "" if "" in rotary else kind

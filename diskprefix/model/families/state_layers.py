@@ -78,7 +78,10 @@ def state_space(plan: ComputePlan, config: DecoderConfig, layer: LayerConfig, sl
     weight, bias = slots.convolution("conv1d")
     width, of_mixed = heads * dim, weight.shape[0]
     of_states = (of_mixed - width) // 2
-    inputs = plan.product(rows, slots.matrix("in_proj"))
+    inputs = plan.product(plan.scaled(rows, space.in_multiplier), slots.matrix("in_proj"))
+    multipliers = slots.vector("multipliers")
+    if multipliers is not None:
+        inputs = plan.weighed(inputs, multipliers)
     gate, mixed, steps = (inputs.part(*one) for one in ((0, width), (width, of_mixed), (width + of_mixed, heads)))
     mixed = plan.convolution(mixed, weight, bias, layer.states["conv", 0], has_silu=True)
     into, out_of = (mixed.part(first, of_states) for first in (width, width + of_states))
@@ -94,4 +97,6 @@ def state_space(plan: ComputePlan, config: DecoderConfig, layer: LayerConfig, sl
     found = plan.gated_norm(
         found, gate, slots.float_norm("norm"), "silu", groups=of_states // state_dim, gates_first=space.gates_first
     )
-    return plan.product(found, slots.matrix("out_proj"))
+    out = plan.product(found, slots.matrix("out_proj"))
+    plan.scale(out, space.out_multiplier)
+    return out

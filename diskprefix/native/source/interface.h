@@ -110,8 +110,9 @@ struct DenseProduct {
 };
 
 // The use of weights in a norm by the root of the mean square: the normed number is rounded first, or it is not, or the
-// weight is one more than the stored one.
-enum NormKind : int64_t { ROUNDED = 0, UNROUNDED = 1, ONE_MORE = 2 };
+// weight is one more than the stored one. In a layer norm numbers are taken less their mean, and behind the weights as many
+// biases follow.
+enum NormKind : int64_t { ROUNDED = 0, UNROUNDED = 1, ONE_MORE = 2, LAYER = 3 };
 
 // Rows of `width` numbers side by side.
 struct Norm {
@@ -232,14 +233,15 @@ struct Angles {
 };
 
 // Rows [num_rows, num_heads, dim], changed in place: each head gets its norm, without weight none, and is turned by
-// `cosines` and `sines`, [num_rows, half], from number `rotary_first` on, without `half` not at all. Number i is turned with
-// number half + i; if `is_paired` is 1 neighbours are, if it is 2 neighbours that are parted into halves then. The head goes
-// to memory `to` of page table number `table`, if that is not negative.
+// `cosines` and `sines`, [num_rows, half], from number `rotary_first` on, without `half` not at all. The norm's weights of
+// the next head are `norm_stride` behind. Number i is turned with number half + i; if `is_paired` is 1 neighbours are, if it
+// is 2 neighbours that are parted into halves then. The head goes to memory `to` of page table number `table`, if that is
+// not negative.
 struct Heads {
   int64_t dtype, num_rows, num_heads, dim, row_stride;
   void* rows;
   const void* norm;
-  int64_t norm_kind;
+  int64_t norm_kind, norm_stride;
   double epsilon;
   int64_t rotary_first, half, is_paired;
   const void *cosines, *sines;

@@ -50,8 +50,28 @@ inline void weigh(typename Type::Stored* row, float weight, int64_t width) {
 }
 
 template <class Type>
+inline void layer_norm_row(const typename Type::Stored* row, const typename Type::Stored* weight, int64_t width, float epsilon,
+                           typename Type::Stored* to) {
+  Floats sum = {}, squares = {};
+  for (int64_t i = 0; i < width; i += LANES) sum += some_of<Type>(row + i, width - i);
+  const Floats mean = all(sum_of(sum) / (float)width);
+  const auto centred = [&](int64_t i) {
+    float numbers[LANES] = {};
+    put_some<Float32>(numbers, some_of<Type>(row + i, width - i) - mean, width - i);
+    return loaded<Floats>(numbers);
+  };
+  for (int64_t i = 0; i < width; i += LANES) squares = fma(centred(i), centred(i), squares);
+  const Floats factor = all(1.0f / __builtin_sqrtf(sum_of(squares) / (float)width + epsilon));
+  for (int64_t i = 0; i < width; i += LANES) {
+    const Floats weights = some_of<Type>(weight + i, width - i), biases = some_of<Type>(weight + width + i, width - i);
+    put_some<Type>(to + i, centred(i) * factor * weights + biases, width - i);
+  }
+}
+
+template <class Type>
 inline void norm_row(const typename Type::Stored* row, const typename Type::Stored* weight, int64_t kind, int64_t width,
                      float epsilon, typename Type::Stored* to) {
+  if (kind == LAYER) return layer_norm_row<Type>(row, weight, width, epsilon, to);
   Floats sums[4] = {};
   for (int64_t i = 0; i < width; i += LANES) {
     const Floats numbers = some_of<Type>(row + i, width - i);

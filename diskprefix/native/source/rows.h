@@ -71,7 +71,8 @@ inline void put_heads(const Heads& call, const Run* runs, int64_t begin, int64_t
     for (int64_t number = 0; number < call.num_heads; ++number) {
       Stored* head = (Stored*)call.rows + row * call.row_stride + number * call.dim;
       if (call.norm)
-        norm_row<Type>(head, (const Stored*)call.norm, call.norm_kind, call.dim, (float)call.epsilon, head);
+        norm_row<Type>(head, (const Stored*)call.norm + number * call.norm_stride, call.norm_kind, call.dim, (float)call.epsilon,
+                       head);
       if (call.half)
         rotate<Type>(head + call.rotary_first, (const Stored*)call.cosines + row * call.half,
                      (const Stored*)call.sines + row * call.half, call.half, call.is_paired);

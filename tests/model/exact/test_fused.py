@@ -124,7 +124,7 @@ def test_parts_have_the_bits_of_their_steps(name: str, monkeypatch: pytest.Monke
     ("name", "parts"),
     [
         ("llama", "one plan"),
-        ("cohere", "0 attention blocks, 2 gated products, 0 norms"),
+        ("longcat_flash", "0 attention blocks, 4 gated products, 17 norms"),
     ],
 )
 def test_the_log_says_what_was_recognised(name: str, parts: str, caplog: pytest.LogCaptureFixture) -> None:
