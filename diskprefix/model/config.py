@@ -106,11 +106,11 @@ class DecoderConfig:
     """A decoder. The fields have transformers' names where it has one. Parallel parts of a layer read the hidden states
     before it, by one norm or two. With `has_head_norms`, queries and keys have a norm a head, with `has_row_norms` one
     of all heads. The unweighted ones are of turned heads. Joined queries, keys and values are one product, with those
-    of a head of keys together if they are joined in heads. Inner norms are before the last product of a part.
-    A float residual has the sums of layers in float32.
-    `attention_gate` is the function of a gate behind attention: with `has_gate_in_query` it lies behind each head of
-    the queries. `sees_pictures`: in which layers the tokens of a picture see each other. Behind the first `deepstack`
-    layers, further levels of an encoder are added."""
+    of a head of keys together if they are joined in heads. The first position has row `position_offset` of a table,
+    None without one. Inner norms are before the last product of a part. `attention_gate` is the function of a gate
+    behind attention: with `has_gate_in_query` it lies behind each head of the queries. `sees_pictures`: in which layers
+    the tokens of a picture see each other. Behind the first `deepstack` layers, further levels of an encoder are added.
+    A float residual has the sums of layers in float32."""
 
     vocab_size: int
     head_dim: int
@@ -138,6 +138,7 @@ class DecoderConfig:
     scale: float = 1.0
     softcap: float = 0.0
     embedding_multiplier: float = 1.0
+    position_offset: int | None = None
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0
     logits_softcap: float = 0.0

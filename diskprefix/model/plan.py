@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -281,6 +282,7 @@ class ComputePlan:
         self._ids = self._numbers(max_rows)
         self._logit_rows = self._numbers(max_rows)
         self._positions = self._numbers(_MAX_AXES * max_rows).reshape(_MAX_AXES, max_rows)
+        self._num_positions = sys.maxsize
         self._of_pictures: list[calls.ScatterCall] = []
         self._made: Any = None
         self._of_states: list[tuple[int, bool, ctypes.Structure]] = []
@@ -336,6 +338,16 @@ class ComputePlan:
             self._add(calls.LOOK_UP, out, calls.LookupCall(ids=_at(self._ids), matrix=table.address, out=out.address))
         else:
             self._pick(table.weight.address, self._ids, out, table.weight)
+        return out
+
+    def of_positions(self, table: Matrix | DenseMatrix, offset: int) -> Buffer:
+        """Returns the rows of a table that the step's positions have, from row `offset` on."""
+        self._require(isinstance(table, DenseMatrix), "a table of quants for positions")
+        assert isinstance(table, DenseMatrix)
+        self._num_positions = table.rows - offset
+        out = self.rows(table.columns)
+        start = table.weight.address + offset * table.columns * self.item_bytes
+        self._pick(start, self._positions, out, table.weight)
         return out
 
     def that_get_logits(self, rows: Buffer) -> Buffer:
@@ -848,12 +860,15 @@ class ComputePlan:
         """Computes a step: `logits` and `hidden` have its results until the next one.
 
         `ids` are int64 [rows], `positions` [1, rows] or [3, rows], `logit_rows` the numbers of the rows that get
-        logits. Memory must have room for the rows. Raises `IndexError` for a token that is none, `MemoryError`.
+        logits. Memory must have room for the rows. Raises `IndexError` for a token or a position that is none,
+        `MemoryError`.
         """
         num_rows, num_logits = len(ids), len(logit_rows)
         self._require(0 < num_rows <= self.max_rows and num_logits <= num_rows, "a step of more rows than the plan has")
         if not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise IndexError(f"a token is none of the {self.vocab_size}: {ids.min()} or {ids.max()}")
+        if positions.max() >= self._num_positions:
+            raise IndexError(f"a position is none of the {self._num_positions}: {positions.max()}")
         self._ids[:num_rows], self._logit_rows[:num_logits] = ids, logit_rows
         self._positions[:, :num_rows] = positions
         for level, call in enumerate(self._of_pictures):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from diskprefix.model.config import NormKind
 from diskprefix.model.exact.fused import matrix_of
@@ -53,6 +54,7 @@ class Slots:
         """Returns a module or tensor by its usual name, None if there is none."""
         path = f"{self._within}.{name}".lstrip(".")
         layer, rest = re.fullmatch(r"(layers\.\d+\.)?(.*)", path).groups(default="")  # type: ignore[union-attr]
+        layer = layer.replace("layers", self._names.get("layers", "layers"))
         parts = rest.split(".")
         for count in range(len(parts), 0, -1):
             own = self._names.get(".".join(parts[:count]))
@@ -182,7 +184,8 @@ def _matrix(module: Any, dtype: torch.dtype) -> Matrix | DenseMatrix:
     if found is not None:
         return found
     bias: torch.Tensor | None = getattr(module, "bias", None)
-    return DenseMatrix(_weight(module.weight, dtype), None if bias is None else _weight(bias, torch.float32))
+    weight = module.weight.T if isinstance(module, Conv1D) else module.weight
+    return DenseMatrix(_weight(weight, dtype), None if bias is None else _weight(bias, torch.float32))
 
 
 def _fills(weight: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ DENSE = """
     qwen2_vl qwen2_5_vl qwen3_vl olmo2 olmo3 exaone4 hunyuan_v1_dense ernie4_5 smollm3 ministral3
     phi3 glm glm4 cohere cohere2 starcoder2 stablelm arcee nemotron jais2 helium phi vaultgemma
     olmo granite_swa hyperclovax nanochat bitnet cohere_compass_text
+    gpt_neox persimmon gpt_bigcode gpt2 opt biogpt
 """
 
 MIXTURES = """
@@ -128,6 +129,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
             },
         ),
         ("cohere2_moe", {"rms_norm_eps": 1e-6}),
+        ("gpt_neox", {"use_parallel_residual": False}),
+        ("gpt_bigcode", {"multi_query": False}),
         ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
         ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
@@ -198,8 +201,25 @@ def test_quants_whose_columns_a_file_has_in_another_order_are_not_copied(monkeyp
     assert error(logits, expected) < 0.5
 
 
-@pytest.mark.parametrize(("name", "option"), [("olmoe", {"clip_qkv": 8.0}), ("hunyuan_v1_moe", {"moe_topk": [1, 2]})])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2]}),
+        ("hyperclovax", {"use_post_norm": False}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("opt", {"do_layer_norm_before": False}),
+        ("opt", {"word_embed_proj_dim": 32}),
+    ],
+)
 def test_a_model_with_an_option_that_plans_lack_has_none(name: str, option: dict[str, Any]) -> None:
     model = tiny_model(name, torch.float32, **option)
     layout, _ = make_exact(model)
     assert plan_of(model, layout, PAGE_TOKENS) is None
+
+
+def test_a_position_that_the_table_lacks_is_refused() -> None:
+    model = tiny_model("gpt2", torch.float32, n_positions=NUM_TOKENS - 1)
+    layout = exact(model)
+    with pytest.raises(IndexError, match=f"a position is none of the {NUM_TOKENS - 1}: {NUM_TOKENS - 1}"):
+        computed(model, layout, one=[NUM_TOKENS])

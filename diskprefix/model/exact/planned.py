@@ -22,7 +22,6 @@ from diskprefix.model.families.model_types import (
     NAMES,
     SECTIONS_IN_ORDER,
     TURN_BACK,
-    WITHOUT_POSITIONS,
     has_plan,
     of_model,
     pairing_of,
@@ -125,9 +124,14 @@ def _encoded(ids: np.ndarray, pictures: Sequence[PictureRows | None], runs: Sequ
     return EncodedRows(numbers, encoded.data_ptr(), encoded.nbytes // max(1, len(encoded)), encoded)
 
 
+def _layers(model: PreTrainedModel) -> Any:
+    names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
+    return getattr(decoder_of(model), names.get("layers", "layers"), ())
+
+
 def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> DecoderConfig:
     """Returns the configuration of a model."""
-    layers = layout.layers[: len(decoder_of(model).layers)]
+    layers = layout.layers[: len(_layers(model))]
     places = [places_of(layout, page_tokens, number) for number in range(len(layers))]
     states = [states_of(layout, number) for number in range(len(layers))]
     windows = [spec.window or 0 for spec in layers]
@@ -139,7 +143,7 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
     if found.latent is not None:
         # With a factor for scaled positions.
         number = next(number for number, one in enumerate(found.layers) if one.mixer == "latent")
-        found = replace(found, scale=decoder_of(model).layers[number].self_attn.scaling)
+        found = replace(found, scale=_layers(model)[number].self_attn.scaling)
     return replace(found, embedding_multiplier=rounded, deepstack=len(further))
 
 
@@ -168,10 +172,9 @@ def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation
 
 
 def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
-    name = model.config.get_text_config(decoder=True).model_type
-    module: Any = None
-    if name not in WITHOUT_POSITIONS:
-        module = getattr(decoder_of(model), NAMES.get(name, {}).get("rotary_emb", "rotary_emb"))
+    config = model.config.get_text_config(decoder=True)
+    name = NAMES.get(config.model_type, {}).get("rotary_emb", "rotary_emb")
+    module: Any = getattr(decoder_of(model), name, None)
     if module is None:
         return {}
     # One kind of RoPE for the whole model, or one for each kind of layer.
@@ -182,9 +185,9 @@ def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
         sections: Any = getattr(module, "mrope_section", None)
         axes = _axes(sections[kind] if isinstance(sections, dict) else sections, len(frequencies), model)
         factor = float(getattr(module, f"{prefix}attention_scaling"))
-        if model.config.model_type in TURN_BACK:
+        if config.model_type in TURN_BACK:
             frequencies = -frequencies
-        found[kind] = Rotary(frequencies, factor, pairing_of(model.config.get_text_config(decoder=True)), axes=axes)
+        found[kind] = Rotary(frequencies, factor, pairing_of(config), axes=axes)
     for one in getattr(decoder_of(model), "rotary_embs", ()):
         theta = str(one.config.rope_parameters["rope_theta"])
         found[theta] = Rotary(one.inv_freq.float().numpy(), float(one.attention_scaling))
@@ -216,7 +219,7 @@ def is_planned(model: PreTrainedModel, layout: Layout) -> bool:
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
     """Returns the plan of a model that is exact at every token, None for one of no family."""
     # The self-check computes the first layers alone.
-    key = layout, page_tokens, operators(), len(getattr(decoder_of(model), "layers", ()))
+    key = layout, page_tokens, operators(), len(_layers(model))
     known, plan = _plans.get(model, (None, None))
     if known != key:
         plan = ModelPlan(model, layout, page_tokens) if is_planned(model, layout) else None

@@ -7,6 +7,7 @@ around a part, what is added has a norm of its own. If the parts are parallel, m
 from __future__ import annotations
 
 from diskprefix.model.config import DecoderConfig, LayerConfig
+from diskprefix.model.families.feed_forward import FEED_FORWARD
 from diskprefix.model.families.latent_decoder import latent_attention
 from diskprefix.model.families.state_layers import delta_rule, short_convolution, state_space
 from diskprefix.model.plan import Buffer, ComputePlan, RotaryAngles
@@ -18,6 +19,8 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
     angles = {name: plan.angles(rotary) for name, rotary in config.rotary.items()}
     hidden = plan.embeddings(slots.table("embed_tokens"))
     plan.scale(hidden, config.embedding_multiplier)
+    if config.position_offset is not None:
+        plan.add(hidden, plan.of_positions(slots.table("embed_positions"), config.position_offset))
     if config.has_embedding_norm:
         hidden = plan.norm(hidden, slots.norm("embedding_norm"))
     plan.pictures(hidden)
@@ -57,7 +60,7 @@ def decoder_layer(
         return
     if not (config.parallel or layer.mixer == "none"):
         normed = plan.norm(hidden, slots.norm(before)) if layer.norms != "behind" else hidden
-    rows = _FEED_FORWARD[layer.feed_forward](plan, config, slots.within("mlp"), normed)
+    rows = FEED_FORWARD[layer.feed_forward](plan, config, slots.within("mlp"), normed)
     if layer.norms != "before":
         rows = plan.norm(rows, slots.norm("post_feedforward_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
@@ -157,53 +160,3 @@ def parted(plan: ComputePlan, joined: Buffer, heads: int, dim: int, *, in_heads:
     queries = joined.width // groups - 2 * keys
     parts = (0, queries), (queries, keys), (queries + keys, keys)
     return [plan.of_groups(joined, groups, first, width) for first, width in parts]
-
-
-def gated_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
-    """Returns down(f(gate) × up)."""
-    if config.has_joined_gate_up:
-        both = plan.product(rows, slots.matrix("gate_up_proj"))
-        gate, up = both.part(0, both.width // 2), both.part(both.width // 2, both.width // 2)
-    else:
-        gate, up = plan.products(rows, slots.matrix("gate_proj"), slots.matrix("up_proj"))
-    plan.scale(gate, config.multipliers.gates)
-    gated = plan.gated(gate, up, config.activation)
-    if config.has_inner_norms:
-        gated = plan.norm(gated, slots.norm("inner_norm"))
-    out = plan.product(gated, slots.matrix("down_proj"))
-    plan.scale(out, config.multipliers.products)
-    return out
-
-
-def plain_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
-    """Returns down(f(up))."""
-    up = plan.product(rows, slots.matrix("up_proj"))
-    return plan.product(plan.gated(up, None, config.activation), slots.matrix("down_proj"))
-
-
-def mixture(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
-    """Returns Σ weight × expert over the experts that the router chooses, plus the shared products."""
-    mix = config.mixture
-    assert mix is not None
-    is_float = mix.has_float_router
-    logits = plan.product(plan.widened(rows) if is_float else rows, slots.matrix("gate", is_float=is_float))
-    routes = plan.routes(logits, mix.router, slots.numbers("gate.e_score_correction_bias"))
-    if mix.has_latents:
-        of_experts = plan.product(rows, slots.matrix("fc1_latent_proj"))
-        found = plan.experts(of_experts, routes, slots.experts("experts"), mix.gating)
-        found = plan.product(found, slots.matrix("fc2_latent_proj"))
-    else:
-        found = plan.experts(rows, routes, slots.experts("experts"), mix.gating)
-    if mix.shared:
-        shared = (plain_products if mix.shared == "ungated" else gated_products)(
-            plan, config, slots.within("shared_experts"), rows
-        )
-        if mix.shared == "weighed":
-            shared = plan.gated(plan.product(rows, slots.matrix("shared_expert_gate")), shared, "sigmoid")
-        plan.add(found, shared)
-        if mix.is_average:
-            plan.scale(found, 0.5)
-    return plan.norm(found, slots.norm("post_mlp_layernorm")) if mix.has_norm else found
-
-
-_FEED_FORWARD = {"gated": gated_products, "plain": plain_products, "mixture": mixture}

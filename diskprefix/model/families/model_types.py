@@ -62,6 +62,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"has_joined_gate_up": True, "joined": "in_parts"},
     "arcee": _NOTHING,
     "helium": {"norm": "rms_unrounded"},
+    "biogpt": {"norm": "layer", "position_offset": 2},
+    "gpt2": {"norm": "layer", "position_offset": 0, "joined": "in_parts"},
+    "gpt_bigcode": {"norm": "layer", "position_offset": 0, "joined": "in_heads"},
+    "gpt_neox": {"norm": "layer", "joined": "in_heads"},
+    "opt": {"norm": "layer", "position_offset": 2},
+    "persimmon": {"norm": "layer", "joined": "in_heads"},
     "bitnet": {"has_inner_norms": True},
     **{name: {"norm": "layer", "parallel": "one_norm"} for name in _COHERE},
     "hyperclovax": {"norms": "around"},
@@ -116,6 +122,26 @@ _GLM_NORMS = {
     "post_attention_layernorm": "post_self_attn_layernorm",
     "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "post_mlp_layernorm",
+}
+_GPT2 = {
+    "embed_tokens": "wte",
+    "embed_positions": "wpe",
+    "layers": "h",
+    "norm": "ln_f",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "self_attn.qkv_proj": "attn.c_attn",
+    "self_attn.o_proj": "attn.c_proj",
+    "mlp.up_proj": "mlp.c_fc",
+    "mlp.down_proj": "mlp.c_proj",
+}
+_NEOX = {"mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
+_OPT = {
+    "input_layernorm": "self_attn_layer_norm",
+    "post_attention_layernorm": "final_layer_norm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "mlp.up_proj": "fc1",
+    "mlp.down_proj": "fc2",
 }
 
 _BAMBA = {"post_attention_layernorm": "pre_ff_layernorm", "mlp": "feed_forward", "norm": "final_layernorm"}
@@ -187,6 +213,23 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"), _QWEN_NAMES),
     "aria_text": {"mlp.gate": "mlp.router"},
+    "biogpt": {"norm": "layer_norm", **_OPT},
+    **dict.fromkeys(["gpt2", "gpt_bigcode"], _GPT2),
+    "gpt_neox": {
+        "embed_tokens": "embed_in",
+        "norm": "final_layer_norm",
+        "self_attn.qkv_proj": "attention.query_key_value",
+        "self_attn.o_proj": "attention.dense",
+        **_NEOX,
+    },
+    "opt": {"norm": "final_layer_norm", **_OPT},
+    "persimmon": {
+        "norm": "final_layernorm",
+        "self_attn.qkv_proj": "self_attn.query_key_value",
+        "self_attn.o_proj": "self_attn.dense",
+        **_NEOX,
+        **_LAYER_NORMS,
+    },
     "bitnet": {"self_attn.inner_norm": "self_attn.attn_sub_norm", "mlp.inner_norm": "mlp.ffn_sub_norm"},
     "flint": {"mlp.shared_experts": "mlp.shared_expert"},
     **dict.fromkeys(["glm4", "kolibri1"], _GLM_NORMS),
@@ -211,14 +254,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """The names of the slots of layers, where they are not the usual ones."""
 
-_UNGATED = ("arcee", "jais2", "nanochat", "nemotron", "phi", "starcoder2")
+_UNGATED = "arcee biogpt gpt2 gpt_bigcode gpt_neox jais2 nanochat nemotron opt persimmon phi starcoder2"
 """Those whose feed-forward part is of two plain products."""
 
 _ROTARY_IN_WINDOWS = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1")
 """Those whose layers without a window have no positions."""
-
-WITHOUT_POSITIONS = ("kimi_linear", "mamba2", "nemotron_h")
-"""Those of which no layer has any, nor a module for them."""
 
 _NEIGHBOURS_TURN = (
     "cohere",
@@ -242,7 +282,18 @@ _ONE_PART = ("mamba2", "nemotron_h")
 _LEAST_STEPS = ("nemotron_h", "zamba2")
 """Those whose steps have a least one alone."""
 
-_WITHOUT = {"clip_qkv": None, "swiglu_limits": None, "swiglu_limits_shared": None, "use_post_norm": True}
+_WITHOUT = {
+    "add_cross_attention": False,
+    "clip_qkv": None,
+    "do_layer_norm_before": True,
+    "mamba_hidden_act": "silu",
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "swiglu_limits": None,
+    "swiglu_limits_shared": None,
+    "use_post_norm": True,
+    "_remove_final_layer_norm": False,
+}
 """What fields say of a model without an option that plans lack."""
 
 _ACTIVATIONS = {
@@ -260,12 +311,12 @@ def has_plan(config: Any) -> bool:
     counts = getattr(config, "num_experts_per_tok", None)
     is_even = not isinstance(counts, list) or len(set(counts)) == 1
     is_known = config.model_type in OPTIONS and _activation(config) in _ACTIVATIONS
-    return is_known and is_even and all(getattr(config, one, said) == said for one, said in _WITHOUT.items())
+    without = _WITHOUT | {"word_embed_proj_dim": config.hidden_size}
+    return is_known and is_even and all(getattr(config, one, said) == said for one, said in without.items())
 
 
 def _activation(config: Any) -> str:
-    found: str = first_of(config, "hidden_activation mlp_hidden_act hidden_act", "silu")
-    return found
+    return str(first_of(config, "hidden_activation mlp_hidden_act hidden_act activation_function", "silu"))
 
 
 def pairing_of(config: Any) -> int:
@@ -300,7 +351,8 @@ def of_model(
     without, its places in memory and those of its states."""
     options = {**OPTIONS[config.model_type]}
     norms = options.pop("norms", "before")
-    if options.get("embedding_multiplier") == "root of hidden_size" or getattr(config, "mup_enabled", False):
+    is_scaled = getattr(config, "mup_enabled", False) or getattr(config, "scale_embedding", False)
+    if options.get("embedding_multiplier") == "root of hidden_size" or is_scaled:
         options["embedding_multiplier"] = config.hidden_size**0.5
     if config.model_type == "cohere2_moe" and config.rms_norm_eps is not None:
         options["norm"] = "rms"
@@ -312,6 +364,7 @@ def of_model(
         residual = config.scale_depth / config.num_hidden_layers**0.5
     if getattr(config, "linear_allow_neg_eigval", None) is not None:
         options["delta"] = DeltaConfig("apart", beta_factor=2.0 if config.linear_allow_neg_eigval else 1.0)
+    parallel = "two_norms" if config.model_type == "gpt_neox" else "one_norm"
     scaling, is_multiplied = getattr(config, "logits_scaling", 1.0), config.model_type == "hyperclovax"
     has_norms = getattr(config, "use_qk_norm", False) or getattr(config, "qk_layernorm", False)
     found: dict[str, Any] = {
@@ -322,9 +375,9 @@ def of_model(
             for number, of_layer in enumerate(zip(windows, places, states, strict=True))
         ),
         "rotary": rotary,
-        "epsilon": first_of(config, "rms_norm_eps layer_norm_eps norm_epsilon norm_eps layer_norm_epsilon", 1e-5),
+        "epsilon": first_of(config, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps", 1e-5),
         "activation": activation,
-        "parallel": "one_norm" if getattr(config, "use_parallel_residual", False) else "",
+        "parallel": parallel if getattr(config, "use_parallel_residual", False) else "",
         "has_head_norms": has_norms and config.model_type != "llama4_text",
         "has_unweighted_norms": has_norms and config.model_type == "llama4_text",
         "multipliers": _multipliers(config),
@@ -390,7 +443,7 @@ def _feed_forward_of(config: Any, number: int, kind: str) -> Any:
         return {"moe": "mixture", "mlp": "plain"}.get(kind, "none")
     if has_mixture(config, number):
         return "mixture"
-    return "plain" if config.model_type in _UNGATED else "gated"
+    return "plain" if config.model_type in _UNGATED.split() else "gated"
 
 
 def _multipliers(config: Any) -> Multipliers:
