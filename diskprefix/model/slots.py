@@ -73,7 +73,7 @@ class Slots:
     def regrouped(self, name: str) -> tuple[Matrix | DenseMatrix, tuple[int, int, int] | None]:
         """Returns the matrix of a product, and by which sizes its columns are in another order (see `FileMatrix`)."""
         module = self._found(name)
-        if isinstance(module, QuantisedLinear) and module.in_file is not None:
+        if isinstance(module, QuantisedLinear) and module.in_file is not None and self._model.dtype is torch.bfloat16:
             return module.in_file, module.columns
         return self.matrix(name), None
 

@@ -33,8 +33,7 @@ def delta_rule(plan: ComputePlan, config: DecoderConfig, layer: LayerConfig, slo
     of_keys = (mixed.width - of_values) // 2
     query, key, value = (mixed.part(*one) for one in ((0, of_keys), (of_keys, of_keys), (2 * of_keys, of_values)))
     betas = plan.gated(betas, None, "sigmoid")
-    if delta.beta_factor != 1:
-        plan.scale(betas, delta.beta_factor)
+    plan.scale(betas, delta.beta_factor)
     decays = plan.step_sizes(steps, slots.numbers("dt_bias"), slots.decays("A_log", steps.width // heads))
     found = plan.delta_rule(query, key, value, decays, plan.widened(betas), state)
     found = plan.gated_norm(found, gate, slots.float_norm("norm"), delta.gate, groups=heads)
