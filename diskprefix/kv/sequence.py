@@ -234,6 +234,11 @@ class KVSequence:
         """The pages that `drop_spares` gives back: none between `take_spares` and the end of the step with guesses."""
         return [] if self._needs_spares else self._spares
 
+    @property
+    def spares(self) -> Sequence[Page]:
+        """The pages of the states before a step with guesses."""
+        return self._spares
+
     def drop_spares(self) -> bool:
         """Gives idle spares back. Returns False without any. For any thread."""
         with self.pool.lock:

@@ -7,6 +7,7 @@ Python between the operators. What an operator computes for a row depends on tha
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from array import array
 from collections import defaultdict
@@ -29,6 +30,8 @@ _MAX_ROTARY = 1024
 """`MAX_ROTARY` of `native/source/rows.h`."""
 _MAX_AXES = 3
 """The most dimensions of a position: pictures have three."""
+_LENGTH_EPSILON = 1e-6
+"""That of transformers' `l2norm`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,15 +218,38 @@ class Location:
 
 
 @dataclass(frozen=True)
+class StateLocation:
+    """A state of one layer in the pages of a group of states: bytes before it, and its form."""
+
+    group: int
+    offset: int
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    def is_of(self, shape: tuple[int, ...], item_bytes: int) -> bool:
+        """Returns whether it has this form. Operators do not check it."""
+        return (self.shape, self.item_bytes) == (shape, item_bytes)
+
+    @property
+    def call(self) -> calls.StatePlace:
+        return calls.StatePlace(self.group, self.offset, math.prod(self.shape) * self.item_bytes)
+
+
+@dataclass(frozen=True)
 class PlannedRun:
     """Consecutive tokens of one sequence: their first position, their number, that of the last ones, which get logits,
-    the addresses of the page addresses of each table, and the spans of pictures."""
+    the addresses of the page addresses of each table, and the spans of pictures. `befores` and `states` are the
+    addresses of the pages of states before the step and behind it. `kept` has room for what `replay` needs,
+    `kept_bytes` a row."""
 
     start: int
     num_rows: int
     num_logits: int
     tables: Sequence[int]
     spans: array[int]
+    befores: Sequence[int] = ()
+    states: Sequence[int] = ()
+    kept: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,6 +289,9 @@ class ComputePlan:
         self._num_positions = sys.maxsize
         self._of_pictures: list[calls.ScatterCall] = []
         self._made: Any = None
+        self._of_states: list[tuple[int, bool, ctypes.Structure]] = []
+        self._replayed: Any = None
+        self.kept_bytes = 0
 
     @property
     def item_bytes(self) -> int:
@@ -293,6 +322,15 @@ class ComputePlan:
         self._require(rows.width == rows.stride, "numbers that do not lie side by side")
         out = self.rows(rows.width, is_of_logits=rows.is_of_logits, item_bytes=4)
         self._add(calls.WIDEN, out, calls.WideningCall(width=rows.width, rows=rows.address, out=out.address))
+        return out
+
+    def narrowed(self, rows: Buffer) -> Buffer:
+        """Returns the rows in the type of the plan."""
+        if rows.item_bytes == self.item_bytes:
+            return rows
+        self._require(rows.width == rows.stride, "numbers that do not lie side by side")
+        out = self.rows(rows.width)
+        self._add(calls.WIDEN, out, calls.WideningCall(narrows=1, width=rows.width, rows=rows.address, out=out.address))
         return out
 
     def embeddings(self, table: Matrix | DenseMatrix) -> Buffer:
@@ -331,6 +369,7 @@ class ComputePlan:
 
     def norm(self, rows: Buffer, norm: WeightedNorm) -> Buffer:
         """Returns the norm of each row."""
+        rows = self.narrowed(rows)
         out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
         self._require(rows.width == rows.stride and norm.has(1, rows.width), "a norm of other rows")
         call = calls.NormCall(
@@ -378,12 +417,7 @@ class ComputePlan:
             return rows.part(first, width)
         out = self.rows(groups * width)
         self._require(rows.width % groups == 0 and first + width <= rows.width // groups, "groups of other rows")
-        call = calls.CopyCall(
-            num_heads=groups, num_bytes=width * self.item_bytes, source=rows.part(first, width).address,
-            row_bytes=rows.stride * self.item_bytes, head_bytes=rows.width // groups * self.item_bytes,
-            out=out.address, out_row_bytes=out.stride * self.item_bytes, out_head_bytes=width * self.item_bytes,
-        )  # fmt: skip
-        self._add(calls.COPY, rows, call)
+        self._copy(rows.part(first, width), groups, rows.width // groups, out, width, width)
         return out
 
     def into_columns(self, rows: Buffer, matrices: HeadMatrices, behind: int) -> Buffer:
@@ -392,26 +426,15 @@ class ComputePlan:
         of_head, to_head = matrices.rows + behind, matrices.columns + behind
         out = self.rows(matrices.heads * to_head)
         self._heads_times(rows, of_head, matrices, out, to_head, is_turned=False)
-        self._copy(rows, matrices.heads, behind, (matrices.rows, of_head), out, (matrices.columns, to_head))
+        source, to = rows.part(matrices.rows, behind), out.part(matrices.columns, behind)
+        self._copy(source, matrices.heads, of_head, to, to_head, behind)
         return out
 
     def copy(self, rows: Buffer) -> Buffer:
         """Returns the same rows in a buffer of their own."""
-        out = self.rows(rows.width, is_of_logits=rows.is_of_logits, item_bytes=rows.item_bytes)
-        self._copy(rows, 1, rows.width, (0, 0), out, (0, 0))
+        out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
+        self._copy(rows, 1, rows.width, out, rows.width, rows.width)
         return out
-
-    def _copy(
-        self, rows: Buffer, heads: int, count: int, from_: tuple[int, int], out: Buffer, to: tuple[int, int]
-    ) -> None:
-        """Copies `count` numbers of each head: `from_` and `to` are the first one, and numbers from head to head."""
-        size = rows.item_bytes
-        call = calls.CopyCall(
-            num_heads=heads, num_bytes=count * size, source=rows.address + from_[0] * size,
-            row_bytes=rows.stride * size, head_bytes=from_[1] * size, out=out.address + to[0] * size,
-            out_row_bytes=out.stride * size, out_head_bytes=to[1] * size,
-        )  # fmt: skip
-        self._add(calls.COPY, rows, call)
 
     def into_rows(self, rows: Buffer, matrices: HeadMatrices) -> Buffer:
         """Returns the numbers of each head times the rows of its matrix: [heads × columns] becomes [heads × rows]."""
@@ -514,7 +537,7 @@ class ComputePlan:
         self._add(calls.ATTEND, query, call, sinks)
         return out
 
-    def gated(self, gate: Buffer, up: Buffer | None, function: str, factor: float = 1.0) -> Buffer:
+    def gated(self, gate: Buffer, up: Buffer | None, function: str, factor: float = 1.0, *, kept: Any = None) -> Buffer:
         """Returns factor × function(gate / factor) × up, without `up` of the function alone. A number of a gate of
         fewer numbers counts for several of `up`."""
         width = gate.width if up is None else up.width
@@ -527,7 +550,7 @@ class ComputePlan:
             gate=gate.address, up=0 if up is None else up.address,
             curve=0 if table is None else _at(table), out=out.address,
         )  # fmt: skip
-        self._add(calls.GATE, gate, call, table)
+        self._add(calls.GATE, gate, call, table, kept)
         return out
 
     def routes(self, logits: Buffer, router: Router, bias: Weight | None, scales: Weight | None = None) -> ExpertRoutes:
@@ -611,12 +634,28 @@ class ComputePlan:
 
     def scale(self, rows: Buffer, factor: float) -> None:
         """Multiplies rows in place."""
-        self._sum(rows, 0, rows, factor)
+        if factor != 1:
+            self._sum(rows, 0, rows, factor)
+
+    def scaled(self, rows: Buffer, factor: float) -> Buffer:
+        """Returns rows × factor, and leaves the rows as they are."""
+        if factor == 1:
+            return rows
+        out = self.rows(rows.width)
+        self._sum(out, 0, rows, factor)
+        return out
+
+    def weighed(self, rows: Buffer, weight: Weight) -> Buffer:
+        """Returns rows × weight, [width], number by number."""
+        self._require(weight.shape == (rows.width,), "weights of other rows")
+        # The same numbers for each row: it is no number behind the one before.
+        return self.gated(rows, Buffer(weight.address, rows.width, 0, self.item_bytes), "identity", kept=weight)
 
     def _sum(self, out: Buffer, one: int, other: Buffer, factor: float) -> None:
+        other = self.widened(other) if out.item_bytes == 4 else other
         self._require(out.width == out.stride == other.width == other.stride, "a sum of other rows")
         call = calls.SumCall(
-            dtype=self.dtype, width=out.width, factor=factor, one=one, other=other.address, out=out.address
+            dtype=self._dtype_of(out), width=out.width, factor=factor, one=one, other=other.address, out=out.address
         )
         self._add(calls.SUM, out, call)
 
@@ -651,10 +690,174 @@ class ComputePlan:
             calls.CutOffCall(dtype=self.dtype, width=rows.width, deviations=deviations, rows=rows.address),
         )
 
-    def weighed(self, rows: Buffer, weight: Weight) -> Buffer:
-        """Returns each row times a vector."""
-        self._require(weight.shape == (rows.width,), "a vector of other rows")
-        return self.gated(Buffer(weight.address, rows.width, 0, rows.item_bytes, rows.is_of_logits), rows, "identity")
+    def beside(self, *parts: Buffer) -> Buffer:
+        """Returns a buffer with these rows side by side."""
+        out, first = self.rows(sum(part.width for part in parts)), 0
+        for part in parts:
+            self._copy(part, 1, part.width, out.part(first, part.width), part.width, part.width)
+            first += part.width
+        return out
+
+    def by_parts(self, rows: Buffer, heads: int, *widths: int) -> Buffer:
+        """Returns rows of heads with the first part of all heads before the second one, and so on."""
+        of_head = sum(widths)
+        self._require(rows.width == heads * of_head, "heads of other rows")
+        out, first = self.rows(rows.width), 0
+        for width in widths:
+            part = out.part(heads * first, heads * width)
+            self._copy(rows.part(first, width), heads, of_head, part, width, width)
+            first += width
+        return out
+
+    def _copy(self, source: Buffer, heads: int, of_head: int, out: Buffer, to_head: int, count: int) -> None:
+        size = self.item_bytes
+        call = calls.CopyCall(
+            num_heads=heads, num_bytes=count * size, source=source.address, row_bytes=source.stride * size,
+            head_bytes=of_head * size, out=out.address, out_row_bytes=out.stride * size, out_head_bytes=to_head * size,
+        )  # fmt: skip
+        self._add(calls.COPY, source, call)
+
+    def step_sizes(
+        self,
+        rows: Buffer,
+        bias: Weight | None,
+        factors: Weight | None = None,
+        *,
+        limits: tuple[float, float] = (0.0, float("inf")),
+    ) -> Buffer:
+        """Returns factors × softplus(rows + bias) in float32, within limits before the factors. `bias` and `factors`
+        are float32, one for each number of a row."""
+        is_right = all(one is None or one.shape == (rows.width,) for one in (bias, factors))
+        self._require(is_right and rows.item_bytes == self.item_bytes, "steps of other rows")
+        out = self.rows(rows.width, item_bytes=4)
+        call = calls.StepSizesCall(
+            dtype=self.dtype, width=rows.width, row_stride=rows.stride, least=limits[0], most=limits[1],
+            rows=rows.address, bias=0 if bias is None else bias.address,
+            factors=0 if factors is None else factors.address, out=out.address,
+        )  # fmt: skip
+        self._add(calls.STEP_SIZES, rows, call, bias, factors)
+        return out
+
+    def gated_norm(
+        self,
+        rows: Buffer,
+        gate: Buffer,
+        norm: WeightedNorm | None,
+        function: str,
+        *,
+        groups: int = 1,
+        gates_first: bool = False,
+    ) -> Buffer:
+        """Returns function(gate) × norm(rows), or with `gates_first` norm(function(gate) × rows). Each group of numbers
+        has its norm, without one none. Weights are float32, those of a row or of each group. The function is silu or
+        sigmoid."""
+        rows, width = self.widened(rows), rows.width
+        weights = width if norm is None else norm.weight.shape[0]
+        self._require(
+            width % groups == 0 and weights in (width, width // groups) and rows.stride == width == gate.width
+            and gate.item_bytes == self.item_bytes and function in ("silu", "sigmoid"),
+            "a gate of other rows",
+        )  # fmt: skip
+        out = self.rows(width)
+        call = calls.GatedNormCall(
+            dtype=self.dtype, width=width, group=width // groups, gates_first=gates_first, num_weights=weights,
+            function=calls.FUNCTIONS[function], gate_stride=gate.stride, rows=rows.address, gate=gate.address,
+            out=out.address,
+        )  # fmt: skip
+        if norm is not None:
+            call.weight, call.epsilon = norm.weight.address, norm.epsilon
+        self._add(calls.GATED_NORM, rows, call, norm)
+        return out
+
+    def convolution(
+        self, rows: Buffer, weight: Weight, bias: Weight | None, state: StateLocation, *, has_silu: bool = False
+    ) -> Buffer:
+        """Returns the causal convolution of each channel alone. `weight` is [channels, kernel], `bias` [channels]."""
+        channels, kernel = weight.shape
+        self._require(
+            channels == rows.width and kernel <= calls.MAX_KERNEL and (bias is None or bias.shape == (channels,))
+            and state.is_of((channels, kernel), self.item_bytes) and rows.item_bytes == self.item_bytes,
+            "a convolution of other rows",
+        )  # fmt: skip
+        out = self.rows(channels)
+        call = calls.ConvolutionCall(
+            dtype=self.dtype, channels=channels, kernel=kernel, has_silu=has_silu, row_stride=rows.stride,
+            rows=rows.address, weight=weight.address, bias=0 if bias is None else bias.address, out=out.address,
+        )  # fmt: skip
+        kept = self._kept_behind(channels * self.item_bytes)
+        self._over_states(calls.CONVOLVE, rows, calls.PlannedConvolutionCall(call, state.call, kept), weight, bias)
+        return out
+
+    def delta_rule(
+        self, query: Buffer, key: Buffer, value: Buffer, decay: Buffer, beta: Buffer, state: StateLocation
+    ) -> Buffer:
+        """Returns the gated delta rule of heads, [heads × value_dim]. Queries and keys get length 1; those of a head
+        may be of several. They and the values are of the convolution before it. `decay` has float32 logarithms, one of
+        each head or one of each number of a key, `beta` float32 numbers, one of each head."""
+        heads, key_dim, value_dim = state.shape
+        key_heads = key.width // key_dim
+        self._require(
+            query.width == key.width == key_heads * key_dim and heads % key_heads == 0
+            and value.width == heads * value_dim and decay.width in (heads, heads * key_dim) and beta.width == heads
+            and all(one.item_bytes == 4 and one.stride == one.width for one in (decay, beta))
+            and all(one.item_bytes == self.item_bytes for one in (query, key, value))
+            and state.is_of((heads, key_dim, value_dim), 4),
+            "a delta rule of other rows",
+        )  # fmt: skip
+        out = self.rows(value.width)
+        call = calls.DeltaRuleCall(
+            dtype=self.dtype, heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim,
+            decay_dim=decay.width // heads, query=query.address, key=key.address, value=value.address,
+            query_stride=query.stride, key_stride=key.stride, value_stride=value.stride, decay=decay.address,
+            beta=beta.address, out=out.address, epsilon=_LENGTH_EPSILON,
+        )  # fmt: skip
+        kept = (self._kept_behind(one.width * 4) for one in (decay, beta))
+        self._over_states(calls.DELTA_RULE, query, calls.PlannedDeltaRuleCall(call, state.call, *kept))
+        return out
+
+    def state_space(
+        self,
+        rows: Buffer,
+        into: Buffer,
+        out_of: Buffer,
+        steps: Buffer,
+        decay: Weight,
+        skip: Weight | None,
+        state: StateLocation,
+    ) -> Buffer:
+        """Returns the state space of Mamba 2 in float32, [heads × dim], for `rows` of that form. They, `into` and
+        `out_of` (B and C, [groups × state_dim]) are of the convolution before it. `steps` are float32, one of each
+        head, as are `decay` and `skip` (A and D)."""
+        heads, dim, state_dim = state.shape
+        groups = into.width // state_dim
+        self._require(
+            rows.width == heads * dim and into.width == out_of.width == groups * state_dim and heads % groups == 0
+            and steps.width == steps.stride == heads and steps.item_bytes == 4
+            and all(one is None or one.shape == (heads,) for one in (decay, skip))
+            and all(one.item_bytes == self.item_bytes for one in (rows, into, out_of))
+            and state.is_of((heads, dim, state_dim), 4),
+            "a state space of other rows",
+        )  # fmt: skip
+        out = self.rows(rows.width, item_bytes=4)
+        call = calls.StateSpaceCall(
+            dtype=self.dtype, heads=heads, groups=groups, dim=dim, state_dim=state_dim, rows=rows.address,
+            into=into.address, from_=out_of.address, row_stride=rows.stride, into_stride=into.stride,
+            from_stride=out_of.stride, steps=steps.address, decay=decay.address,
+            skip=0 if skip is None else skip.address, out=out.address,
+        )  # fmt: skip
+        planned = calls.PlannedStateSpaceCall(call, state.call, self._kept_behind(heads * 4))
+        self._over_states(calls.STATE_SPACE, rows, planned, decay, skip)
+        return out
+
+    def _kept_behind(self, row_bytes: int) -> int:
+        """Returns how many bytes are kept of each row before others, `row_bytes` of it."""
+        before = self.kept_bytes
+        self.kept_bytes += -(-row_bytes // 4) * 4
+        return before
+
+    def _over_states(self, kind: int, rows: Buffer, call: ctypes.Structure, *kept: Any) -> None:
+        self._add(kind, rows, call, *kept)
+        self._of_states.append(self._calls[-1])
 
     def pictures(self, rows: Buffer, level: int = 0) -> None:
         """Puts the encoder's rows in the place of those of pictures, or adds those of a further level to them."""
@@ -725,31 +928,53 @@ class ComputePlan:
             call.count = 0 if pictures is None else len(pictures.numbers)
             if pictures is not None:
                 call.numbers, call.from_ = _at(pictures.numbers), pictures.level(level)
-        tables = [array("Q", run.tables) for run in runs]
+        if self._made is None:
+            self._made = _operations(self._calls)
+        self._compute(self._made[1], runs, [run.num_rows for run in runs], num_logits, threads, is_replay=False)
+
+    def replay(self, run: PlannedRun, num_rows: int, threads: int) -> None:
+        """Computes the states behind the first rows of a run again, from those before it and what it kept."""
+        if self._replayed is None:
+            self._replayed = _operations(self._of_states)
+        self._compute(self._replayed[1], [run], [num_rows], 0, threads, is_replay=True)
+
+    def _compute(
+        self,
+        operations: calls.Operations,
+        runs: Sequence[PlannedRun],
+        num_rows: Sequence[int],
+        num_logits: int,
+        threads: int,
+        *,
+        is_replay: bool,
+    ) -> None:
+        lists = [[array("Q", one) for one in (run.tables, run.befores, run.states)] for run in runs]
         described = (calls.PlanRun * len(runs))()
-        for place, run, table in zip(described, runs, tables, strict=True):
-            spans = run.spans.buffer_info()[0]
-            place.__init__(run.start, run.num_rows, run.num_logits, spans, len(run.spans) // 2, table.buffer_info()[0])
+        for number, (run, of_run) in enumerate(zip(runs, lists, strict=True)):
+            spans = run.spans.buffer_info()[0], len(run.spans) // 2
+            addresses = (one.buffer_info()[0] for one in of_run)
+            kept = 0 if run.kept is None else _at(run.kept)
+            described[number] = calls.PlanRun(
+                run.start, num_rows[number], run.num_logits, *spans, *addresses, kept, run.num_rows
+            )
         step = calls.PlanStep(
-            *(num_rows, num_logits, len(runs), self._page_tokens, ctypes.addressof(described), threads),
+            *(sum(num_rows), num_logits, len(runs), self._page_tokens, is_replay, ctypes.addressof(described), threads),
             self._operators.parallel_for,
         )
-        if self._operators.run(bytes(self._operations()), bytes(step)):
+        if self._operators.run(bytes(operations), bytes(step)):
             raise MemoryError("there is no memory left for a step")
-
-    def _operations(self) -> calls.Operations:
-        if self._made is None:
-            found = (calls.Operation * len(self._calls))()
-            for place, (kind, is_of_logits, call) in zip(found, self._calls, strict=True):
-                place.kind, place.is_of_logits, place.call = kind, is_of_logits, ctypes.addressof(call)
-            self._made = found, calls.Operations(len(found), ctypes.addressof(found))
-        operations: calls.Operations = self._made[1]
-        return operations
 
     def copied(self, rows: Buffer, num_rows: int) -> np.ndarray:
         """Returns a copy of the first rows of a buffer, uint8 [rows, bytes of a row]."""
         size = num_rows * rows.width * rows.item_bytes
         return np.frombuffer(bytearray(ctypes.string_at(rows.address, size)), np.uint8).reshape(num_rows, -1)
+
+
+def _operations(made: Sequence[tuple[int, bool, ctypes.Structure]]) -> tuple[Any, calls.Operations]:
+    found = (calls.Operation * len(made))()
+    for place, (kind, is_of_logits, call) in zip(found, made, strict=True):
+        place.kind, place.is_of_logits, place.call = kind, is_of_logits, ctypes.addressof(call)
+    return found, calls.Operations(len(found), ctypes.addressof(found))
 
 
 def _at(numbers: np.ndarray) -> int:

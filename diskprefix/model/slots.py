@@ -13,6 +13,7 @@ from diskprefix.model.config import NormKind
 from diskprefix.model.exact.fused import matrix_of
 from diskprefix.model.exact.mixtures import is_mixture, matrices, matrices_of
 from diskprefix.model.plan import DenseExperts, DenseMatrix, HeadMatrices, PackedExperts, Weight, WeightedNorm
+from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.model.quants.quantised_experts import QuantisedExperts
 from diskprefix.native import calls
 from diskprefix.native.matrix import Matrix, fills_blocks
@@ -69,6 +70,13 @@ class Slots:
         """Returns the matrix of a product, if it is so in float32."""
         return _matrix(self._found(name), torch.float32 if is_float else self._model.dtype)
 
+    def regrouped(self, name: str) -> tuple[Matrix | DenseMatrix, tuple[int, int, int] | None]:
+        """Returns the matrix of a product, and by which sizes its columns are in another order (see `FileMatrix`)."""
+        module = self._found(name)
+        if isinstance(module, QuantisedLinear) and module.in_file is not None and self._model.dtype is torch.bfloat16:
+            return module.in_file, module.columns
+        return self.matrix(name), None
+
     def numbers(self, name: str) -> Weight | None:
         """Returns a vector in float32, None if there is none."""
         found: torch.Tensor | None = self._found(name)
@@ -78,9 +86,20 @@ class Slots:
         """Returns whether there is a module or tensor."""
         return self._found(name) is not None
 
-    def vector(self, name: str) -> Weight:
-        """Returns a vector in the type of the plan."""
-        return _weight(self._found(name), self._model.dtype)
+    def vector(self, name: str) -> Weight | None:
+        """Returns a vector in the type of the plan, None if there is none."""
+        found: torch.Tensor | None = self._found(name)
+        return None if found is None else _weight(found.flatten(), self._model.dtype)
+
+    def convolution(self, name: str) -> tuple[Weight, Weight | None]:
+        """Returns the weights [channels, kernel] of a convolution of each channel alone, and its bias."""
+        module = self._found(name)
+        weight, bias = module.weight.squeeze(1), module.bias
+        return _weight(weight, self._model.dtype), None if bias is None else _weight(bias, self._model.dtype)
+
+    def decays(self, name: str, each: int = 1) -> Weight:
+        """Returns -exp(numbers) in float32, `each` times each number."""
+        return _weight(-self._found(name).float().exp().flatten().repeat_interleave(each), torch.float32)
 
     def factor(self, name: str) -> float:
         """Returns a number."""
@@ -105,7 +124,7 @@ class Slots:
             last,
             [_weight(getattr(module, f"{one}_bias"), torch.float32) for one in names] if has_bias else None,
             has_up=has_up,
-            is_turned=(first.shape[2], last.shape[1]) != (self._width, self._width),
+            is_turned=getattr(module, "is_transposed", (first.shape[2], last.shape[1]) != (self._width, self._width)),
             turns_about=not getattr(module, "is_concatenated", True),
         )
 
@@ -140,6 +159,13 @@ class Slots:
         weights = [_of_norm(one, kind, self._width) for one in getattr(module, "norms", [module])]
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", epsilon))
         return WeightedNorm(_weight(torch.cat(weights), self._model.dtype), _NORMS[kind], epsilon)
+
+    def float_norm(self, name: str) -> WeightedNorm | None:
+        """Returns a norm whose weights are float32, as they are, None if there is none."""
+        module = self._found(name)
+        if not hasattr(module, "weight"):
+            return None
+        return WeightedNorm(_weight(module.weight, torch.float32), calls.ROUNDED, module.variance_epsilon)
 
     def unweighted_norm(self, width: int) -> WeightedNorm:
         """Returns a norm without weights."""

@@ -16,12 +16,13 @@ FUNCTIONS |= {"softplus": 8, "limited_silu": 9, "limited_and_one": 10}
 
 LOOK_UP, PICK, NORM, PRODUCT, DENSE, ANGLES, HEADS, ATTEND, GATE, SUM, SCATTER = range(11)
 ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN, COPY, TEMPER, MIX, LEVEL, CUT_OFF = range(11, 20)
+CONVOLVE, DELTA_RULE, STEP_SIZES, GATED_NORM, STATE_SPACE = range(20, 25)
 """Numbers of `OperationKind`."""
 
 SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3, "sparse_mixer": 4}
 """Numbers of `Scores`."""
 
-MAX_MATRICES, MAX_GROUPS, MAX_STREAMS = 3, 64, 4
+MAX_MATRICES, MAX_GROUPS, MAX_STREAMS, MAX_KERNEL = 3, 64, 4, 16
 
 _TYPES = {"*": ctypes.c_void_p, "%": ctypes.c_double}
 _THREADS = " num_threads *parallel_for"
@@ -136,7 +137,7 @@ class DenseExpertsCall(ctypes.Structure):
 
 
 class WideningCall(ctypes.Structure):
-    _fields_ = _fields("num_rows width *rows *out" + _THREADS)
+    _fields_ = _fields("num_rows width narrows *rows *out" + _THREADS)
 
 
 class TemperingCall(ctypes.Structure):
@@ -165,6 +166,53 @@ class CutOffCall(ctypes.Structure):
     _fields_ = _fields("dtype num_rows width %deviations *rows" + _THREADS)
 
 
+class StatePlace(ctypes.Structure):
+    _fields_ = _fields("group offset num_bytes")
+
+
+class ConvolutionCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype num_runs num_rows channels kernel has_silu row_stride *rows *weight *bias *out" + _THREADS
+    )
+
+
+class PlannedConvolutionCall(ctypes.Structure):
+    _fields_ = (("call", ConvolutionCall), ("place", StatePlace), *_fields("kept"))
+
+
+class DeltaRuleCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype num_runs heads key_heads key_dim value_dim decay_dim *query *key *value query_stride key_stride"
+        " value_stride *decay *beta *out %epsilon" + _THREADS
+    )
+
+
+class PlannedDeltaRuleCall(ctypes.Structure):
+    _fields_ = (("call", DeltaRuleCall), ("place", StatePlace), *_fields("kept_decay kept_beta"))
+
+
+class StateSpaceCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype num_runs heads groups dim state_dim *rows *into *from_ row_stride into_stride from_stride *steps *decay"
+        " *skip *out" + _THREADS
+    )
+
+
+class PlannedStateSpaceCall(ctypes.Structure):
+    _fields_ = (("call", StateSpaceCall), ("place", StatePlace), *_fields("kept"))
+
+
+class StepSizesCall(ctypes.Structure):
+    _fields_ = _fields("dtype num_rows width row_stride %least %most *rows *bias *factors *out" + _THREADS)
+
+
+class GatedNormCall(ctypes.Structure):
+    _fields_ = _fields(
+        "dtype num_rows width group gates_first function gate_stride num_weights %epsilon *rows *gate *weight *out"
+        + _THREADS
+    )
+
+
 class Operation(ctypes.Structure):
     _fields_ = _fields("kind is_of_logits *call")
 
@@ -176,8 +224,8 @@ class Operations(ctypes.Structure):
 
 
 class PlanRun(ctypes.Structure):
-    _fields_ = _fields("start num_rows num_logits *spans num_spans *tables")
+    _fields_ = _fields("start num_rows num_logits *spans num_spans *tables *befores *states *kept kept_rows")
 
 
 class PlanStep(ctypes.Structure):
-    _fields_ = _fields("num_rows num_logits num_runs page_tokens *runs" + _THREADS)
+    _fields_ = _fields("num_rows num_logits num_runs page_tokens is_replay *runs" + _THREADS)

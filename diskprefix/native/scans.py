@@ -14,7 +14,7 @@ from diskprefix.native.library import Operators
 from diskprefix.native.unseen import unseen
 
 _RUN = struct.Struct("@q 2P")
-_CONVOLUTION = struct.Struct("@6q 3P P q P")
+_CONVOLUTION = struct.Struct("@7q 3P P q P")
 _DELTA_RULE = struct.Struct("@7q 3P 3q 2P P d q P")
 _STATE_SPACE = struct.Struct("@6q 3P 3q 3P P q P")
 """`StateRun`, `Convolution`, `DeltaRule` and `StateSpace` of `source/interface.h`."""
@@ -45,7 +45,7 @@ def convolution(
     bias = None if bias is None else bias.to(rows.dtype).contiguous()
     out = torch.empty_like(rows)
     call = _CONVOLUTION.pack(
-        *(DTYPES[rows.dtype], len(runs), num_rows, channels, kernel, has_silu),
+        *(DTYPES[rows.dtype], len(runs), num_rows, channels, kernel, has_silu, channels),
         *(rows.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()),
         *(torch.get_num_threads(), operators.parallel_for),
     )

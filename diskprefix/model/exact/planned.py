@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -26,7 +27,7 @@ from diskprefix.model.families.model_types import (
     padded_tokens,
     pairing_of,
 )
-from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary
+from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary, StateLocation
 from diskprefix.model.slots import Slots, decoder_of
 from diskprefix.native import calls
 from diskprefix.native.library import operators
@@ -94,7 +95,18 @@ class ModelPlan:
             if not has_room or table.complete_from > table.group.first_needed(run.start):
                 raise NotInvariant("attention to tokens that the memory does not keep")
         addresses = [table.addresses.buffer_info()[0] for table in sequence.tables]
-        return PlannedRun(run.start, run.num_rows, num_logits, addresses, run.flat_spans)
+        states = [page.tensor.data_ptr() for page in sequence.states]
+        if run.replays is None:
+            return PlannedRun(run.start, run.num_rows, num_logits, addresses, run.flat_spans, states, states)
+        befores = [page.tensor.data_ptr() for page in sequence.spares]
+        kept = np.empty(run.num_rows * self._plan.kept_bytes, np.uint8)
+        found = PlannedRun(run.start, run.num_rows, num_logits, addresses, run.flat_spans, befores, states, kept)
+        run.replays.append(partial(self._replay, self._plan, found))
+        return found
+
+    @staticmethod
+    def _replay(plan: ComputePlan, run: PlannedRun, num_rows: int) -> None:
+        plan.replay(run, num_rows, torch.get_num_threads())
 
     def _copied(self, rows: Any, num_rows: int) -> torch.Tensor:
         return torch.from_numpy(self._plan.copied(rows, num_rows)).view(self._dtype)
@@ -130,9 +142,10 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
     """Returns the configuration of a model."""
     layers = layout.layers[: len(_layers(model))]
     places = [places_of(layout, page_tokens, number) for number in range(len(layers))]
+    states = [states_of(layout, number) for number in range(len(layers))]
     windows = [spec.window or 0 for spec in layers]
     config = model.config.get_text_config(decoder=True)
-    found = of_model(config, windows, places, _rotary(model), sees_pictures_whole(model.config))
+    found = of_model(config, windows, places, states, _rotary(model), sees_pictures_whole(model.config))
     # transformers multiplies by a number in the type of the model.
     rounded, of_layers = (
         float(torch.tensor(one).to(model.dtype)) for one in (found.embedding_multiplier, found.layer_input_multiplier)
@@ -140,7 +153,8 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
     further = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     if found.latent is not None:
         # With a factor for scaled positions.
-        found = replace(found, scale=_layers(model)[0].self_attn.scaling)
+        number = next(number for number, one in enumerate(found.layers) if one.mixer == "latent")
+        found = replace(found, scale=_layers(model)[number].self_attn.scaling)
     return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(further))
 
 
@@ -158,11 +172,22 @@ def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Locatio
     return found
 
 
+def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation]:
+    """Returns where the states of a layer are in pages of states, by part and index."""
+    return {
+        (spec.part, spec.index): StateLocation(number, index * spec.num_bytes, spec.shape, spec.dtype.itemsize)
+        for number, group in enumerate(layout.states)
+        for index, spec in enumerate(group.specs)
+        if spec.layer == layer
+    }
+
+
 def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
-    module: Any = getattr(decoder_of(model), "rotary_emb", None)
+    config = model.config.get_text_config(decoder=True)
+    name = NAMES.get(config.model_type, {}).get("rotary_emb", "rotary_emb")
+    module: Any = getattr(decoder_of(model), name, None)
     if module is None:
         return {}
-    config = model.config.get_text_config(decoder=True)
     # One kind of RoPE for the whole model, or one for each kind of layer.
     kinds = {"": ""} if isinstance(module.rope_type, str) else {kind: f"{kind}_" for kind in module.rope_type}
     found = {}

@@ -16,10 +16,13 @@ def gated_products(plan: ComputePlan, config: DecoderConfig, layer: LayerConfig,
         gate, up = plan.products(rows, slots.matrix("gate_proj"), slots.matrix("up_proj"))
     if layer.cut_off:
         plan.cut_off(gate, layer.cut_off)
+    plan.scale(gate, config.multipliers.gates)
     gated = plan.gated(gate, up, config.activation)
     if config.has_inner_norms:
         gated = plan.norm(gated, slots.norm("inner_norm"))
-    return plan.product(gated, slots.matrix("down_proj"))
+    out = plan.product(gated, slots.matrix("down_proj"))
+    plan.scale(out, config.multipliers.products)
+    return out
 
 
 def plain_products(plan: ComputePlan, config: DecoderConfig, _layer: LayerConfig, slots: Slots, rows: Buffer) -> Buffer:
@@ -35,9 +38,13 @@ def mixture(plan: ComputePlan, config: DecoderConfig, layer: LayerConfig, slots:
     is_float = mix.has_float_router
     logits = plan.product(plan.widened(rows) if is_float else rows, slots.matrix("gate", is_float=is_float))
     routes = plan.routes(logits, mix.router, slots.numbers("gate.e_score_correction_bias"))
-    found = plan.experts(rows, routes, slots.experts("experts"), mix.gating)
+    of_experts = plan.product(rows, slots.matrix("fc1_latent_proj")) if mix.has_latents else rows
+    found = plan.experts(of_experts, routes, slots.experts("experts"), mix.gating)
+    if mix.has_latents:
+        found = plan.product(found, slots.matrix("fc2_latent_proj"))
     if mix.shared:
-        shared = gated_products(plan, config, layer, slots.within("shared_experts"), rows)
+        products = plain_products if mix.shared == "ungated" else gated_products
+        shared = products(plan, config, layer, slots.within("shared_experts"), rows)
         if mix.shared == "weighed":
             shared = plan.gated(plan.product(rows, slots.matrix("shared_expert_gate")), shared, "sigmoid")
         plan.add(found, shared)

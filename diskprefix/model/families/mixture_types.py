@@ -10,10 +10,12 @@ from diskprefix.model.config import MixtureConfig
 from diskprefix.model.plan import Gating, Router
 
 _NOTHING: Mapping[str, Any] = {}
-_SOFTMAX = "flex_olmo mellum mistral4 olmoe qwen2_moe qwen3_moe"
-_SOFTMAX_OF_CHOSEN = "aria_text gpt_oss granitemoe granitemoe_swa granitemoeshared"
-_NORMED = "ernie4_5_moe hunyuan_v1_moe mixtral qwen3_vl_moe_text"
-_SIGMOID = "axk1 deepseek_v3 dots1 exaone_moe flint glm4_moe glm4_moe_lite mimo_v2_flash solar_open"
+_SOFTMAX = "flex_olmo mellum mistral4 olmoe qwen2_moe qwen3_moe qwen3_next"
+_SOFTMAX_OF_CHOSEN = "aria_text gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared"
+_NORMED = "ernie4_5_moe hunyuan_v1_moe mixtral qwen3_5_moe_text qwen3_vl_moe_text"
+_SIGMOID = (
+    "axk1 deepseek_v3 dots1 exaone_moe flint glm4_moe glm4_moe_lite kimi_linear mimo_v2_flash nemotron_h solar_open"
+)
 _NORMED_SIGMOID = "afmoe hy_v3 laguna minimax_m2 step3p5"
 _BESIDE = ("gemma4_text",)
 """Those whose mixture is beside gated products."""
@@ -28,13 +30,15 @@ _ROUTERS: Mapping[str, Mapping[str, Any]] = {
     "phimoe": {"scores": "sparse_mixer"},
     "deepseek_v2": {"of_group": 1},
     **{name: {"is_normed": True, "floor": 0.0} for name in _BESIDE},
+    "lfm2_moe": {"scores": "sigmoid", "floor": 1e-6},
 }
 """The fields of `Router`."""
 
 _FLOAT_ROUTERS = (*_SIGMOID.split(), "deepseek_v2", "ernie4_5_moe", "hunyuan_v1_moe", "hy_v3", "kolibri1")
 _SHARED: Mapping[str, Any] = {
     **dict.fromkeys(("hunyuan_v1_moe", "llama4_text", "step3p5"), "plain"),
-    "qwen2_moe": "weighed",
+    "nemotron_h": "ungated",
+    **dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "weighed"),
 }
 
 
@@ -76,6 +80,7 @@ def mixture_of(config: Any, function: str) -> MixtureConfig | None:
         has_float_router=name in _FLOAT_ROUTERS,
         shared=_SHARED.get(name, "plain" if first(f"{of_shared} shared_expert_intermediate_size", 0) else ""),
         is_average=first("shared_expert_combination_strategy", "") == "average",
+        has_latents=first("moe_latent_size", None) is not None,
         has_norm=name == "axk1",
     )
 
@@ -88,6 +93,8 @@ def feed_forward_of(config: Any, layer: int) -> Literal["gated", "mixture", "gat
 
 
 def _has_mixture(config: Any, layer: int) -> bool:
+    if getattr(config, "num_local_experts", None) == 0:
+        return False
     if hasattr(config, "enable_moe_block"):
         return bool(config.enable_moe_block)
     kinds = getattr(config, "mlp_layer_types", None)

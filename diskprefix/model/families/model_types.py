@@ -5,11 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any
 
-from diskprefix.model.config import DecoderConfig, LatentConfig, LayerConfig, Tempering
+from diskprefix.model.config import (
+    DecoderConfig,
+    DeltaConfig,
+    LatentConfig,
+    LayerConfig,
+    Multipliers,
+    SpaceConfig,
+    Tempering,
+)
 from diskprefix.model.families.mixture_types import feed_forward_of, first_of, mixture_of
-from diskprefix.model.plan import Location, Rotary
+from diskprefix.model.plan import Location, Rotary, StateLocation
 from diskprefix.native import calls
 
 _PLAIN = """
@@ -33,6 +41,14 @@ _GEMMA_4: Mapping[str, Any] = {
     "has_layer_scales": True,
     "embedding_multiplier": "root of hidden_size",
     "scale": 1.0,
+}
+
+_QWEN: Mapping[str, Any] = {
+    "norm": "rms_plus_one",
+    "has_head_norms": True,
+    "attention_gate": "sigmoid",
+    "has_gate_in_query": True,
+    "delta": DeltaConfig("together"),
 }
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -82,6 +98,13 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "stablelm": {"norm": "layer"},
     "starcoder2": {"norm": "layer"},
     "vaultgemma": _GEMMA,
+    **dict.fromkeys(("bamba", "falcon_h1", "mamba2", "nemotron_h"), _NOTHING),
+    "granitemoehybrid": {"has_joined_gate_up": True},
+    "kimi_linear": {"delta": DeltaConfig("apart", has_narrow_gates=True, gate="sigmoid")},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _HEAD_NORMS),
+    "olmo_hybrid": _OLMO,
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
+    "qwen3_next": {**_QWEN, "delta": DeltaConfig("by_key_heads")},
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "norms": "around"},
     "gemma3_text": {**_GEMMA, "norms": "around", "has_head_norms": True},
@@ -96,6 +119,8 @@ _BIAS_OF_ROUTER = "mlp.gate.e_score_correction_bias"
 _GRANITE = {
     "mlp": "block_sparse_moe",
     "mlp.gate": "block_sparse_moe.router",
+    "mlp.gate_up_proj": "shared_mlp.input_linear",
+    "mlp.down_proj": "shared_mlp.output_linear",
     "mlp.shared_experts": "shared_mlp",
     "mlp.shared_experts.gate_up_proj": "shared_mlp.input_linear",
     "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
@@ -132,8 +157,30 @@ _OPT = {
     "mlp.down_proj": "fc2",
 }
 
+_BAMBA = {"post_attention_layernorm": "pre_ff_layernorm", "mlp": "feed_forward", "norm": "final_layernorm"}
+_ONE_MIXER = {
+    "embed_tokens": "embeddings",
+    "input_layernorm": "norm",
+    "norm": "norm_f",
+    **dict.fromkeys(("mamba", "mlp", "self_attn"), "mixer"),
+}
+_LFM2 = {
+    "norm": "embedding_norm",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "self_attn.q_layernorm",
+    "self_attn.k_norm": "self_attn.k_layernorm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "mlp": "feed_forward",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+
+_QWEN_NAMES: Mapping[str, str] = {"mlp.shared_experts": "mlp.shared_expert"}
+
 NAMES: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(["granitemoe", "granitemoe_swa", "granitemoeshared"], _GRANITE),
+    **dict.fromkeys(["granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"], _GRANITE),
     "hy_v3": {_BIAS_OF_ROUTER: "mlp.e_score_correction_bias"},
     "minimax_m2": {_BIAS_OF_ROUTER: "mlp.e_score_correction_bias"},
     "afmoe": {
@@ -152,6 +199,32 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "mlp.gate": "feed_forward.router",
         "mlp.shared_experts": "feed_forward.shared_expert",
     },
+    "bamba": _BAMBA,
+    "falcon_h1": {**_BAMBA, "mamba.multipliers": "mamba.mup_vector"},
+    "mamba2": _ONE_MIXER,
+    "nemotron_h": _ONE_MIXER,
+    "kimi_linear": {
+        "linear_attn": "self_attn",
+        "linear_attn.in_proj_z": "self_attn.g_a_proj",
+        "linear_attn.gate_proj": "self_attn.g_b_proj",
+        "linear_attn.in_proj_a": "self_attn.forget_gate.f_a_proj",
+        "linear_attn.decay_proj": "self_attn.forget_gate.f_b_proj",
+        "linear_attn.dt_bias": "self_attn.forget_gate.dt_bias",
+        "linear_attn.A_log": "self_attn.forget_gate.A_log",
+        "linear_attn.in_proj_b": "self_attn.b_proj",
+        "linear_attn.norm": "self_attn.o_norm",
+        "linear_attn.out_proj": "self_attn.o_proj",
+    },
+    "lfm2": _LFM2,
+    "lfm2_moe": {**_LFM2, "rotary_emb": "pos_emb", _BIAS_OF_ROUTER: "feed_forward.expert_bias"},
+    "olmo_hybrid": {
+        "linear_attn.in_proj_z": "linear_attn.g_proj",
+        "linear_attn.in_proj_a": "linear_attn.a_proj",
+        "linear_attn.in_proj_b": "linear_attn.b_proj",
+        "linear_attn.norm": "linear_attn.o_norm",
+        "linear_attn.out_proj": "linear_attn.o_proj",
+    },
+    **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"), _QWEN_NAMES),
     "aria_text": {"mlp.gate": "mlp.router"},
     "biogpt": {"norm": "layer_norm", **_OPT},
     **dict.fromkeys(["gpt2", "gpt_bigcode"], _GPT2),
@@ -191,7 +264,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "stablelm": _LAYER_NORMS,
     "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
     "vaultgemma": {"post_attention_layernorm": "pre_feedforward_layernorm"},
-    "qwen2_moe": {"mlp.shared_experts": "mlp.shared_expert"},
 }
 """The names of the slots of layers, where they are not the usual ones."""
 
@@ -217,12 +289,19 @@ _NEIGHBOURS_TURN = (
 TURN_BACK = ("nanochat",)
 """Those whose heads turn the other way."""
 
+_ONE_PART = ("mamba2", "nemotron_h")
+"""Those whose layers have one part each."""
+
+_LEAST_STEPS = ("nemotron_h", "zamba2")
+"""Those whose steps have a least one alone."""
+
 _WITHOUT = {
     "add_cross_attention": False,
     "altup_active_idx": 0,
     "altup_correct_scale": True,
     "clip_qkv": None,
     "do_layer_norm_before": True,
+    "mamba_hidden_act": "silu",
     "scale_attn_by_inverse_layer_idx": False,
     "scale_attn_weights": True,
     "swiglu_limits": None,
@@ -258,7 +337,7 @@ def has_plan(config: Any) -> bool:
 
 
 def _activation(config: Any) -> str:
-    return str(first_of(config, "hidden_activation hidden_act activation_function", ""))
+    return str(first_of(config, "hidden_activation mlp_hidden_act hidden_act activation_function", "silu"))
 
 
 def pairing_of(config: Any) -> int:
@@ -293,12 +372,14 @@ def of_model(
     config: Any,
     windows: Sequence[int],
     places: Sequence[Mapping[str, Location]],
+    states: Sequence[Mapping[tuple[str, int], StateLocation]],
     rotary: Mapping[str, Rotary],
     sees_pictures: str,
 ) -> DecoderConfig:
     """Returns what a configuration of transformers' says of a decoder of text, with the window of each layer, 0
-    without, and its places in memory."""
+    without, its places in memory and those of its states."""
     options = {**OPTIONS[config.model_type]}
+    norms = options.pop("norms", "before")
     is_scaled = getattr(config, "mup_enabled", False) or getattr(config, "scale_embedding", False)
     if options.get("embedding_multiplier") == "root of hidden_size" or is_scaled:
         options["embedding_multiplier"] = config.hidden_size**0.5
@@ -309,21 +390,27 @@ def of_model(
     residual = getattr(config, "residual_multiplier", 1.0)
     if hasattr(config, "scale_depth"):
         residual = config.scale_depth / config.num_hidden_layers**0.5
+    if getattr(config, "linear_allow_neg_eigval", None) is not None:
+        options["delta"] = DeltaConfig("apart", beta_factor=2.0 if config.linear_allow_neg_eigval else 1.0)
     parallel = "two_norms" if config.model_type == "gpt_neox" else "one_norm"
     scaling, is_multiplied = getattr(config, "logits_scaling", 1.0), config.model_type == "hyperclovax"
     has_norms = getattr(config, "use_qk_norm", False) or getattr(config, "qk_layernorm", False)
     found: dict[str, Any] = {
         "vocab_size": config.vocab_size,
-        "layers": tuple(_layer_of(config, number, windows, places, rotary) for number in range(len(places))),
+        "layers": tuple(
+            _layer_of(config, number, windows, places, states[number], rotary, norms) for number in range(len(places))
+        ),
         "rotary": rotary,
         "epsilon": first_of(config, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps", 1e-5),
         "activation": activation,
         "parallel": parallel if getattr(config, "use_parallel_residual", False) else "",
         "has_head_norms": has_norms and config.model_type != "llama4_text",
         "has_unweighted_norms": has_norms and config.model_type == "llama4_text",
-        "value_multiplier": getattr(config, "attention_value_scale", None) or 1.0,
+        "multipliers": _multipliers(config),
+        "has_float_residual": getattr(config, "residual_in_fp32", False) and config.model_type == "mamba2",
         "mixture": mixture_of(config, activation),
         "latent": _latent(config),
+        "space": _space(config),
         "scale": options.get("scale") or _scale_of(config),
         "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,
         "embedding_multiplier": getattr(config, "embedding_multiplier", getattr(config, "scale_emb", 1.0)),
@@ -331,7 +418,9 @@ def of_model(
         "has_layer_inputs": layer_input_dim > 0,
         "layer_input_multiplier": layer_input_dim**0.5,
         "num_streams": getattr(config, "altup_num_inputs", 1),
-        "logits_multiplier": first_of(config, "logit_scale", scaling if is_multiplied else 1 / scaling),
+        "logits_multiplier": first_of(
+            config, "logit_scale lm_head_multiplier", scaling if is_multiplied else 1 / scaling
+        ),
         "logits_softcap": getattr(config, "final_logit_softcapping", None) or 0.0,
         "sees_pictures": sees_pictures,
     }
@@ -351,7 +440,9 @@ def _layer_of(
     number: int,
     windows: Sequence[int],
     places: Sequence[Mapping[str, Location]],
+    states: Mapping[tuple[str, int], StateLocation],
     rotary: Mapping[str, Rotary],
+    norms: Any,
 ) -> LayerConfig:
     kinds = getattr(config, "layer_types", None) or {number: ""}
     sparsity = getattr(config, "activation_sparsity_pattern", ())
@@ -367,26 +458,71 @@ def _layer_of(
         tempering = Tempering(1, config.floor_scale, config.attn_scale)
     if config.model_type in ("ministral3", "mistral4") and (beta := config.rope_parameters.get("llama_4_scaling_beta")):
         tempering = Tempering(0, config.rope_parameters["original_max_position_embeddings"], beta)
-    products: Literal["gated", "plain"] = "plain" if config.model_type in _UNGATED.split() else "gated"
     return LayerConfig(
         places[source],
-        mixer="latent" if "latent" in places[source] else "attention",
-        feed_forward=products if (found := feed_forward_of(config, number)) == "gated" else found,
+        mixer=_mixer_of(config, places[source], states),
+        feed_forward=_feed_forward_of(config, number, kind),
+        # Layers of OLMo Hybrid without attention have them before.
+        norms=norms if places[source] else "before",
         only_reads=only_reads,
         cut_off=NormalDist().inv_cdf(sparsity[number]) if sparsity and sparsity[number] else 0.0,
         window=0 if kind == "chunked_attention" else window,
         chunk=window if kind == "chunked_attention" else 0,
         rotary=name,
         tempering=tempering,
+        states=states,
+    )
+
+
+def _mixer_of(config: Any, places: Mapping[str, Location], states: Mapping[tuple[str, int], StateLocation]) -> Any:
+    if ("recurrent", 0) in states:
+        if _space(config) is None:
+            return "delta_rule"
+        return "space_and_attention" if places else "state_space"
+    if places:
+        return "latent" if "latent" in places else "attention"
+    return "short_convolution" if states else "none"
+
+
+def _feed_forward_of(config: Any, number: int, kind: str) -> Any:
+    if config.model_type in _ONE_PART:
+        return {"moe": "mixture", "mlp": "plain"}.get(kind, "none")
+    found = feed_forward_of(config, number)
+    return "plain" if found == "gated" and config.model_type in _UNGATED.split() else found
+
+
+def _multipliers(config: Any) -> Multipliers:
+    gates, products = getattr(config, "mlp_multipliers", None) or (1.0, 1.0)
+    return Multipliers(
+        attention_in=getattr(config, "attention_in_multiplier", 1.0),
+        attention_out=getattr(config, "attention_out_multiplier", 1.0),
+        keys=getattr(config, "key_multiplier", 1.0),
+        values=getattr(config, "attention_value_scale", None) or 1.0,
+        gates=gates,
+        products=products,
+    )
+
+
+def _space(config: Any) -> SpaceConfig | None:
+    if config.model_type in _LEAST_STEPS:
+        return SpaceConfig((config.time_step_min, float("inf")))
+    limits = getattr(config, "time_step_limit", None)
+    if limits is None:
+        return None
+    return SpaceConfig(
+        (limits[0], limits[1]),
+        gates_first=not getattr(config, "mamba_norm_before_gate", False),
+        in_multiplier=getattr(config, "ssm_in_multiplier", 1.0),
+        out_multiplier=getattr(config, "ssm_out_multiplier", 1.0),
     )
 
 
 def _rotary_of(config: Any, number: int, window: int, kind: str, rotary: Mapping[str, Rotary]) -> str | None:
     """Returns which positions a layer has, None without."""
     with_rotary, thetas = getattr(config, "no_rope_layers", None), getattr(config, "layer_rope_theta", None)
-    if (with_rotary and not with_rotary[number]) or (thetas and not thetas[number]):
+    if not rotary or (with_rotary and not with_rotary[number]) or (thetas and not thetas[number]):
         return None
-    if not rotary or (getattr(config, "rope_parameters", None) or {}).get(kind, "") is None:
+    if (getattr(config, "rope_parameters", None) or {}).get(kind, "") is None:
         return None
     is_dense = (
         getattr(config, "prefix_dense_sliding_window_pattern", 0) == 1 and feed_forward_of(config, number) != "mixture"

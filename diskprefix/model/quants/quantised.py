@@ -51,6 +51,8 @@ class QuantisedLinear(nn.Module):
         self.bias = linear.bias
         self.columns: tuple[int, int, int] | None = None
         """As that of `FileMatrix`."""
+        self.in_file: Matrix | None = None
+        """The matrix with its columns in the order of the file."""
         self.matrix: Matrix | None = None
         """The matrix, if its columns are in the order of the rows that the module gets."""
         self._product: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -66,9 +68,9 @@ class QuantisedLinear(nn.Module):
     def prepare(self) -> None:
         """Prepares the matrix for the kernel, once the weights are there. They must not change afterwards."""
         bias = None if self.bias is None else self.bias.detach()
-        matrix = matrix_of(self.packed, self.form, bias)
-        self.matrix = matrix if self.columns is None else None
-        self._product = partial(product, compiled(), matrix=matrix)
+        self.in_file = matrix_of(self.packed, self.form, bias)
+        self.matrix = self.in_file if self.columns is None else None
+        self._product = partial(product, compiled(), matrix=self.in_file)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         assert self._product is not None, "the model was not prepared"

@@ -179,11 +179,11 @@ struct StateRun {
   void* state;
 };
 
-// A convolution of each channel alone with its last `kernel` inputs, rows [num_rows, channels] to the same. `weight` is
-// [channels, kernel], `bias` [channels] or null, a state [channels, kernel], all of one dtype. With `has_silu`, x ×
-// sigmoid(x) of the rounded number.
+// A convolution of each channel alone with its last `kernel` inputs, rows [num_rows, channels] with a stride from row to row
+// to the same side by side. `weight` is [channels, kernel], `bias` [channels] or null, a state [channels, kernel], all of one
+// dtype. With `has_silu`, x × sigmoid(x) of the rounded number.
 struct Convolution {
-  int64_t dtype, num_runs, num_rows, channels, kernel, has_silu;
+  int64_t dtype, num_runs, num_rows, channels, kernel, has_silu, row_stride;
   const void *rows, *weight, *bias;
   void* out;
   int64_t num_threads;
@@ -340,9 +340,9 @@ struct DenseExperts {
   ParallelFor parallel_for;
 };
 
-// bfloat16 rows [num_rows, width], side by side, in float32.
+// bfloat16 rows [num_rows, width], side by side, in float32; with `narrows` the other way round.
 struct Widening {
-  int64_t num_rows, width;
+  int64_t num_rows, width, narrows;
   const void* rows;
   void* out;
   int64_t num_threads;
@@ -366,6 +366,57 @@ struct Copy {
   int64_t row_bytes, head_bytes;
   char* out;
   int64_t out_row_bytes, out_head_bytes, num_threads;
+  ParallelFor parallel_for;
+};
+
+// Where the states of an operation are: `num_bytes` behind `offset` bytes in the pages of states number `group`.
+struct StatePlace {
+  int64_t group, offset, num_bytes;
+};
+
+// Operations over states. A run that may be computed again keeps what no other of them computes: these inputs of its rows
+// lie behind `kept` bytes for each row that it keeps.
+struct PlannedConvolution {
+  Convolution call;
+  StatePlace place;
+  int64_t kept;
+};
+
+struct PlannedDeltaRule {
+  DeltaRule call;
+  StatePlace place;
+  int64_t kept_decay, kept_beta;
+};
+
+struct PlannedStateSpace {
+  StateSpace call;
+  StatePlace place;
+  int64_t kept;
+};
+
+// float32 rows [num_rows, width] of factors × softplus(rows + bias), of which none is below `least` or above `most` before
+// the factors. Rows have a stride, `bias` and `factors`
+// may be null.
+struct StepSizes {
+  int64_t dtype, num_rows, width, row_stride;
+  double least, most;
+  const void* rows;
+  const float *bias, *factors;
+  float* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Rows [num_rows, width] of function(gate) × the norm of each `group` numbers; with `gates_first` of the norm of function(gate)
+// × rows. `rows` are float32 and change; weights are [num_weights], for a group or for a row, or null: then there is no norm.
+struct GatedNorm {
+  int64_t dtype, num_rows, width, group, gates_first, function, gate_stride, num_weights;
+  double epsilon;
+  float* rows;
+  const void* gate;
+  const float* weight;
+  void* out;
+  int64_t num_threads;
   ParallelFor parallel_for;
 };
 
@@ -402,7 +453,8 @@ struct CutOff {
 
 enum OperationKind : int64_t {
   LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10,
-  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15, TEMPER = 16, MIX = 17, LEVEL = 18, CUT_OFF = 19
+  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15, TEMPER = 16, MIX = 17, LEVEL = 18, CUT_OFF = 19,
+  CONVOLVE = 20, DELTA_RULE = 21, STEP_SIZES = 22, GATED_NORM = 23, STATE_SPACE = 24
 };
 
 // A call of an operator, by its structure, over all rows of a step or over those that get logits.
@@ -416,16 +468,21 @@ struct Plan {
   const Operation* operations;
 };
 
-// A sequence of a step: a `Run`, with the addresses of the pages' addresses of each page table. Its last rows get logits.
+// A sequence of a step: a `Run`, with the addresses of the pages' addresses of each page table, and the pages of states
+// before the step and behind it. Its last rows get logits. `kept`, if it is not null, has room for inputs of `kept_rows` rows.
 struct PlanRun {
   int64_t start, num_rows, num_logits;
   const Span* spans;
   int64_t num_spans;
   char* const* const* tables;
+  char *const *befores, *const *states;
+  char* kept;
+  int64_t kept_rows;
 };
 
+// With `is_replay`, the operations are those over states, of one run: their inputs are what it kept.
 struct PlanStep {
-  int64_t num_rows, num_logits, num_runs, page_tokens;
+  int64_t num_rows, num_logits, num_runs, page_tokens, is_replay;
   const PlanRun* runs;
   int64_t num_threads;
   ParallelFor parallel_for;

@@ -91,6 +91,16 @@ class PlannedStep {
         return each(*set<Leveling>(operation), level_row<Float32>, level_row<BFloat16>);
       case CUT_OFF:
         return each(*set<CutOff>(operation), cut_off_row<Float32>, cut_off_row<BFloat16>);
+      case CONVOLVE:
+        return convolve(*(const PlannedConvolution*)operation.call);
+      case DELTA_RULE:
+        return delta_rule_in(*(const PlannedDeltaRule*)operation.call);
+      case STEP_SIZES:
+        return each(*set<StepSizes>(operation), put_step_sizes<Float32>, put_step_sizes<BFloat16>);
+      case GATED_NORM:
+        return each(*set<GatedNorm>(operation), gate_and_norm<Float32>, gate_and_norm<BFloat16>, 1);
+      case STATE_SPACE:
+        return state_space_in(*(const PlannedStateSpace*)operation.call);
     }
     return 1;
   }
@@ -133,7 +143,10 @@ class PlannedStep {
     const int64_t count = call.num_rows * call.width;
     return !spread(step_.num_threads, step_.parallel_for, count, 32768, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i += LANES)
-        put_some<Float32>((float*)call.out + i, some_of<BFloat16>((const uint16_t*)call.rows + i, end - i), end - i);
+        if (call.narrows)
+          put_some<BFloat16>((uint16_t*)call.out + i, some_of<Float32>((const float*)call.rows + i, end - i), end - i);
+        else
+          put_some<Float32>((float*)call.out + i, some_of<BFloat16>((const uint16_t*)call.rows + i, end - i), end - i);
     });
   }
 
@@ -152,6 +165,59 @@ class PlannedStep {
     call.attention.num_runs = step_.num_runs;
     call.attention.num_threads = step_.num_threads, call.attention.parallel_for = step_.parallel_for;
     return !runs || attention(&call.attention, runs);
+  }
+
+  int32_t convolve(const PlannedConvolution& planned) const {
+    Convolution call = planned.call;
+    const int64_t size = call.dtype == FLOAT32 ? 4 : 2;
+    call.num_rows = step_.num_rows;
+    call.rows = kept(call.rows, call.channels * size, call.row_stride * size, planned.kept);
+    if (step_.is_replay) call.row_stride = call.channels;
+    return over_states(call, planned.place, convolution);
+  }
+
+  // Queries, keys and values are of the convolution before it.
+  int32_t delta_rule_in(const PlannedDeltaRule& planned) const {
+    DeltaRule call = planned.call;
+    const int64_t of_beta = call.heads * 4, of_decay = of_beta * call.decay_dim;
+    call.decay = (const float*)kept(call.decay, of_decay, of_decay, planned.kept_decay);
+    call.beta = (const float*)kept(call.beta, of_beta, of_beta, planned.kept_beta);
+    return over_states(call, planned.place, delta_rule);
+  }
+
+  // Its rows, B and C are of the convolution before it.
+  int32_t state_space_in(const PlannedStateSpace& planned) const {
+    StateSpace call = planned.call;
+    call.steps = (const float*)kept(call.steps, call.heads * 4, call.heads * 4, planned.kept);
+    return over_states(call, planned.place, state_space);
+  }
+
+  // Inputs of an operation over states, which runs that may be computed again keep, or that were kept.
+  const void* kept(const void* rows, int64_t row_bytes, int64_t stride, int64_t offset) const {
+    if (step_.is_replay) return step_.runs->kept + offset * step_.runs->kept_rows;
+    const char* from = (const char*)rows;
+    for (int64_t i = 0; i < step_.num_runs; from += step_.runs[i++].num_rows * stride) {
+      const PlanRun& run = step_.runs[i];
+      for (int64_t row = 0; run.kept && row < run.num_rows; ++row)
+        memcpy(run.kept + offset * run.kept_rows + row * row_bytes, from + row * stride, row_bytes);
+    }
+    return rows;
+  }
+
+  // Computes the states of the step's sequences; before their first tokens they are zeros.
+  template <class Call>
+  int32_t over_states(Call& call, const StatePlace& place, int32_t (*compute)(const Call*, const StateRun*)) const {
+    static thread_local Memory memory;
+    if (!memory.reserve(Memory::size_of<StateRun>(step_.num_runs))) return 1;
+    StateRun* runs = memory.take<StateRun>(step_.num_runs);
+    for (int64_t i = 0; i < step_.num_runs; ++i) {
+      const PlanRun& run = step_.runs[i];
+      char* before = run.befores[place.group] + place.offset;
+      if (!run.start) memset(before, 0, place.num_bytes);
+      runs[i] = {run.num_rows, before, run.states[place.group] + place.offset};
+    }
+    call.num_runs = step_.num_runs, call.num_threads = step_.num_threads, call.parallel_for = step_.parallel_for;
+    return compute(&call, runs);
   }
 
   // The sequences of the step with the memory of one layer, null if there is none for them.

@@ -49,9 +49,9 @@ class ConvolvedChannels {
     // The window begins with the state's second number: the first one is that of the token that slides out.
     int64_t oldest = 0;
     for (int64_t token = 0; token < run.num_rows; ++token) {
-      const int64_t at = (row + token) * call_.channels + first_;
+      const int64_t number = row + token;
       oldest = oldest + 1 == kernel_ ? 0 : oldest + 1;
-      step((const Stored*)call_.rows + at, (Stored*)call_.out + at, oldest);
+      step((const Stored*)call_.rows + number * call_.row_stride + first_, (Stored*)call_.out + number * call_.channels + first_, oldest);
     }
     for (int64_t k = 0; k < kernel_; ++k) {
       const float* numbers = (const float*)window_[(oldest + k) % kernel_];

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "parts.h"
+#include "recurrence.h"
 
 namespace diskprefix {
 namespace {
@@ -148,6 +149,36 @@ inline void add_part(const Sum& call, int64_t begin, int64_t end) {
     if (one) found = some_of<Type>(one + i, end - i) + found;
     put_some<Type>((Stored*)call.out + i, found, end - i);
   }
+}
+
+template <class Type>
+inline void put_step_sizes(const StepSizes& call, int64_t row) {
+  const typename Type::Stored* from = (const typename Type::Stored*)call.rows + row * call.row_stride;
+  float* out = call.out + row * call.width;
+  for (int64_t i = 0; i < call.width; ++i) {
+    float found = activated(Type::one(from[i]) + (call.bias ? call.bias[i] : 0.0f), SOFTPLUS);
+    if (found < (float)call.least) found = (float)call.least;
+    if (found > (float)call.most) found = (float)call.most;
+    out[i] = call.factors ? found * call.factors[i] : found;
+  }
+}
+
+template <class Type>
+inline void gate_and_norm(const GatedNorm& call, int64_t row) {
+  typedef typename Type::Stored Stored;
+  const Stored* gate = (const Stored*)call.gate + row * call.gate_stride;
+  float* rows = call.rows + row * call.width;
+  Stored* out = (Stored*)call.out + row * call.width;
+  const auto gated = [&](int64_t i) {
+    const Floats of_gate = some_of<Type>(gate + i, call.width - i), numbers = some_of<Float32>(rows + i, call.width - i);
+    const Floats below = all(1.0f) + exp_of(-of_gate);
+    return numbers * (call.function == SILU ? of_gate / below : all(1.0f) / below);
+  };
+  for (int64_t i = 0; call.gates_first && i < call.width; i += LANES) put_some<Float32>(rows + i, gated(i), call.width - i);
+  for (int64_t i = 0; call.weight && i < call.width; i += call.group)
+    norm_row<Float32>(rows + i, call.weight + i % call.num_weights, ROUNDED, call.group, (float)call.epsilon, rows + i);
+  for (int64_t i = 0; i < call.width; i += LANES)
+    put_some<Type>(out + i, call.gates_first ? some_of<Float32>(rows + i, call.width - i) : gated(i), call.width - i);
 }
 
 template <class Type>

@@ -15,10 +15,11 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import current_step
-from diskprefix.model.exact import invariant, latent, recurrent, runner
+from diskprefix.model.exact import invariant, latent, runner
 from diskprefix.model.exact.runner import Rows, forward
 from diskprefix.model.exact.self_check import make_exact, rehearse
 from diskprefix.model.exact.state_layout import made_up_tokens
+from diskprefix.model.plan import ComputePlan
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.examples import examples
 
@@ -148,13 +149,13 @@ def test_no_other_thread_gets_the_pages_from_which_states_are_taken_back(monkeyp
     """Such as that of a restore, which needs memory."""
     model, layout = made("lfm2")
     sequence, token_ids = sequence_of(model, layout), made_up_tokens(model, 0, 40)
-    replay, given_back = recurrent._replay, list[bool]()
+    replay, given_back = ComputePlan.replay, list[bool]()
 
     def noted(*args: Any) -> None:
         given_back.append(sequence.drop_spares())
         replay(*args)
 
-    monkeypatch.setattr(recurrent, "_replay", noted)
+    monkeypatch.setattr(ComputePlan, "replay", noted)
     with torch.inference_mode():
         forward(model, sequence, token_ids, 10)
         sequence.take_back(35)

@@ -123,6 +123,7 @@ def in_chunks_of_the_step(
     return found
 
 
+@pytest.mark.usefixtures("by_modules")
 def test_a_scan_in_chunks_is_not_exact_at_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scans, "delta_rule", in_chunks_of_the_step)
     assert verdict("qwen3_next") == ("grid", "its state depends on the steps")

@@ -19,7 +19,7 @@ struct Scan {
 
 bool convolve(const Operators* operators, const Scan& scan, const std::vector<const void*>& inputs, void* out,
               const std::vector<StateRun>& runs, int64_t rows, int64_t threads) {
-  const Convolution call = {scan.dtype, (int64_t)runs.size(), rows, scan.dim, scan.kernel, scan.has_silu, inputs[0], scan.weight,
+  const Convolution call = {scan.dtype, (int64_t)runs.size(), rows, scan.dim, scan.kernel, scan.has_silu, scan.dim, inputs[0], scan.weight,
                             scan.has_bias ? scan.bias : nullptr, out, threads, parallel_for};
   return !operators->convolution(&call, runs.data());
 }

@@ -1,0 +1,101 @@
+"""Layers with states in the place of attention.
+
+Their sizes are those of the states: of a convolution [channels, kernel], of the delta rule [heads, key_dim, value_dim],
+of a state space [heads, dim, state_dim].
+"""
+
+from __future__ import annotations
+
+from diskprefix.model.config import DecoderConfig, DeltaConfig, LayerConfig
+from diskprefix.model.plan import Buffer, ComputePlan
+from diskprefix.model.slots import Slots
+
+
+def short_convolution(plan: ComputePlan, layer: LayerConfig, slots: Slots, rows: Buffer) -> Buffer:
+    """Returns out(c × convolution(b × x)), where b, c and x are parts of one product."""
+    parts = plan.product(rows, slots.matrix("in_proj"))
+    width = parts.width // 3
+    before, behind, inputs = (parts.part(number * width, width) for number in range(3))
+    rows = plan.gated(before, inputs, "identity")
+    rows = plan.convolution(rows, *slots.convolution("conv"), layer.states["conv", 0])
+    return plan.product(plan.gated(rows, behind, "identity"), slots.matrix("out_proj"))
+
+
+def delta_rule(plan: ComputePlan, config: DecoderConfig, layer: LayerConfig, slots: Slots, rows: Buffer) -> Buffer:
+    """Returns out(f(z) × norm(delta rule(q, k, v))), where a convolution gives q, k and v. Its decays are the
+    logarithms -exp(A) × softplus(a + bias), its betas sigmoid(b)."""
+    delta, state = config.delta, layer.states["recurrent", 0]
+    assert delta is not None
+    heads, _, value_dim = state.shape
+    mixed, gate, betas, steps = _delta_inputs(plan, delta, slots, rows, state.shape)
+    mixed = plan.convolution(mixed, *slots.convolution("conv1d"), layer.states["conv", 0], has_silu=True)
+    of_values = heads * value_dim
+    of_keys = (mixed.width - of_values) // 2
+    query, key, value = (mixed.part(*one) for one in ((0, of_keys), (of_keys, of_keys), (2 * of_keys, of_values)))
+    betas = plan.gated(betas, None, "sigmoid")
+    plan.scale(betas, delta.beta_factor)
+    decays = plan.step_sizes(steps, slots.numbers("dt_bias"), slots.decays("A_log", steps.width // heads))
+    found = plan.delta_rule(query, key, value, decays, plan.widened(betas), state)
+    found = plan.gated_norm(found, gate, slots.float_norm("norm"), delta.gate, groups=heads)
+    matrix, columns = slots.regrouped("out_proj")
+    if columns is not None:
+        # The numbers move, not the columns: quants cannot.
+        first, second, width = columns
+        found = plan.by_parts(found, first, *[width] * second)
+    return plan.product(found, matrix)
+
+
+def _delta_inputs(
+    plan: ComputePlan, delta: DeltaConfig, slots: Slots, rows: Buffer, shape: tuple[int, ...]
+) -> tuple[Buffer, Buffer, Buffer, Buffer]:
+    """Returns what the delta rule takes: q, k and v side by side, z, b and a."""
+    heads, key_dim, value_dim = shape
+    if delta.inputs == "by_key_heads":
+        both, small = plan.products(rows, slots.matrix("in_proj_qkvz"), slots.matrix("in_proj_ba"))
+        of_values = heads * value_dim
+        key_heads = (both.width - 2 * of_values) // (2 * key_dim)
+        of_each = heads // key_heads
+        both = plan.by_parts(both, key_heads, key_dim, key_dim, of_each * value_dim, of_each * value_dim)
+        small = plan.by_parts(small, key_heads, of_each, of_each)
+        of_mixed = both.width - of_values
+        return both.part(0, of_mixed), both.part(of_mixed, of_values), small.part(0, heads), small.part(heads, heads)
+    names = ["in_proj_qkv"] if delta.inputs == "together" else ["q_proj", "k_proj", "v_proj"]
+    found = plan.products(rows, *(slots.matrix(name) for name in (*names, "in_proj_z", "in_proj_b", "in_proj_a")))
+    *parts, gate, betas, steps = found
+    if delta.has_narrow_gates:
+        gate = plan.product(gate, slots.matrix("gate_proj"))
+        steps = plan.product(steps, slots.matrix("decay_proj"))
+    return plan.beside(*parts) if len(parts) > 1 else parts[0], gate, betas, steps
+
+
+def state_space(plan: ComputePlan, config: DecoderConfig, layer: LayerConfig, slots: Slots, rows: Buffer) -> Buffer:
+    """Returns out(norm(silu(z) × state space(x, B, C))), where a convolution gives x, B and C. Its steps are
+    softplus(dt + bias)."""
+    space, state = config.space, layer.states["recurrent", 0]
+    assert space is not None
+    heads, dim, state_dim = state.shape
+    weight, bias = slots.convolution("conv1d")
+    width, of_mixed = heads * dim, weight.shape[0]
+    of_states = (of_mixed - width) // 2
+    inputs = plan.product(plan.scaled(rows, space.in_multiplier), slots.matrix("in_proj"))
+    multipliers = slots.vector("multipliers")
+    if multipliers is not None:
+        inputs = plan.weighed(inputs, multipliers)
+    gate, mixed, steps = (inputs.part(*one) for one in ((0, width), (width, of_mixed), (width + of_mixed, heads)))
+    mixed = plan.convolution(mixed, weight, bias, layer.states["conv", 0], has_silu=True)
+    into, out_of = (mixed.part(first, of_states) for first in (width, width + of_states))
+    found = plan.state_space(
+        mixed.part(0, width),
+        into,
+        out_of,
+        plan.step_sizes(steps, slots.numbers("dt_bias"), limits=space.step_limits),
+        slots.decays("A_log"),
+        slots.numbers("D"),
+        state,
+    )
+    found = plan.gated_norm(
+        found, gate, slots.float_norm("norm"), "silu", groups=of_states // state_dim, gates_first=space.gates_first
+    )
+    out = plan.product(found, slots.matrix("out_proj"))
+    plan.scale(out, space.out_multiplier)
+    return out
