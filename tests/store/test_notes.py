@@ -332,7 +332,7 @@ def test_notes_of_all_roots_together_keep_their_share_and_prompts_stay(store: St
             assert of(notes, root).put(RESPONSE, str(number), noise(size if number else 100, number))
             notes.write()
             with store.snapshot() as snapshot:
-                assert snapshot.note_bytes() <= total_limit(store.budget_bytes)
+                assert snapshot.bytes_in("notes") <= total_limit(store.budget_bytes)
     assert of(notes, roots[-1]).get(RESPONSE, "3") == noise(size, 3)
     assert of(notes, roots[0]).get(RESPONSE, "1") is None
     assert all(is_whole(store, pub) for pub in saved)
@@ -376,5 +376,5 @@ def test_counts_of_many_roots_keep_the_share_of_notes_and_none_is_lost(tmp_path:
             store.write_from(log.writing)
             notes.make_fit()
     with store.snapshot() as snapshot:
-        assert snapshot.note_bytes() <= total_limit(store.budget_bytes)
+        assert snapshot.bytes_in("notes") <= total_limit(store.budget_bytes)
         assert total_savings(snapshot).total.requests == num_roots * num_hits

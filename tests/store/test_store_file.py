@@ -421,7 +421,7 @@ def test_a_needed_check_is_made_beside_a_command_that_reads(folder: Path, checks
 
 
 def test_who_comes_second_waits_for_the_check_and_is_told_why(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lock, told = FolderLock(folder, waits=False), Queue[str]()
+    lock, told = FolderLock(folder), Queue[str]()
     assert lock.try_exclusive("checking the store's file")
     with pytest.raises(StoreUnavailable, match=r"process \d+ is checking the store's file; try again when that has"):
         compact_folder(folder)
@@ -440,7 +440,7 @@ def test_a_daemon_that_runs_does_not_wait_for_who_replaces_the_file(folder: Path
     store = daemon(folder)
     (folder / DATA).rename(folder / "away")
     (folder / LOCK).unlink()
-    lock = FolderLock(folder, waits=False)
+    lock = FolderLock(folder)
     assert lock.try_exclusive("replacing the store's file")
     assert not store.maintain()
     assert "replacing the store's file" in str(store.problem)

@@ -16,7 +16,7 @@ import pytest
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
 from diskprefix.store import environment, savings
 from diskprefix.store import writer as writer_module
-from diskprefix.store.changes import Changes, Part
+from diskprefix.store.changes import Changes, SmallWrite
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderUnavailable
 from diskprefix.store.note_record import NoteKind, note_key
@@ -167,7 +167,7 @@ def test_what_waits_last_in_pages_that_nobody_else_needs_is_dropped_with_what_co
 def test_more_prompts_than_may_wait_are_refused_and_what_waits_is_written(
     store: Store, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "_MOST_SAVES", 2)
+    monkeypatch.setattr(writer_module, "_MAX_SAVES", 2)
     gate, pages = Gate(store, monkeypatch), Pages()
     pubs = [publication(store, prompt(seed, BLOCK)) for seed in range(3)]
     saves = [submit_all(writer, [pub], [pages]) for pub in pubs]
@@ -280,9 +280,9 @@ def test_a_use_that_comes_while_others_are_written_is_counted_once(
     assert writer.close(30)
     write, name = store.write, pub.nodes[0].name
 
-    def write_slowly(parts: Sequence[Part]) -> None:
+    def write_slowly(small_writes: Sequence[SmallWrite]) -> None:
         writer.touch(name, 6000.0)
-        write(parts)
+        write(small_writes)
 
     writer.touch(name, 5000.0)
     monkeypatch.setattr(store, "write", write_slowly)
