@@ -91,7 +91,7 @@ class Publication:
     @property
     def is_finite(self) -> bool:
         """Returns whether all pieces that must be finite are."""
-        return all(node.is_sound(index) for node in self.nodes for index in range(node.num_checked))
+        return all(node.is_sound(index) for node in self.nodes for index in range(len(node.pieces)))
 
 
 class Subtrees(NamedTuple):
