@@ -112,8 +112,8 @@ class Matcher(Generic[_Index]):
             return [*self.blocks, self.tail], self.tail.end
         end = len(self.nodes.token_ids) - self.needs_logits
         blocks = self.blocks[: end // self.nodes.block_size]
-        if self.state == "token" and (part := self._part(len(blocks), end)) is not None:
-            node, end = part
+        if self.state == "token" and (partial := self._partial_node(len(blocks), end)) is not None:
+            node, end = partial
             return ([*blocks, node], end) if end >= LEAST_TOKENS else ([], 0)
         if self.state in AT_CHECKPOINTS:
             blocks = self._to_a_checkpoint(blocks, end)
@@ -124,7 +124,7 @@ class Matcher(Generic[_Index]):
         end = self.partial_match.end if self.partial_match else len(self.blocks) * self.nodes.block_size
         return self.state == "token" and end == len(self.nodes.token_ids)
 
-    def _part(self, num_blocks: int, end: int) -> tuple[Node, int] | None:
+    def _partial_node(self, num_blocks: int, end: int) -> tuple[Node, int] | None:
         """Returns the node that continues the first `num_blocks` blocks and has most of the prompt's tokens before
         `end`, and where these end."""
         start = num_blocks * self.nodes.block_size

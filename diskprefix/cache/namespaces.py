@@ -115,7 +115,7 @@ class TenantNamespaces:
         seen = SeenPrompts(namespace.record.block_size, is_trusting=namespace.seen.is_trusting)
         prompts = deque[SeenRecord]()
         with self._store.snapshot() as snapshot:
-            for prompt in newest_first(snapshot, namespace.root, most_bytes=MAX_PROMPT_BYTES):
+            for prompt in newest_first(snapshot, namespace.root, max_bytes=MAX_PROMPT_BYTES):
                 prompts.appendleft(prompt)
                 on_prompt()
         if self._on_prompts is not None:
@@ -129,7 +129,7 @@ class TenantNamespaces:
         """Drops the tenants with purged or expired prompts. They are read again when needed. Reads the store: to be
         called whenever another process may have purged something, but not by the engine's thread."""
         with suppress(CacheError):
-            self._store.look_for_purge()
+            self._store.read_epoch()
         epoch, now = self._store.epoch, self._store.clock()
         with self._lock:
             if epoch != self._epoch:

@@ -64,7 +64,7 @@ class PrefixMatcher:
             found = self._with_states(owner, path, token_ids, most)
             logits = logits if found.num_tokens == len(token_ids) else None
             return PrefixMatch(found, found.num_tokens, logits=logits)
-        common, part, later, awaited = self._part(owner, path, token_ids)
+        common, part, later, awaited = self._partial_block(owner, path, token_ids)
         if state_kind != "token" and logits is not None and len(token_ids) % size:
             # On the grid, only an equal prompt has its last tokens from the same step.
             equal = self._end_of(owner, prompt)
@@ -84,7 +84,7 @@ class PrefixMatcher:
         logits = logits if end == len(token_ids) else None
         return PrefixMatch(Prefix(end, pages), max(end, later), awaited, logits)
 
-    def _part(
+    def _partial_block(
         self, owner: Owner, path: Sequence[KeptBlock], token_ids: TokenIds
     ) -> tuple[int, Sequence[Page | None], int, KVSequence | None]:
         """Returns how many tokens behind the path of a prompt are there, in part of a block, the pages with them, how

@@ -16,7 +16,7 @@ from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import TierName, Write
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
-from diskprefix.store.codec.codec import Piece, populate
+from diskprefix.store.codec.codec import Piece, decode_piece, piece_seed, populate
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
 from diskprefix.store.save import Save
@@ -191,4 +191,4 @@ class DiskView:
         if stored is None:
             raise StoreCorrupt("a piece of its payload is missing")
         populate(stored)
-        self._snapshot.decode(name, index, stored, piece, out)
+        decode_piece(stored, piece, piece_seed(name, index), out)
