@@ -20,8 +20,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.saving import Saver
-from diskprefix.cache.tiers.nodes import Node
+from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.engine import speculation
 from diskprefix.engine.draft_model import DraftModel
 from diskprefix.engine.fetches import Fetches
@@ -347,14 +346,14 @@ REPEATING = [
 
 def said_and_saved(engine: Engine, requests: list[GenerateRequest]) -> tuple[list[Client], Any]:
     """Returns the clients, and what they were told, with the bytes of all that was saved and of all that stays."""
-    make, saved, kept = Saver._new_node, dict[Any, bytes](), list[tuple[bytes, bytes]]()
+    make, saved, kept = PromptNodes.new_node, dict[Any, bytes](), list[tuple[bytes, bytes]]()
 
-    def noted(saver: Saver, node: Node, payload: Payload, *others: Any) -> NewNode:
-        found = make(saver, node, payload, *others)
-        saved[found.kind, found.position, bytes(found.token_ids)] = b"".join(payload)
-        return found
+    def noted(nodes: PromptNodes, node: Node, payload: Payload, **others: Any) -> NewNode:
+        new = make(nodes, node, payload, **others)
+        saved[new.kind, new.position, bytes(new.token_ids)] = b"".join(payload)
+        return new
 
-    with patch.object(Saver, "_new_node", noted):
+    with patch.object(PromptNodes, "new_node", noted):
         clients = run_together(engine, requests)
     for node in engine.pages.kept.ended():
         sequence = engine.pages.resume(node)

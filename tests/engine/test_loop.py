@@ -183,8 +183,8 @@ class Asked:
     def __init__(self) -> None:
         self.have: list[int] = []
 
-    def prefetch(self, wish: PrefetchRequest) -> Prefetched:
-        self.have.append(wish.have)
+    def prefetch(self, request: PrefetchRequest) -> Prefetched:
+        self.have.append(request.have)
         return Prefetched()
 
     def upload(self, _: object) -> None:
