@@ -39,7 +39,7 @@ log = logging.getLogger("diskprefix")
 _NOTE_TTL_S = 30 * 86400.0
 """The time to live of notes without `--kv-cache-ttl`. OpenAI keeps responses as long."""
 _PURGE_S = 10.0
-"""Seconds that a purge waits for the writer to save what it has, and for the shared tier."""
+"""The maximum time that a purge waits for the writer, and for the shared tier."""
 
 
 class PrefixCache:
@@ -74,7 +74,7 @@ class PrefixCache:
         self.counters: Counter[str] = Counter()
         self._counting = threading.Lock()
         self.restored_tokens: Counter[str] = Counter(memory=0, disk=0, remote=0)
-        """By tier."""
+        """The number of restored tokens, by tier."""
         self.misses: Counter[str] = Counter()
         self._identity = identity
         self._model_name = model_name
@@ -126,7 +126,7 @@ class PrefixCache:
     def purge(self, purge_filter: PurgeFilter) -> Purged:
         """Removes what a filter selects: from the store, from this process's memory and, if it selects saved prompts,
         from the shared tier. Waits for all of that. Raises `CacheError` if the store cannot be written."""
-        # Prompts that are complete are saved first: what still waits is refused after the purge.
+        # Complete prompts are saved first, because the store refuses them after the purge.
         self.writer.flush(_PURGE_S)
         purged = purge(self.store, purge_filter, self.store.clock())
         for forget in self.on_forget:

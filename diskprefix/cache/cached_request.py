@@ -45,7 +45,7 @@ class CachedRequest:
         num_tokens, reason = len(prompt.token_ids), self._bypass or "off"
         self._saver = Saver(context, Selection(scope=options.scope, prompt_tokens=num_tokens, reason=reason))
         self._pins = ExitStack()
-        """What unpins the nodes that the fetch found."""
+        """The pins of the nodes that the fetch found."""
         self.is_published = False
         """The prompt was computed to its end."""
         self.reply = self.prompt.token_ids[:0]
@@ -59,7 +59,7 @@ class CachedRequest:
         self._lacks_reason = False
         """The reason of a miss is not known yet."""
         self._broken: Future[Break | None] | None = None
-        """Where the prompt leaves an earlier one although most of what follows is the same."""
+        """A search for the place that breaks an earlier prompt's prefix."""
 
     @property
     def epoch(self) -> Epoch:
@@ -112,7 +112,7 @@ class CachedRequest:
 
     def take(self, fetch: Fetch, *, gave_up: bool = False) -> RestoreResult:
         """Takes over the result of a fetch, none of whose steps runs any more, and returns it. The first result before
-        `choose` is the request's; later ones are those of replies. With `gave_up`, any step but `load` may still run,
+        `choose` is the request's, later results are the replies'. With `gave_up`, any step but `load` may still run,
         and the result is what the sequence had before. For the engine's thread."""
         restored = fetch.in_memory if gave_up else fetch.restored
         fetch.sequence.truncate(restored.num_tokens)
@@ -195,7 +195,7 @@ class CachedRequest:
         if not self._saves or not is_exact or not self._saver.may_save_unselected(sequence):
             # On the grid, decoding computes other bits than a prefill.
             return
-        with self._context.guarded("what was computed is not kept"):
+        with self._context.guarded("the state of the cancelled or waiting request is not saved"):
             sequence.settle()
             self._saver.save_partial(sequence, self.nodes.extended(token_ids))
 
@@ -206,7 +206,7 @@ class CachedRequest:
             self.fetch(sequence, have=sequence.num_tokens)
             self._saver.begin(replace(self.restored, num_tokens=self.restored.stored_tokens))
             if self._saves and self._saver.may_save_unselected(sequence):
-                with self._context.guarded("what is only in memory is not kept"):
+                with self._context.guarded("idle state is not saved"):
                     self._saver.save_partial(sequence, self.nodes, min_ttl_s=0.0)
         self._end_save()
 

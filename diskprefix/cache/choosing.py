@@ -1,4 +1,4 @@
-"""How much of a prompt to keep, and for how long: one place for the daemon, the vLLM connector and the simulator."""
+"""The part of a prompt to keep, and its time to live: one place for daemon, vLLM connector and simulator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diskprefix.values import DEFAULT_WINDOW, CacheOptions, Mark, Prompt, Select
 
 
 def sighting_of(seen: SeenPrompts, prompt: Prompt, options: CacheOptions, block_names: Sequence[bytes]) -> Sighting:
-    """Returns what earlier prompts say about a prompt. `block_names` are the names of its full blocks."""
+    """Returns the knowledge about a prompt from earlier ones. `block_names` are the names of its full blocks."""
     window = options.scope.value if options.scope.kind == "auto" else DEFAULT_WINDOW
     return seen.sighting_of(prompt.token_ids, block_names, window, options.group)
 

@@ -118,7 +118,8 @@ class RequestContext:
     def find_break(self, restored: RestoreResult, selection: Selection) -> Break | None:
         """Returns the break without which more of the prompt would have been restored; None if there is none."""
         known = max(selection.common, selection.seen, restored.num_tokens)
-        recent = (one.prompt.token_ids for one in self._sighting.recent if one.prompt.num_tokens > known)
+        earlier_prompts = (earlier.prompt for earlier in self._sighting.recent)
+        recent = (prompt.token_ids for prompt in earlier_prompts if prompt.num_tokens > known)
         return find_break(self.prompt.token_ids, recent, known)
 
     def why_missed(self, restored: RestoreResult, selection: Selection, broken: Break | None) -> MissReason:
@@ -136,7 +137,7 @@ class RequestContext:
             return "not_stored"
         common, recent = selection.common, self._sighting.recent
         here = prompt.token_ids[common : common + 1]
-        others = (one.prompt.token_ids[common : common + 1] for one in recent if one.common == common)
+        others = (other.prompt.token_ids[common : common + 1] for other in recent if other.common == common)
         if (here < 0).any() and any((there < 0).any() for there in others):
             # Tokens of pictures are negative.
             return "image"

@@ -97,7 +97,7 @@ class TenantNamespaces:
                 seen = SeenPrompts(record.block_size, is_trusting=not tenant.is_salted)
                 self._used[tenant] = TenantNamespace(root_hash(record.identity), record, seen)
             self._used.move_to_end(tenant)
-            total = sum(one.seen.num_bytes for one in self._used.values())
+            total = sum(namespace.seen.num_bytes for namespace in self._used.values())
             while len(self._used) > 1 and (total > _MAX_BYTES or len(self._used) > _MAX_TENANTS):
                 total -= self._used.popitem(last=False)[1].seen.num_bytes
             return self._used[tenant]
@@ -122,7 +122,7 @@ class TenantNamespaces:
         for prompt in prompts:
             seen.remember(prompt.token_ids, tuple(prompt.blocks), prompt.record.group)
         records = (prompt.record for prompt in prompts)
-        namespace.replace(seen, ((one.came_at, one.ttl_s or self._ttl_s or math.inf) for one in records))
+        namespace.replace(seen, ((record.came_at, record.ttl_s or self._ttl_s or math.inf) for record in records))
 
     def forget_deleted(self) -> None:
         """Drops the tenants with purged or expired prompts, which are read again when needed. Call it whenever another
@@ -136,7 +136,7 @@ class TenantNamespaces:
                 self._epoch, self.purged_at = epoch, epoch.purged_at
                 self._used.clear()
                 self.on_forget()
-            for tenant, one in list(self._used.items()):
-                if one.has_expired(now):
+            for tenant, namespace in list(self._used.items()):
+                if namespace.has_expired(now):
                     del self._used[tenant]
                     self.on_forget()

@@ -42,7 +42,7 @@ _MIN_TTL_S = 600.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Nodes to be stored, parents first, and what the last batch of them adds.
+    """Nodes to be stored, parents first, and the records that come with the last of them.
 
     `last_node` holds the boundary, which is at `num_tokens`; None if there is no boundary. `has_entry`: the prompt is
     listed as saved up to there. `prompt` is added to the prompts that were seen, unless it is None.
@@ -57,8 +57,8 @@ class Plan:
 
 @dataclass
 class Planner:
-    """Plans the nodes that one request stores. `nodes` are those of the prompt, and later of prompt and reply. Tokens
-    behind `prompt_tokens` were decoded. `submitted` are the names of the nodes that the request has stored itself."""
+    """Plans the nodes that one request stores. `nodes` are the nodes of the prompt, later also of the reply. Tokens
+    behind `prompt_tokens` were decoded. `submitted` has the names of the nodes that the request has stored itself."""
 
     nodes: PromptNodes
     restored: RestoreResult
@@ -175,7 +175,7 @@ class Saver:
         """Seconds that computing a token takes, by earlier prompts, and then by this one. None until that is known."""
 
     def begin(self, restored: RestoreResult, selection: Selection | None = None) -> None:
-        """Begins with what is stored, and with the policy's selection, None if the policy is not asked."""
+        """Begins with the result of the fetch and the policy's selection, None if the policy is not asked."""
         self._began_at, self._token_s = time.perf_counter(), self._cache.cost_model.prefill_s_per_token
         self.planner = replace(self.planner, restored=restored)
         if selection is not None:
@@ -246,7 +246,7 @@ class Saver:
         return is_allowed and self._context.allows_saving(sequence.num_tokens)
 
     def save_partial(self, sequence: KVSequence, nodes: PromptNodes, min_ttl_s: float = _MIN_TTL_S) -> None:
-        """Queues all that the sequence has and the store lacks. `nodes` are those of the tokens in the sequence. The
+        """Queues all state that the sequence has and the store lacks. `nodes` are for the tokens in the sequence. The
         time to live of state that the policy did not select is at least `min_ttl_s`."""
         planner, num_tokens = self.planner, sequence.num_tokens
         if len(nodes.token_ids) > len(planner.nodes.token_ids):
@@ -262,7 +262,7 @@ class Saver:
     def _submit(
         self, sequence: KVSequence, plan: Plan, *, logits: torch.Tensor | None = None, min_ttl_s: float = 0.0
     ) -> None:
-        """Captures the nodes of a plan and queues them in batches, with what else the plan adds in the last one. A tail
+        """Captures the nodes of a plan and queues them in batches, the last one with the plan's other records. A tail
         has `logits`."""
         planner, nodes, token_s = self.planner, plan.nodes, self._token_s
         if any(node.num_tokens and node.position < sequence.complete_from for node in nodes):

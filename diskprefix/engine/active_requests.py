@@ -25,7 +25,7 @@ from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import DeviceLost
-from diskprefix.kv.page_cache import Later, NoRoom, held_up
+from diskprefix.kv.page_cache import MemoryWait, PrefixWait, memory_held
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.runner import State
@@ -78,9 +78,9 @@ class ActiveRequests:
             except Exception as error:  # noqa: BLE001 (the client gets it, and the thread must outlive any request)
                 self._refuse(one, error) if isinstance(one, Ticket) else self._fail(one.running, error)
                 continue
-            if isinstance(memory, NoRoom):
+            if isinstance(memory, MemoryWait):
                 return
-            if memory is None or isinstance(memory, Later):
+            if memory is None or isinstance(memory, PrefixWait):
                 continue
             if isinstance(one, Reply):
                 self.waiting.remove(one)
@@ -113,9 +113,9 @@ class ActiveRequests:
                 return
             yield item[1]
 
-    def _memory_for(self, one: Ticket | Reply) -> State | Later | NoRoom | None:
-        """Returns memory with what is there of the tokens; a `NoRoom` if others must end first, a `Later` or None if
-        only this one must wait. `later` keeps the wait: nothing is matched again before something has changed.
+    def _memory_for(self, one: Ticket | Reply) -> State | PrefixWait | MemoryWait | None:
+        """Returns memory that begins with the longest prefix there; a `MemoryWait` if others must end first; a
+        `PrefixWait` or None if only this one must wait. Until its `wait` may be over, nothing is matched again.
 
         Raises `InvalidRequest` for an empty prompt, and `ContextTooLong` for one that exceeds the positions or the
         memory.
@@ -125,17 +125,17 @@ class ActiveRequests:
         if self._cache.layout.unsupported:
             is_taken = any(reply.state is not None for running in self.requests for reply in running.replies)
             return None if is_taken else TransformersState(self._served.model)
-        if one.later is None or not self._pages.is_later(one.later):
-            found = self._start_sequence(one)
-            if isinstance(found, KVSequence):
-                one.later = None
-                return found
-            one.later = found or self._pages.no_room()
-        if isinstance(one.later, NoRoom):
+        if one.wait is None or not self._pages.must_wait(one.wait):
+            memory = self._start_sequence(one)
+            if isinstance(memory, KVSequence):
+                one.wait = None
+                return memory
+            one.wait = memory
+        if isinstance(one.wait, MemoryWait):
             self._cache.writer.resume_writing()
-        return one.later
+        return one.wait
 
-    def _start_sequence(self, one: Ticket | Reply) -> KVSequence | Later | None:
+    def _start_sequence(self, one: Ticket | Reply) -> KVSequence | PrefixWait | MemoryWait:
         ticket = one if isinstance(one, Ticket) else one.running.ticket
         options, token_ids = ticket.request.cache, ticket.request.prompt.token_ids
         computes_last = options.computes_last
@@ -148,10 +148,10 @@ class ActiveRequests:
             owner = self._cache.owner_of(options, ticket.private)
         expires_at = time.monotonic() + self._cache.lasts_s(options.ttl_s)
         begin = partial(self._pages.begin, owner, token_ids, computes_last=computes_last, expires_at=expires_at)
-        sequence = begin()
-        while sequence is None and not self._pages.running and self._free_written_pages():
-            sequence = begin()
-        return sequence
+        memory = begin()
+        while isinstance(memory, MemoryWait) and not self._pages.running and self._free_written_pages():
+            memory = begin()
+        return memory
 
     def _accept(self, ticket: Ticket, memory: State) -> RunningRequest | None:
         try:
@@ -224,7 +224,7 @@ class ActiveRequests:
             with self.failing(youngest.running):
                 if self._pages.disk_hangs and len(self._pages.running) == 1:
                     # It would lack the same memory when it begins again.
-                    raise held_up()
+                    raise memory_held()
                 self.preempt(youngest)
             if youngest.state is not None:
                 # It failed, and another reply of its request is being fetched.

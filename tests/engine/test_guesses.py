@@ -355,7 +355,7 @@ def said_and_saved(engine: Engine, requests: list[GenerateRequest]) -> tuple[lis
 
     with patch.object(PromptNodes, "new_node", noted):
         clients = run_together(engine, requests)
-    for node in engine.pages.kept.ended():
+    for node in engine.pages.kept.sequence_ends():
         sequence = engine.pages.resume(node)
         assert sequence is not None
         kept.append((node.token_ids.tobytes(), sequence.content(sequence.num_tokens)))
@@ -582,7 +582,7 @@ def test_a_request_does_not_wait_for_what_is_fetched_ahead(draft: Engine) -> Non
             return not model._lacking and model._ahead is None
 
         wait_for(is_computed)
-    assert max(node.end for node in model.pages.kept.ended()) > 100
+    assert max(node.end for node in model.pages.kept.sequence_ends()) > 100
     assert no_memory_is_busy(draft)
 
 
@@ -626,7 +626,7 @@ def test_of_a_reply_during_which_all_is_purged_nothing_is_kept(
     assert purged
     assert engine.cache.writer.flush(10.0)
     assert engine.cache.stats()["prompts"] == engine.cache.stats()["blocks"] == 0
-    assert not list(model.pages.kept.ended())
+    assert not list(model.pages.kept.sequence_ends())
 
 
 def test_what_has_expired_is_not_computed_ahead(draft: Engine) -> None:
@@ -659,7 +659,7 @@ def test_what_it_keeps_is_what_it_computes_as_the_served_model(
 ) -> None:
     run_together(draft, [request(tokens(200, 11), max_tokens=REPLY)])
     pages = drafter(draft).pages
-    node = max(pages.kept.ended(), key=lambda node: node.end)
+    node = max(pages.kept.sequence_ends(), key=lambda node: node.end)
     kept = pages.resume(node)
     assert kept is not None
     assert kept.num_tokens > 200
@@ -688,7 +688,7 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
     with helped(engine, [expected], share=0.0):
         (found,) = run_together(engine, [one])
     assert found.done.timings.drafted_tokens > 20
-    (node,) = pages.kept.ended()
+    (node,) = pages.kept.sequence_ends()
     kept = pages.resume(node)
     assert kept is not None
     assert kept.complete_from > 0, "it has moved on"

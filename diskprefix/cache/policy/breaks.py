@@ -1,4 +1,4 @@
-"""Finding what broke a prefix: where a prompt leaves an earlier one although most of what follows is the same."""
+"""Finding breaks: places where a prompt differs from an earlier one although most of the rest is equal."""
 
 from __future__ import annotations
 

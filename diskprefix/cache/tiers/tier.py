@@ -1,4 +1,4 @@
-"""The interfaces of tiers: those of one machine, and the tier that machines share."""
+"""The interfaces of tiers: the tiers of one machine, and the tier that machines share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class NodeIndex(Protocol):
 
 
 class View(NodeIndex, Protocol):
-    """The content of a tier at one moment. For one thread at a time, except for what `pieces` yields."""
+    """The content of a tier at one moment. For one thread at a time; the functions of `pieces` are for any."""
 
     @property
     def tier(self) -> TierName: ...
