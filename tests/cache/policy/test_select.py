@@ -222,6 +222,7 @@ KEPT_BY_AUTO: dict[str, tuple[Prompt, list[Shown], Sighting, int, int, Reason, b
     "seen before the window": (TURN, [chat(SYSTEM, (6, 300))], SEEN_6, 1301, 1280, "shared_prefix", False),
     "its kind comes again": (TURN, [ids(4000, 7)], LIKELY, 2201, 2048, "likely_repeat", True),
     "raw text of such a kind": (LONG, [], LIKELY, 4123, 4096, "likely_repeat", True),
+    "a repeat of such a kind": (LONG, [ids(4123)], LIKELY, 4123, 4123, "shared_prefix", True),
     "it grew too": (TURN, [FIRST_TURN], replace(LIKELY, continues=True), 2201, 2048, "continues", True),
     "little is shared": (LONG, [sharing(4000, 300)], LIKELY, 4123, 4096, "likely_repeat", True),
     "its kind is not known yet": (TURN, [], TRUSTING, 2201, 2048, "learning", True),
