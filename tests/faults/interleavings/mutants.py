@@ -36,7 +36,7 @@ from diskprefix.values import SHARED
 from tests.faults.interleavings.threads import scheduler
 
 _owner: Any = PrefixCache.owner
-_drop_gone: Any = PageCache.drop_gone
+_forget_expired: Any = PageCache.forget_expired
 _make_fetches: Any = Fetches.__init__
 _make: Any = Loop.__init__
 _hold: Any = Captured.__init__
@@ -134,12 +134,12 @@ MUTANTS: dict[str, Mutant] = {
         (
             (PrefixCache, "owner", lambda self, tenant: _owner(self, tenant)._replace(purged_at=None)),
             (PrefixCache, "is_gone", lambda _self, _owner: False),
-            (PageCache, "drop_gone", lambda self, _purged_at: _drop_gone(self, None)),
+            (PageCache, "forget_expired", lambda self, _purged_at: _forget_expired(self, None)),
         ),
     ),
     "the copy of a page that others use": Mutant(
         _WRONG_REPLY,
-        ((PageTable, "to_take", lambda self, first, end: [n for n in range(first, end) if n >= len(self.pages)]),),
+        ((PageTable, "unwritable", lambda self, first, stop: [n for n in range(first, stop) if n >= len(self.pages)]),),
     ),
     "the hold of pages that wait to be written": Mutant(_WRONG_REPLY, ((Captured, "__init__", _held_for_a_moment),)),
     "the users that names are": Mutant(" users, not ", ((PagePool, "hold", lambda _self, _pages: None),)),
