@@ -143,6 +143,13 @@ def test_a_token_has_the_same_bits_in_any_step(name: str, form: str) -> None:
         assert state == of_alone
 
 
+def test_a_model_in_float16_is_exact_by_its_modules() -> None:
+    model = tiny_model("llama", torch.float16)
+    layout, reason = make_exact(model)
+    assert (layout.exact_at, reason) == ("token", "")
+    assert plan_of(model, layout, PAGE_TOKENS) is None
+
+
 @pytest.mark.parametrize(("name", "option"), [("olmoe", {"clip_qkv": 8.0}), ("hunyuan_v1_moe", {"moe_topk": [1, 2]})])
 def test_a_model_with_an_option_that_plans_lack_has_none(name: str, option: dict[str, Any]) -> None:
     model = tiny_model(name, torch.float32, **option)

@@ -17,7 +17,7 @@ from diskprefix.model.config import DecoderConfig
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.exact.vision_encoder import PictureRows, encoded_rows
 from diskprefix.model.families.decoder import decoder
-from diskprefix.model.families.model_types import NAMES, SECTIONS_IN_ORDER, has_plan, of_model, pairing_of
+from diskprefix.model.families.model_types import NAMES, SECTIONS_IN_ORDER, of_model, pairing_of, without_plan
 from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary
 from diskprefix.model.slots import Slots, decoder_of
 from diskprefix.native import calls
@@ -39,7 +39,7 @@ class ModelPlan:
         self._config = config_of(model, layout, page_tokens)
         # A plan is kept as long as its model.
         self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
-        self._plan = self._make(_ROWS)
+        self.plan = self._make(_ROWS)
 
     def _make(self, max_rows: int) -> ComputePlan:
         compiled, model = operators(), self._model()
@@ -61,12 +61,12 @@ class ModelPlan:
         """Computes a step of token ids, int64 [rows]. Returns the logits of the rows number `kept`, [logits, vocab].
         `pictures` are those of each sequence."""
         num_rows = len(ids)
-        if num_rows > self._plan.max_rows:
-            self._plan = self._make(num_rows)
+        if num_rows > self.plan.max_rows:
+            self.plan = self._make(num_rows)
         described = [self._described(*one) for one in zip(sequences, runs, strict=True)]
         of_pictures = _encoded(ids, pictures, runs)
-        self._plan.run(described, ids, kept, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
-        return self._copied(self._plan.logits, len(kept))
+        self.plan.run(described, ids, kept, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
+        return self._copied(self.plan.logits, len(kept))
 
     def _described(self, sequence: KVSequence, run: Run) -> PlannedRun:
         """Raises `NotInvariant` if pages are missing that the operators would read or write."""
@@ -79,10 +79,10 @@ class ModelPlan:
 
     def hidden(self, num_rows: int) -> torch.Tensor:
         """Returns the hidden states of the last step behind the last norm, [rows, hidden_size]."""
-        return self._copied(self._plan.hidden, num_rows)
+        return self._copied(self.plan.hidden, num_rows)
 
     def _copied(self, rows: Any, num_rows: int) -> torch.Tensor:
-        return torch.from_numpy(self._plan.copied(rows, num_rows)).view(self._dtype)
+        return torch.from_numpy(self.plan.copied(rows, num_rows)).view(self._dtype)
 
 
 def _positions(runs: Sequence[Run], pictures: Sequence[PictureRows | None]) -> np.ndarray:
@@ -169,9 +169,13 @@ _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = 
 """The last plans of models, by their layers, kernels and memory; None for a model of no family."""
 
 
-def is_planned(model: PreTrainedModel, layout: Layout) -> bool:
-    """Returns whether a model that is exact at every token has a plan."""
-    return has_plan(model.config.get_text_config(decoder=True)) and not layout.has_draft_layer
+def reason_without_plan(model: PreTrainedModel, layout: Layout) -> str:
+    """Returns why a model that is exact at every token has no plan, "" if it has one."""
+    if model.dtype not in _DTYPES:
+        return f"no plan computes in {str(model.dtype).removeprefix('torch.')}"
+    if layout.has_draft_layer:
+        return "no plan has a draft layer"
+    return without_plan(model.config.get_text_config(decoder=True))
 
 
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
@@ -180,6 +184,6 @@ def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPl
     key = layout, page_tokens, operators(), len(getattr(decoder_of(model), "layers", ()))
     known, plan = _plans.get(model, (None, None))
     if known != key:
-        plan = ModelPlan(model, layout, page_tokens) if is_planned(model, layout) else None
+        plan = None if reason_without_plan(model, layout) else ModelPlan(model, layout, page_tokens)
         _plans[model] = key, plan
     return plan

@@ -105,12 +105,16 @@ _ACTIVATIONS = {
 }
 
 
-def has_plan(config: Any) -> bool:
-    """Returns whether a model of this configuration has a plan: its type has one, and no option that a plan lacks."""
+def without_plan(config: Any) -> str:
+    """Returns what plans lack that a model of this configuration needs, "" if it has a plan."""
     counts = getattr(config, "num_experts_per_tok", None)
-    is_even = not isinstance(counts, list) or len(set(counts)) == 1
-    is_known = config.model_type in OPTIONS and _activation(config) in _ACTIVATIONS
-    return is_known and is_even and getattr(config, "clip_qkv", None) is None
+    if config.model_type not in OPTIONS:
+        return f"no family has {config.model_type}"
+    if _activation(config) not in _ACTIVATIONS:
+        return f"no plan has the activation {_activation(config)}"
+    if isinstance(counts, list) and len(set(counts)) > 1:
+        return "no plan has another number of experts in some layers"
+    return "" if getattr(config, "clip_qkv", None) is None else "no plan has clip_qkv"
 
 
 def _activation(config: Any) -> str:
