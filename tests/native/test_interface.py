@@ -58,9 +58,9 @@ def in_python(kind: type[ctypes.Structure]) -> Iterator[tuple[str, str]]:
         if issubclass(inner, ctypes.Structure):
             yield from ((f"{field}.{name}", code) for name, code in in_python(inner))
         else:
-            item, count = (inner._type_, inner._length_) if issubclass(inner, ctypes.Array) else (inner, 1)
-            code = {ctypes.c_int64: "q", ctypes.c_double: "d"}.get(item, "P")
-            yield from [(field.rstrip("_"), code)] * count
+            # Arrays are of addresses.
+            code = {ctypes.c_int64: "q", ctypes.c_double: "d"}.get(inner, "P")
+            yield from [(field.rstrip("_"), code)] * getattr(inner, "_length_", 1)
 
 
 STRUCTURES = [one for one in vars(calls).values() if isinstance(one, type) and issubclass(one, ctypes.Structure)]
