@@ -200,6 +200,10 @@ class PrefixCache:
         """Returns the time to live, in seconds, of what a request asks to keep for `ttl_s`."""
         return ttl_s or self.settings.kv_cache_ttl or math.inf
 
+    def expires_at(self, ttl_s: float | None) -> float:
+        """Returns when state expires that ends now, on the clock of `time.monotonic`. `ttl_s` as in `lasts_s`."""
+        return time.monotonic() + self.lasts_s(ttl_s)
+
     def run_aside(self, work: Callable[[], None]) -> None:
         """Runs small work on the thread `kv-aside`."""
         future = self.aside.submit(work)

@@ -46,7 +46,7 @@ def in_header(name: str) -> Iterator[tuple[str, str]]:
         for one in declared.split(","):
             field, count = re.search(r"(\w+)\s*(?:\[(\w+)\])?$", one).groups()  # type: ignore[union-attr]
             if "*" in one or kind == "ParallelFor":
-                yield from [(field, "P")] * int(NUMBERS.get(count, 1))
+                yield from [(field, "P")] * int(NUMBERS[count] if count else 1)
             elif kind in MEMBERS:
                 yield from ((f"{field}.{inner}", code) for inner, code in in_header(kind))
             else:
