@@ -62,7 +62,7 @@ def measured(model: str, rounds: int) -> dict[str, Any]:
     """Returns microseconds by step and part. Raises `ModelError`, and `ClickException` for a model without a plan."""
     decoder = load_model(Settings(model=model), real.print_report).model
     layout, reason = make_exact(decoder)
-    reason = reason or reason_without_plan(decoder, layout)
+    reason = reason or reason_without_plan(decoder)
     found = None if reason else plan_of(decoder, layout, 256)
     if found is None:
         raise click.ClickException(f"{model} has no plan: {reason}")

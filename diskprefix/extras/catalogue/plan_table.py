@@ -53,7 +53,7 @@ def step_of(settings: Settings) -> dict[str, Any]:
     model = load_unwritten(settings)
     layout = read_layout(model, with_draft_layer=True)
     reason = known_reason(model, pick_device(settings.device)) or ", ".join(layout.unsupported)
-    reason = reason or reason_without_plan(model, layout)
+    reason = reason or reason_without_plan(model)
     plan = None if reason else ModelPlan(model, layout, settings.block_size).plan
     return {"reason": reason, "parts": [] if plan is None else parts_of(plan, model)}
 

@@ -97,21 +97,33 @@ def keeping_up(
     *,
     may_lag: bool,
 ) -> Iterator[None]:
-    """Gives a context for the forward of a step, behind which memory has the hidden states of its rows. `token_ids` are
-    those of each sequence, int64 [1, rows].
-
-    The memory of the draft layer is completed, too, or with `may_lag` later: many tokens at once take hardly longer
-    than one. Blocks that are complete have it, because others read them.
-    """
+    """Gives a context for the forward of a step, behind which it is as behind `keep_up`."""
     outputs: list[Any] = []
     hook = model.get_decoder().register_forward_hook(lambda _module, _args, output: outputs.append(output[0]))
     try:
         yield
     finally:
         hook.remove()
-    (hidden,) = outputs
-    parts = torch.split(hidden[0], [run.num_rows for run in step.runs])
-    for sequence, run, rows, ids in zip(sequences, step.runs, parts, token_ids, strict=True):
+    keep_up(model, sequences, step.runs, token_ids, outputs[0][0], may_lag=may_lag)
+
+
+def keep_up(
+    model: PreTrainedModel,
+    sequences: Sequence[KVSequence],
+    runs: Sequence[Run],
+    token_ids: Sequence[torch.Tensor],
+    hidden: torch.Tensor,
+    *,
+    may_lag: bool,
+) -> None:
+    """Puts the hidden states of a step's rows, [rows, hidden_size], into memory. `token_ids` are those of each
+    sequence, int64 [1, rows].
+
+    The memory of the draft layer is completed, too, or with `may_lag` later: many tokens at once take hardly longer
+    than one. Blocks that are complete have it, because others read them.
+    """
+    parts = torch.split(hidden, [run.num_rows for run in runs])
+    for sequence, run, rows, ids in zip(sequences, runs, parts, token_ids, strict=True):
         assert sequence.hidden is not None, "the layout has a part for it"
         sequence.hidden.put(run.start, rows[None])
         sequence.num_drafted = run.start - len(sequence.undrafted)

@@ -222,11 +222,11 @@ _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = 
 """The last plans of models, by their layers, kernels and memory; None for a model of no family."""
 
 
-def reason_without_plan(model: PreTrainedModel, layout: Layout) -> str:
+def reason_without_plan(model: PreTrainedModel) -> str:
     """Returns why a model that is exact at every token has no plan, "" if it has one."""
     if model.dtype not in _DTYPES:
         return f"no plan computes in {str(model.dtype).removeprefix('torch.')}"
-    return "no plan has a draft layer" if layout.has_draft_layer else without_plan(model.config)
+    return without_plan(model.config)
 
 
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
@@ -235,6 +235,6 @@ def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPl
     key = layout, page_tokens, operators(), len(_layers(model))
     known, plan = _plans.get(model, (None, None))
     if known != key:
-        plan = None if reason_without_plan(model, layout) else ModelPlan(model, layout, page_tokens)
+        plan = None if reason_without_plan(model) else ModelPlan(model, layout, page_tokens)
         _plans[model] = key, plan
     return plan

@@ -22,7 +22,7 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.uncached import TransformersState
-from diskprefix.model.exact.drafts import keeping_up
+from diskprefix.model.exact.drafts import keep_up, keeping_up
 from diskprefix.model.exact.invariant import as_it_was, is_installed
 from diskprefix.model.exact.planned import plan_of
 from diskprefix.model.exact.vision_encoder import PictureRows, picture_arguments
@@ -107,11 +107,15 @@ def _by_plan(
         ids,
         [one.num_logits for one in rows],
         [one.pictures for one in rows],
-        needs_hidden=take_hidden is not None,
+        needs_hidden=take_hidden is not None or layout.has_draft_layer,
     )
     for sequence, run in zip(sequences, runs, strict=True):
-        for layer in sequence.token_layers:
+        for layer in sequence.token_layers[: -1 if layout.has_draft_layer else None]:
             layer.length = run.end
+    if layout.has_draft_layer:
+        assert hidden is not None, "it was asked for"
+        of_each, may_lag = [one.token_ids for one in rows], all(one.may_lag for one in rows)
+        keep_up(model, sequences, runs, of_each, hidden, may_lag=may_lag)
     if take_hidden is not None and hidden is not None:
         take_hidden(hidden)
     return logits

@@ -78,7 +78,7 @@ def make_exact(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]
             if key:
                 _passed.put(key, layout.record())
             install(model)
-            parts = recognised(model) if reason_without_plan(model, layout) else "one plan"
+            parts = recognised(model) if reason_without_plan(model) else "one plan"
             log.info("[model] kernels: %s, %s", described(), parts)
             return layout, ""
     layout = rehearse(model, identity)

@@ -125,7 +125,6 @@ def test_its_memory_has_the_same_bits_however_a_prompt_is_cut(name: str, dtype: 
     assert guesses(model, whole) == guesses(model, cut)
 
 
-@pytest.mark.usefixtures("by_modules")
 @pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe_lite", "mimo_v2_flash"])
 @torch.inference_mode()
 def test_the_model_computes_what_it_computes_without(name: str) -> None:
