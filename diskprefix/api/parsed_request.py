@@ -14,7 +14,7 @@ from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.format import ReasoningDelta, ThoughtWatch
-from diskprefix.engine.kept_schema import MOST_CHARS, Loosened, with_any_of
+from diskprefix.engine.kept_schema import MAX_CHARS, Loosened, with_any_of
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import InvalidRequest
@@ -270,7 +270,7 @@ def _is_thinking(output_format: OutputFormat, prompt_end: str) -> bool:
 
 
 def _checked_text(wanted: TextFormat, before: FreeText | None, check: ConstraintCheck) -> Constraint:
-    is_loose = wanted.kind == "json_schema" and not wanted.is_strict and len(wanted.source) <= MOST_CHARS
+    is_loose = wanted.kind == "json_schema" and not wanted.is_strict and len(wanted.source) <= MAX_CHARS
     source = _with_any_of(wanted) if is_loose else wanted.source
     constraint = Constraint(kind=wanted.kind, source=source, before=before)
     check(constraint, param=wanted.path)

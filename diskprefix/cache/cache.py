@@ -196,6 +196,10 @@ class PrefixCache:
         """Returns the time to live, in seconds, of state that a request asks to keep for `ttl_s`."""
         return ttl_s or self.settings.kv_cache_ttl or math.inf
 
+    def expires_at(self, ttl_s: float | None) -> float:
+        """Returns when state that is used now expires, on the clock of `time.monotonic`. For `ttl_s` see `lasts_s`."""
+        return time.monotonic() + self.lasts_s(ttl_s)
+
     def run_aside(self, work: Callable[[], object]) -> None:
         """Runs small work on the thread `kv-aside`."""
 

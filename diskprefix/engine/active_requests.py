@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,6 @@ from itertools import chain
 import torch
 
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.engine.constrained_reply import ConstrainedReply
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.guesser import Guesser
@@ -42,9 +40,9 @@ _WRITE_S = 0.25
 
 
 class ActiveRequests:
-    """The requests of one engine's thread. `waiting` replies were accepted and have no memory: those behind the first
-    one of a request, and those that lost it to others. Whoever waits begins in the same way: with what memory and disk
-    have of its tokens."""
+    """The requests that the engine's thread has accepted. The replies in `waiting` have no memory: the further replies
+    of a request, and replies that lost their memory to others. Every reply begins in the same way: with what memory and
+    disk have of its tokens."""
 
     def __init__(self, served: ServedModel, inbox: Inbox, scheduler: Scheduler[Reply]) -> None:
         self.requests: list[RunningRequest] = []
@@ -57,8 +55,13 @@ class ActiveRequests:
     @property
     def has_place(self) -> bool:
         """True if one more sequence may run."""
-        replies = [reply for running in self.requests for reply in running.replies]
-        return sum(reply.has_begun and not reply.is_finished for reply in replies) < self._served.max_sequences
+        running = sum(reply.has_begun and not reply.is_finished for reply in self.replies)
+        return running < self._served.max_sequences
+
+    @property
+    def replies(self) -> list[Reply]:
+        """The replies of all requests."""
+        return [reply for running in self.requests for reply in running.replies]
 
     def activities(self) -> list[Activity]:
         """Returns what the requests are doing. For any thread."""
@@ -67,40 +70,34 @@ class ActiveRequests:
     # A request gets its memory.
 
     def admit(self, tickets: list[Ticket]) -> Iterator[Reply]:
-        """Yields the replies that get memory, each with what memory has of its tokens: accepted ones first, the oldest
-        first, then those of waiting requests, whose callers take turns. Nobody passes one that waits for memory."""
-        again: list[Ticket | Reply] = [*sorted(self.waiting, key=lambda reply: reply.arrived)]
-        for one in chain(again, self._turns(tickets)):
-            if isinstance(one, Reply) and (one not in self.waiting or not self._may_begin(one)):
-                continue
+        """Yields the replies that get memory: accepted ones first, by age, then those of waiting requests, whose
+        callers take turns. Nobody passes a reply or request that waits for memory."""
+        waiting: list[Ticket | Reply] = [*sorted(self.waiting, key=lambda reply: reply.arrived)]
+        for waiter in chain(waiting, self._turns(tickets)):
+            if isinstance(waiter, Reply):
+                # A reply that lost its memory keeps its place. The further replies of a request need one.
+                may_begin = waiter.has_begun or (waiter.running.is_published and self.has_place)
+                if waiter not in self.waiting or not may_begin:
+                    continue
             try:
-                memory = self._memory_for(one)
+                memory = self._memory_for(waiter)
+                if isinstance(memory, MemoryWait):
+                    return
+                if memory is None or isinstance(memory, PrefixWait):
+                    continue
+                reply = waiter if isinstance(waiter, Reply) else self._accept(waiter, memory)
             except Exception as error:  # noqa: BLE001 (the client gets it, and the thread must outlive any request)
-                self._refuse(one, error) if isinstance(one, Ticket) else self._fail(one.running, error)
+                self._refuse(waiter, error) if isinstance(waiter, Ticket) else self._fail(waiter.running, error)
                 continue
-            if isinstance(memory, MemoryWait):
-                return
-            if memory is None or isinstance(memory, PrefixWait):
-                continue
-            if isinstance(one, Reply):
-                self.waiting.remove(one)
-            elif (running := self._accept(one, memory)) is not None:
-                one = running.replies[0]
-            else:
-                continue
-            one.state, one.has_begun = memory, True
-            yield one
-
-    def _may_begin(self, reply: Reply) -> bool:
-        """Returns whether a reply may begin: one behind the first when the prompt is computed, in a place of its own.
-        One that lost its memory has its place."""
-        return reply.has_begun or (reply.running.is_published and self.has_place)
+            self.waiting.remove(reply)
+            reply.state, reply.has_begun = memory, True
+            yield reply
 
     def _turns(self, tickets: list[Ticket]) -> Iterator[Ticket]:
-        """Yields the waiting requests for which there is a place: callers take turns.
+        """Yields the waiting requests for which there is a place. Callers take turns.
 
-        A caller of whom nothing runs needs no place: the replies of another may take minutes to end, and a row more in
-        a step costs the others little.
+        A caller with nothing running needs no place: the replies of others may take minutes, and one more row in a step
+        costs them little.
         """
         numbered = list(enumerate(tickets))
         while numbered:
@@ -113,133 +110,132 @@ class ActiveRequests:
                 return
             yield item[1]
 
-    def _memory_for(self, one: Ticket | Reply) -> State | PrefixWait | MemoryWait | None:
-        """Returns memory that begins with the longest prefix there; a `MemoryWait` if others must end first; a
-        `PrefixWait` or None if only this one must wait. Until its `wait` may be over, nothing is matched again.
+    def _memory_for(self, waiter: Ticket | Reply) -> State | PrefixWait | MemoryWait | None:
+        """Returns memory, which begins with the longest prefix there. Returns a `MemoryWait` if others must end first,
+        a `PrefixWait` or None if only this waiter must wait. Until the wait may be over, nothing is matched again.
 
         Raises `InvalidRequest` for an empty prompt, and `ContextTooLong` for one that exceeds the positions or the
         memory.
         """
-        if isinstance(one, Ticket):
-            self._served.check_length(one.request)
+        if isinstance(waiter, Ticket):
+            self._served.check_length(waiter.request)
         if self._cache.layout.unsupported:
-            is_taken = any(reply.state is not None for running in self.requests for reply in running.replies)
+            is_taken = any(reply.state is not None for reply in self.replies)
             return None if is_taken else TransformersState(self._served.model)
-        if one.wait is None or not self._pages.must_wait(one.wait):
-            memory = self._start_sequence(one)
+        if waiter.waits_for is None or not self._pages.must_wait(waiter.waits_for):
+            memory = self._start_sequence(waiter)
             if isinstance(memory, KVSequence):
-                one.wait = None
+                waiter.waits_for = None
                 return memory
-            one.wait = memory
-        if isinstance(one.wait, MemoryWait):
+            waiter.waits_for = memory
+        if isinstance(waiter.waits_for, MemoryWait):
             self._cache.writer.resume_writing()
-        return one.wait
+        return waiter.waits_for
 
-    def _start_sequence(self, one: Ticket | Reply) -> KVSequence | PrefixWait | MemoryWait:
-        ticket = one if isinstance(one, Ticket) else one.running.ticket
+    def _start_sequence(self, waiter: Ticket | Reply) -> KVSequence | PrefixWait | MemoryWait:
+        ticket = waiter if isinstance(waiter, Ticket) else waiter.running.ticket
         options, token_ids = ticket.request.cache, ticket.request.prompt.token_ids
         computes_last = options.computes_last
-        if isinstance(one, Reply) and one.token_ids:
+        if isinstance(waiter, Reply) and waiter.token_ids:
             # The logits behind its last token are needed.
-            token_ids, computes_last = one.restorable_ids(), True
+            token_ids, computes_last = waiter.restorable_ids(), True
         owner = None
         if ticket.request.reading is None or ticket.request.reading.pooling != "mean":
-            # A mean is over all tokens, which are computed in one go.
+            # A mean needs the hidden states of all tokens, which only computing gives.
             owner = self._cache.owner_of(options, ticket.private)
-        expires_at = time.monotonic() + self._cache.lasts_s(options.ttl_s)
+        expires_at = self._cache.expires_at(options.ttl_s)
         begin = partial(self._pages.begin, owner, token_ids, computes_last=computes_last, expires_at=expires_at)
         memory = begin()
         while isinstance(memory, MemoryWait) and not self._pages.running and self._free_written_pages():
             memory = begin()
         return memory
 
-    def _accept(self, ticket: Ticket, memory: State) -> RunningRequest | None:
+    def _accept(self, ticket: Ticket, memory: State) -> Reply:
+        """Returns the first reply to a request. All of its replies are `waiting`."""
         try:
             running = self._make_running(ticket)
-        except Exception as error:  # noqa: BLE001 (as above)
+        except Exception:
             if isinstance(memory, KVSequence):
                 self._pages.end(memory, keep=False)
-            self._refuse(ticket, error)
-            return None
+            raise
         self._num_arrived += len(running.replies)
         self._inbox.begin_request(ticket)
         self.requests.append(running)
-        self.waiting += running.replies[1:]
-        return running
+        self.waiting += running.replies
+        return running.replies[0]
 
     def _make_running(self, ticket: Ticket) -> RunningRequest:
-        request, served = ticket.request, self._served
-        pictures = served.pictures_of(request.prompt)
+        request, served, layout = ticket.request, self._served, self._cache.layout
+        pictures, prompt = served.pictures_of(request.prompt), request.prompt.token_ids
         running = RunningRequest(
             ticket,
             CachedRequest(self._cache, request.prompt, request.cache),
             self._pages,
             served.figures,
             served.reply_limit(request),
-            torch.from_numpy(request.prompt.token_ids).long().unsqueeze(0) if pictures is None else pictures.token_ids,
+            torch.from_numpy(prompt).long().unsqueeze(0) if pictures is None else pictures.token_ids,
             pictures,
         )
         first = None if request.constraint is None else served.constraints.begin_reply(request.constraint)
         constraints = [first] + [first and first.another() for _ in range(1, request.sampling.n)]
-        running.replies = [self._make_reply(running, index, one) for index, one in enumerate(constraints)]
+        running.replies = [
+            Reply(
+                running=running,
+                index=index,
+                tenant=request.caller,
+                arrived=self._num_arrived + index + 1,
+                prompt_tokens=len(prompt),
+                packs=served.packs,
+                grid=len(prompt) if layout.unsupported else self._cache.settings.block_size,
+                spans=() if pictures is None else pictures.spans,
+                sampler=Sampler(request.sampling, running.known_ids, served.model.device, index, constraint),
+                text=served.text_stream(request),
+                guesser=served.guesser(request),
+                thought_limit=None if request.thought_budget is None else ThoughtLimit(request.thought_budget),
+            )
+            for index, constraint in enumerate(constraints)
+        ]
         return running
-
-    def _make_reply(self, running: RunningRequest, index: int, constraint: ConstrainedReply | None) -> Reply:
-        request, served, layout = running.request, self._served, self._cache.layout
-        prompt_tokens = len(request.prompt.token_ids)
-        return Reply(
-            running=running,
-            index=index,
-            tenant=request.caller,
-            arrived=self._num_arrived + index + 1,
-            prompt_tokens=prompt_tokens,
-            packs=served.packs,
-            grid=prompt_tokens if layout.unsupported else self._cache.settings.block_size,
-            spans=() if running.pictures is None else running.pictures.spans,
-            sampler=Sampler(request.sampling, running.known_ids, served.model.device, index, constraint),
-            text=served.text_stream(request),
-            guesser=served.guesser(request),
-            thought_limit=None if request.thought_budget is None else ThoughtLimit(request.thought_budget),
-        )
 
     # A step gets its memory.
 
     def with_memory(self, step: list[Chunk[Reply]]) -> list[Chunk[Reply]]:
         """Returns the chunks of a step that have room. Where there is none, the youngest sequence gives its pages back,
-        even if it is alone. One that is being fetched cannot yet: until then the chunk waits. Guesses for which states
-        cannot be kept are left out."""
-        having = [chunk for chunk in step if self._make_room(chunk.sequence, chunk.end)]
-        return [_with_spares(chunk) for chunk in having if chunk.sequence.state is not None]
+        even if it is alone. A sequence that is being fetched cannot give them back, so the chunk waits. Guesses for
+        which states cannot be kept are left out."""
+        with_room = [chunk for chunk in step if self._make_room(chunk.sequence, chunk.end)]
+        # A later chunk may have taken the memory of an earlier one.
+        return [_with_spares(chunk) for chunk in with_room if chunk.sequence.state is not None]
 
     def _make_room(self, reply: Reply, end: int) -> bool:
         while isinstance(reply.state, KVSequence) and not reply.state.make_room(end):
             if self._free_written_pages():
                 continue
-            replies = [one for running in self.requests for one in running.replies]
-            younger = [one for one in replies if isinstance(one.state, KVSequence) and one.arrived > reply.arrived]
-            ready = [one for one in younger if not one.is_fetching]
+            younger = [it for it in self.replies if isinstance(it.state, KVSequence) and it.arrived > reply.arrived]
+            ready = [it for it in younger if not it.is_fetching]
             if younger and not ready:
                 return False
-            youngest = max(ready, key=lambda one: one.arrived, default=reply)
+            youngest = max(ready, key=lambda it: it.arrived, default=reply)
             with self.failing(youngest.running):
                 if self._pages.disk_hangs and len(self._pages.running) == 1:
                     # It would lack the same memory when it begins again.
                     raise memory_held()
                 self.preempt(youngest)
             if youngest.state is not None:
-                # It failed, and another reply of its request is being fetched.
+                # The reply failed, and another one of its request is being fetched.
                 return False
         return reply.state is not None
 
     def _free_written_pages(self) -> bool:
-        """Has what waits in pages written, or if that takes long, dropped. Returns False if nothing waits there."""
+        """Frees pages that wait to be written: the writer writes them now, or if that takes long, drops them. Returns
+        False if there are none."""
         writer = self._cache.writer
-        is_worth_it = any(hold.frees() for hold in list(self._pages.pool.holds))
-        return is_worth_it and (writer.write_pages(_WRITE_S) or writer.drop_pages())
+        has_any = any(hold.frees() for hold in list(self._pages.pool.holds))
+        return has_any and (writer.write_pages(_WRITE_S) or writer.drop_pages())
 
     def preempt(self, reply: Reply, why: str = "waits: others need its memory", *, is_sound: bool = True) -> None:
-        """Takes the pages of a reply. When there is room, it begins with those that are still in memory or on the disk.
-        `is_sound`: what they hold is right."""
+        """Takes the pages of a reply, which then waits for memory. It begins again with what memory or disk still have
+        of it. `is_sound`: its state is right."""
         running, sequence = reply.running, reply.state
         log.info("[engine] %s %s", running.request.id, why)
         assert isinstance(sequence, KVSequence)
@@ -254,7 +250,7 @@ class ActiveRequests:
         self.waiting.append(reply)
 
     def abandon_memory(self, reply: Reply) -> None:
-        """Leaves the pages of a reply to a thread that may still write to them. It begins again with others."""
+        """Leaves the pages of a reply to a thread that may still write to them. The reply begins again with others."""
         running, sequence = reply.running, reply.state
         assert isinstance(sequence, KVSequence)
         log.info("[engine] %s is computed: the disk does not answer", running.request.id)
@@ -268,7 +264,7 @@ class ActiveRequests:
     # A request ends.
 
     def release(self, reply: Reply, *, keep: bool) -> None:
-        """Gives the memory of a reply back. `keep`: the next turn may begin there."""
+        """Gives the memory of a reply back. `keep`: the next turn may begin with its state."""
         self._served.speculation.drop(reply, keep=keep)
         self._scheduler.remove(reply)
         if keep:
@@ -277,19 +273,18 @@ class ActiveRequests:
 
     def _end_sequence(self, reply: Reply, *, keep: bool, is_sound: bool) -> None:
         sequence, reply.state = reply.state, None
-        # Who waits for memory or a place may begin, and if nothing runs, nothing else tells.
+        # A request that waits for memory or a place may begin now. If nothing runs, nothing else wakes the loop.
         self._inbox.wake()
         if not isinstance(sequence, KVSequence):
             return
         if not is_sound:
             self._pages.forget(sequence)
         options = reply.running.request.cache
-        expires_at = time.monotonic() + self._cache.lasts_s(options.ttl_s)
-        saved = options if reply.index == 0 else None
+        expires_at, saved = self._cache.expires_at(options.ttl_s), options if reply.index == 0 else None
         self._pages.end(sequence, keep=keep, token_ids=reply.computed_ids(), expires_at=expires_at, options=saved)
 
     def end_request(self, running: RunningRequest, last: Callable[[CacheReport], Event | None]) -> None:
-        """Ends a request, whatever goes wrong in it. `last` returns its last event."""
+        """Ends a request, even if its end fails. `last` makes its last event."""
         running.is_over = True
         if running.pictures is not None:
             running.pictures.is_over = True
@@ -329,15 +324,18 @@ class ActiveRequests:
         raise_if_lost(error)
         if running.is_fetching:
             running.error = error
-            self.waiting = [reply for reply in self.waiting if reply.running is not running]
+            self._stop_waiting(running)
             for reply in running.replies:
                 self._scheduler.remove(reply)
             return
         self._release_all(running, keep=False)
         self.end_request(running, lambda _: error_event(error, running.request))
 
-    def _release_all(self, running: RunningRequest, *, keep: bool) -> None:
+    def _stop_waiting(self, running: RunningRequest) -> None:
         self.waiting = [reply for reply in self.waiting if reply.running is not running]
+
+    def _release_all(self, running: RunningRequest, *, keep: bool) -> None:
+        self._stop_waiting(running)
         for reply in running.replies:
             self.release(reply, keep=keep and reply.index == 0)
 
@@ -350,7 +348,7 @@ class ActiveRequests:
 
 
 def _with_spares(chunk: Chunk[Reply]) -> Chunk[Reply]:
-    """Returns a chunk without its guesses if states cannot be kept for them. Its reply is then guessed no more."""
+    """Returns a chunk, without its guesses if no states can be kept for them. Then its reply gets no more guesses."""
     reply, num_drafted = chunk.sequence, chunk.num_drafted
     if num_drafted and isinstance(reply.state, KVSequence) and not reply.state.take_spares():
         reply.guesser = Guesser()

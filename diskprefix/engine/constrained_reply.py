@@ -31,10 +31,10 @@ class ConstraintCompiler:
     """Compiles constraints for the tokenizer of one model. For any thread."""
 
     def __init__(self, tokenizer: Any, eos: Collection[int], vocab_size: int) -> None:
-        """Makes a compiler. `vocab_size` is the number of logits."""
+        """Makes a compiler. `eos` are the tokens that end a reply. `vocab_size` is the number of logits."""
         self.vocab_size = vocab_size
         self._hf_tokenizer = tokenizer
-        self._eos = eos
+        self.eos = eos
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self.on_ready: Callable[[], None] = lambda: None
@@ -46,7 +46,12 @@ class ConstraintCompiler:
         """The tokenizer of llguidance, made at first use. Raises `InvalidRequest` if it cannot be made."""
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = self._read_tokenizer()
+                text, num_tokens, eos = self._tokenizer_text()
+                try:
+                    self._tokenizer = LLTokenizer(text, n_vocab=num_tokens, eos_token=eos)
+                except Exception as error:  # llguidance raises ValueError, and tokenizers raises nothing narrower
+                    message = f"this model's tokenizer cannot be used to constrain a reply: {first_line(error)}"
+                    raise InvalidRequest(message, code="unsupported") from error
             return self._tokenizer
 
     def check(
@@ -78,42 +83,23 @@ class ConstraintCompiler:
         """Returns the first reply to a request, at its beginning. Another thread compiles the constraint."""
         return ConstrainedReply(self, constraint, _Beginning(self, constraint))
 
-    def all_but_end(self) -> torch.Tensor:
-        """Returns the mask of free text, True for tokens that end the reply: it must not end there."""
-        forbidden = torch.zeros(self.vocab_size, dtype=torch.bool)
-        forbidden[[token for token in self._eos if token < self.vocab_size]] = True
-        return forbidden
-
-    def all(self) -> torch.Tensor:
-        """Returns the mask that forbids every token."""
-        return torch.ones(self.vocab_size, dtype=torch.bool)
-
     def tokens_of(self, tag: str) -> list[int]:
         """Returns the tokens of a tag; [] if the model has no logits for one of them."""
         tokens = self.tokenizer.tokenize_str(tag, parse_special=True)
         return tokens if max(tokens, default=0) < self.vocab_size else []
-
-    def _read_tokenizer(self) -> LLTokenizer:
-        text, num_tokens, eos = self._tokenizer_text()
-        try:
-            return LLTokenizer(text, n_vocab=num_tokens, eos_token=eos)
-        except Exception as error:  # llguidance raises ValueError, and tokenizers raises nothing narrower
-            raise InvalidRequest(
-                f"this model's tokenizer cannot be used to constrain a reply: {first_line(error)}", code="unsupported"
-            ) from error
 
     def _tokenizer_text(self) -> TokenizerText:
         known = len(self._hf_tokenizer)
         backend = copy(self._hf_tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
-        eos = sorted(token for token in self._eos if token < known) or None
+        eos = sorted(token for token in self.eos if token < known) or None
         return TokenizerText(backend.to_str(), max(known, self.vocab_size), eos)
 
 
 class _Beginning:
-    """The thread and the compiled constraint that the replies to one request share, so that a client's grammar delays
-    no other request. The thread ends with the last reference to this object."""
+    """The thread and the compiled constraint that the replies to one request share. The thread is theirs alone, so a
+    grammar delays no other request. It ends with the last reference to this object."""
 
     def __init__(self, compiler: ConstraintCompiler, constraint: Constraint) -> None:
         self._compiler = compiler
@@ -130,7 +116,7 @@ class _Beginning:
 
 class ConstrainedReply:
     """A reply under a constraint. For each token, call `forbidden`, then `accept` with the chosen token. Both wait
-    until `is_ready`, and raise `InvalidRequest` for a constraint that is too complex here, or does not compile."""
+    until `is_ready`. Both raise `InvalidRequest` for a constraint that does not compile or becomes too complex."""
 
     def __init__(self, compiler: ConstraintCompiler, constraint: Constraint, beginning: _Beginning) -> None:
         self._compiler = compiler
@@ -143,7 +129,7 @@ class ConstrainedReply:
         """The free text, while the reply is in it."""
         self._opening: list[int] = []
         """The remaining tokens that open free text, while they may come."""
-        self._is_kept = True
+        self._may_be_text = True
         """True if the tokens of the opening so far may begin the constrained text too."""
         if self._before is not None and self._before.begin is None:
             self._free = _FreeText(self._before.end)
@@ -168,7 +154,10 @@ class ConstrainedReply:
     def forbidden(self) -> torch.Tensor:
         """Returns a mask, bool [vocab_size], True for tokens that must not come next. The caller may change it."""
         if self._free is not None:
-            return self._compiler.all_but_end()
+            # Free text must not end the reply.
+            forbidden = torch.zeros(self._compiler.vocab_size, dtype=torch.bool)
+            forbidden[[token for token in self._compiler.eos if token < len(forbidden)]] = True
+            return forbidden
         forbidden = self._next.result()
         forbidden[self._opening[:1]] = False
         return forbidden
@@ -188,13 +177,12 @@ class ConstrainedReply:
     def _open(self, before: FreeText, token: int) -> None:
         """Moves past a token of the opening. Until the opening is complete, the constrained text may continue too."""
         del self._opening[0]
-        if not self._opening:
+        if self._opening:
+            self._may_be_text = self._may_be_text and self._matcher.try_consume_tokens([token]) == 1
+        else:
             self._matcher.reset()
-            self._free = _FreeText(before.end)
-            self._next = self._beginning.submit(self._mask)
-            return
-        self._is_kept = self._is_kept and self._matcher.try_consume_tokens([token]) == 1
-        self._next = self._beginning.submit(self._mask if self._is_kept else self._compiler.all)
+            self._free, self._may_be_text = _FreeText(before.end), True
+        self._next = self._beginning.submit(self._mask)
 
     def _accept_free(self, free: _FreeText, token: int) -> bool:
         tokenizer = self._compiler.tokenizer
@@ -214,7 +202,9 @@ class ConstrainedReply:
         # A text that could only end, or continue as an opening, ends.
         has_ended = self._matcher.is_stopped() and not self._matcher.is_error()
         if not has_ended and not self._matcher.consume_tokens(tokens):
-            raise _too_complex(self._matcher)
+            reason = self._matcher.get_error().partition("\n")[0]
+            message = f"the reply cannot be constrained any further: {reason}"
+            raise InvalidRequest(message, code="constraint_too_complex")
         self.is_complete = self._matcher.is_stopped()
         if not self.is_complete:
             self._next = self._beginning.submit(self._mask)
@@ -227,6 +217,8 @@ class ConstrainedReply:
         return self._mask()
 
     def _mask(self) -> torch.Tensor:
+        if not self._may_be_text:
+            return torch.ones(self._compiler.vocab_size, dtype=torch.bool)
         return forbidden_by(self._matcher, self._compiler.vocab_size)
 
 
@@ -235,11 +227,6 @@ def forbidden_by(matcher: LLMatcher, vocab_size: int) -> torch.Tensor:
     only the end may come, and the matcher refuses that."""
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return torch.from_numpy(np.unpackbits(bits, count=vocab_size, bitorder="little") == 0)
-
-
-def _too_complex(matcher: LLMatcher) -> InvalidRequest:
-    reason = matcher.get_error().partition("\n")[0]
-    return InvalidRequest(f"the reply cannot be constrained any further: {reason}", code="constraint_too_complex")
 
 
 class _FreeText:

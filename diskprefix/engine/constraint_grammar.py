@@ -10,7 +10,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from diskprefix.engine.kept_schema import (
-    MOST_CHARS,
+    MAX_CHARS,
     JsonSchema,
     Loosened,
     NotKept,
@@ -25,20 +25,20 @@ from diskprefix.engine.request import Constraint
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import escaped
 
-_MOST_PARTS = 10_000
+_MAX_PARTS = 10_000
 """The most schemas in a schema."""
-_MOST_PATTERNS = 64
+_MAX_PATTERNS = 64
 """The most names in one `patternProperties`: each pair of them must be proven disjoint."""
-_MOST_JOINED = 32
+_MAX_JOINED = 32
 """The most members of one `allOf`, which are multiplied out."""
-_MOST_REPEATED = 100_000
+_MAX_REPEATED = 100_000
 """The largest product of nested repetitions in a regex. A text that they force is written out at once."""
-_MOST_TRIES = 256
+_MAX_TRIES = 256
 """The most parts of a schema that are compiled to find the one at fault."""
-_MOST_MESSAGE_CHARS = 300
+_MAX_MESSAGE_CHARS = 300
 _IMPOSSIBLE = "Unsatisfiable schema"
 _UNREADABLE = "failed to parse"
-"""What llguidance says of a schema that is nested too deeply. No part of it is at fault alone."""
+"""The message of llguidance for a schema that is nested too deeply. No part of it is at fault alone."""
 
 LIMITS = LLParserLimits(verbose_errors=False)
 """llguidance's own bounds of time and memory. Its messages do not quote the whole grammar."""
@@ -51,15 +51,15 @@ _JSON_OPTIONS = {
     "coerce_one_of": False,
 }
 
-_MOST_DIGITS = 9
+_MAX_DIGITS = 9
 _REGEX_PIECE = re.compile(r"\\.|\{\d*,(\d+)\}|\{(\d+),?\}|.", re.DOTALL)
 
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
-"""Lets a text that must come be written with any tokens. Otherwise llguidance allows only those of its own encoding,
-which has special tokens for their letters, and then refuses the special token."""
+"""Lets a fixed text be written with any tokens. Otherwise llguidance allows only the tokens of its own encoding, which
+may have special tokens, and then refuses these."""
 _JSON_RULE = re.compile(r"^(\w+): %json (\{.*\})$", re.MULTILINE)
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
-"""What llguidance says before the reason. The place is that in the grammar, which the client does not see."""
+"""The place in the grammar, which llguidance writes before the reason. The client does not see the grammar."""
 
 
 def grammar_of(constraint: Constraint, param: str) -> str:
@@ -87,11 +87,8 @@ def _grammar(constraint: Constraint, param: str) -> str:
         case "choice":
             return _choice_grammar(json.loads(constraint.source))
         case "lark":
-            return _NO_FORCING + _JSON_RULE.sub(_kept_rule, constraint.source)
-
-
-def _kept_rule(found: re.Match[str]) -> str:
-    return "\n".join(json_rules(found[1], json.loads(found[2])))
+            rules = _JSON_RULE.sub(lambda rule: "\n".join(json_rules(rule[1], json.loads(rule[2]))), constraint.source)
+            return _NO_FORCING + rules
 
 
 def reason_against(tokenizer: LLTokenizer, constraint: Constraint, param: str) -> str:
@@ -171,7 +168,7 @@ def _reason(text: str) -> str:
     line = _PLACE.sub("", line)
     if line == "NoExtensionBias":
         line = "no text satisfies it"
-    return escaped(line)[:_MOST_MESSAGE_CHARS].rstrip(".:")
+    return escaped(line)[:_MAX_MESSAGE_CHARS].rstrip(".:")
 
 
 def _json_grammar(schema: Any) -> str:
@@ -187,8 +184,8 @@ def _choice_grammar(choices: Any) -> str:
 
 
 def _require_short(source: str, param: str) -> None:
-    if len(source) > MOST_CHARS:
-        raise _invalid(param, f"has {len(source)} characters; at most {MOST_CHARS} are compiled")
+    if len(source) > MAX_CHARS:
+        raise _invalid(param, f"has {len(source)} characters; at most {MAX_CHARS} are compiled")
 
 
 def _excesses(schema: Any) -> Iterator[tuple[Path, Path, str]]:
@@ -196,8 +193,8 @@ def _excesses(schema: Any) -> Iterator[tuple[Path, Path, str]]:
     the reason."""
     unseen: list[tuple[Path, Any]] = [((), schema)]
     for num_parts, (place, part) in enumerate(unseen):
-        if num_parts > _MOST_PARTS:
-            yield (), (), f"has more than {_MOST_PARTS} parts"
+        if num_parts > _MAX_PARTS:
+            yield (), (), f"has more than {_MAX_PARTS} parts"
             return
         if isinstance(part, dict):
             yield from ((place, path, reason) for path, reason in _excesses_of(part))
@@ -209,7 +206,7 @@ def _excesses_of(schema: JsonSchema) -> Iterator[tuple[Path, str]]:
     if isinstance(least, int) and isinstance(required, list | tuple) and least > max(1, len(required)):
         # llguidance lets a reply repeat a key.
         yield (), "minProperties above 1 cannot be guaranteed; name the properties in required"
-    for key, most in (("patternProperties", _MOST_PATTERNS), ("allOf", _MOST_JOINED)):
+    for key, most in (("patternProperties", _MAX_PATTERNS), ("allOf", _MAX_JOINED)):
         members = schema.get(key)
         if isinstance(members, dict | list) and len(members) > most:
             yield (key,), f"has {len(members)} members; at most {most} are compiled"
@@ -217,8 +214,8 @@ def _excesses_of(schema: JsonSchema) -> Iterator[tuple[Path, str]]:
     patterns: list[tuple[Path, Any]] = [(("pattern",), schema.get("pattern"))]
     patterns += [(("patternProperties", name), name) for name in (named if isinstance(named, dict) else ())]
     for path, pattern in patterns:
-        if isinstance(pattern, str) and repeated(pattern) > _MOST_REPEATED:
-            yield path, f"repeats something more than {_MOST_REPEATED} times, with repetitions in repetitions"
+        if isinstance(pattern, str) and repeated(pattern) > _MAX_REPEATED:
+            yield path, f"repeats something more than {_MAX_REPEATED} times, with repetitions in repetitions"
 
 
 def repeated(pattern: str) -> int:
@@ -237,7 +234,7 @@ def repeated(pattern: str) -> int:
             groups[-1] = max(groups[-1], last)
         elif counts:
             # A number with more digits exceeds the limit in any case.
-            last = min(last * max(1, int(counts[:_MOST_DIGITS])), _MOST_REPEATED + 1)
+            last = min(last * max(1, int(counts[:_MAX_DIGITS])), _MAX_REPEATED + 1)
             groups[-1] = max(groups[-1], last)
         else:
             last = 1
@@ -253,12 +250,12 @@ def _innermost(schema: Any, reason: str) -> tuple[Path, str]:
     definitions = definitions_of(schema)
     path: Path = ()
     inside = parts(schema)
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         if (found := next(inside, None)) is None:
             break
         step, part = found
         own = _reason_of(definitions | part) if isinstance(part, dict) else ""
-        # An impossible part makes those around it impossible, with another message.
+        # An impossible part makes the schemas around it impossible, with another message.
         if own == reason or (own.startswith(_IMPOSSIBLE) and reason.startswith(_IMPOSSIBLE)):
             path, reason, inside = path + step, own, parts(part)
     return path, reason

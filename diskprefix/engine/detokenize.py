@@ -12,8 +12,8 @@ from tokenizers.decoders import DecodeStream
 from diskprefix.engine.request import FinishReason, TextEvent, TokenLogprob
 from diskprefix.engine.token_bytes import TokenBytes
 
-_MOST_UNDECODED = 16
-"""The most tokens to wait for a complete character. No character has as many; a longer run is decoded as it is."""
+_MAX_UNDECODED = 16
+"""The most tokens to wait for a complete character. No character has as many. A longer run is decoded as it is."""
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
@@ -23,8 +23,8 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 class TextStream:
-    """The text of one reply. Holds back an incomplete character, and text that may be the start of a stop string.
-    `hidden` tokens have no text. `ends` are the tokens that end a reply; those that are not special must be hidden."""
+    """The text of one reply. It holds back an incomplete character, and text that may be the start of a stop string.
+    `hidden` tokens have no text. `ends` are the tokens that end a reply; they are special or hidden."""
 
     def __init__(
         self, tokenizer: Any, stop: tuple[str, ...], hidden: Collection[int], ends: Collection[int] = ()
@@ -34,7 +34,7 @@ class TextStream:
         self._stream = DecodeStream(skip_special_tokens=False)
         self._undecoded: list[int] = []
         self._decoded: list[int] = []
-        """The tokens of the last text."""
+        """The tokens that completed the last text."""
         self._stops = [_StopSearch(text) for text in stop]
         self._held = ""
         self.stopped_by: str | None = None
@@ -43,8 +43,8 @@ class TextStream:
     def event(
         self, choice: int, token: int, logprobs: tuple[TokenLogprob, ...], end: FinishReason | None
     ) -> tuple[TextEvent, FinishReason | None]:
-        """Returns the event of one token, and why the reply ends with it, None if it does not. `end` is why it ends
-        here whatever the token is."""
+        """Returns the event of one token, and why the reply ends with it, None if it goes on. `end` is a reason to end
+        here that does not depend on the token."""
         if token in self._ends:
             return TextEvent(choice, self.push(token) + self.finish(), (token,)), "stop"
         is_first = not self._decoded and not self._undecoded
@@ -85,7 +85,7 @@ class TextStream:
         if text is not None:
             self._decoded, self._undecoded = self._undecoded, []
             return text
-        return self._broken() if len(self._undecoded) > _MOST_UNDECODED else ""
+        return self._broken() if len(self._undecoded) > _MAX_UNDECODED else ""
 
     def _broken(self) -> str:
         """Returns the text of bytes that are no character. The last ones may begin a character, and stay whole."""
@@ -112,10 +112,10 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         self._held += text
-        found = [(len(self._held) - rest, stop.text) for stop in self._stops if (rest := stop.add(text)) is not None]
-        if found:
-            at, self.stopped_by = min(found)
-            ready, self._held = self._held[:at], ""
+        complete = [(len(self._held) - rest, stop.text) for stop in self._stops if (rest := stop.add(text)) is not None]
+        if complete:
+            start, self.stopped_by = min(complete)
+            ready, self._held = self._held[:start], ""
             return ready
         keep = max((stop.matched for stop in self._stops), default=0)
         ready = self._held[: len(self._held) - keep]
@@ -128,35 +128,29 @@ class _StopSearch:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._ends: list[int] = []
-        """The result of `_ends_of`, computed at first use."""
         self.matched = 0
         """The length of the longest end of the added text that `text` begins with."""
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """For each beginning of `text`, the length of its longest proper end that `text` begins with."""
+        ends = [0]
+        for character in self.text[1:]:
+            ends.append(self._extended(ends[-1], character, ends))
+        return ends
 
     def add(self, text: str) -> int | None:
         """Adds text. Returns the number of characters from the start of the stop string on; None if it has not come."""
         for at, character in enumerate(text):
-            self.matched = self._extended(character)
+            self.matched = self._extended(self.matched, character)
             if self.matched == len(self.text):
                 self.matched = 0
                 return len(self.text) + len(text) - at - 1
         return None
 
-    def _extended(self, character: str) -> int:
-        """Returns the length of the part of the stop string that the added text and this character end with."""
-        matched, text = self.matched, self.text
-        while matched and text[matched] != character:
-            self._ends = self._ends or _ends_of(text)
-            matched = self._ends[matched - 1]
-        return matched + (text[matched] == character)
-
-
-def _ends_of(text: str) -> list[int]:
-    """Returns, for each beginning of `text`, the length of its longest end that `text` begins with."""
-    ends = [0]
-    for character in text[1:]:
-        matched = ends[-1]
-        while matched and text[matched] != character:
-            matched = ends[matched - 1]
-        ends.append(matched + (text[matched] == character))
-    return ends
+    def _extended(self, matched: int, character: str, ends: list[int] | None = None) -> int:
+        """Returns the length of the part of `text` that a text ends with, which ended with `matched` of it before this
+        character."""
+        while matched and self.text[matched] != character:
+            matched = (ends or self._ends)[matched - 1]
+        return matched + (self.text[matched] == character)

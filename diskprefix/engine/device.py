@@ -1,4 +1,4 @@
-"""Tells an error that ends the accelerator from one that concerns a single request."""
+"""Distinguishes errors after which the accelerator is lost from errors of a single request."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def probe_devices() -> None:
 
 
 def _follows_from_driver(error: BaseException) -> bool:
-    found: BaseException | None = error
+    cause: BaseException | None = error
     # An error of this project explains its cause itself. An unrelated error that was raised while a driver's error was
     # handled has its own cause.
-    while found is not None and not isinstance(found, DiskPrefixError):
-        if _is_from_driver(found):
+    while cause is not None and not isinstance(cause, DiskPrefixError):
+        if _is_from_driver(cause):
             return True
-        found = found.__cause__ or (found.__context__ if isinstance(found, RuntimeError) else None)
+        cause = cause.__cause__ or (cause.__context__ if isinstance(cause, RuntimeError) else None)
     return False
 
 

@@ -1,8 +1,9 @@
-"""A draft model: a small model with the vocabulary of the served one, which guesses its next tokens.
+"""A draft model: a small model with the vocabulary of the served model, which guesses the next tokens of replies.
 
-It has its own KV memory, and its own prefix cache in the same store. A reply is not guessed if there is no memory for
-it, after an error, or near the last position of the draft model. What it lacks of a conversation when a reply ends is
-computed while nothing else runs, so that it guesses the next reply from its first token on.
+It has its own KV memory, and its own prefix cache in the same store. A reply gets no guesses if there is no memory for
+it, after an error, or near the last position of the draft model. When a reply ends, the tokens of the conversation that
+the draft model has not computed are computed while nothing else runs. So it guesses the next reply from its first token
+on.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-_MOST_LACKING = 8
-"""The conversations that are remembered to be computed when nothing else runs."""
-LEAST_LACKING = 32
-"""The next turn computes fewer tokens at once."""
+_MAX_LACKING = 8
+"""The most conversations that are remembered, to be computed when nothing else runs."""
+MIN_LACKING = 32
+"""The least tokens that are worth computing ahead. The next turn computes fewer at once."""
 _AHEAD_ROWS = 64
-"""A request that comes waits for a step of so many rows. Larger ones are hardly faster."""
+"""The rows of a step ahead, for which a new request waits. Larger steps are hardly faster."""
 
 
 class LoadedDraft(NamedTuple):
@@ -55,7 +56,7 @@ class LoadedDraft(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LackingConversation:
-    """A conversation that the draft model lacks a part of: `token_ids` of a prompt and the reply to it. The request
+    """A conversation whose state the draft model lacks in part: `token_ids` are the prompt and the reply. The request
     began in `epoch`. `expires_at` is on the clock of `time.monotonic`."""
 
     prompt: Prompt
@@ -96,19 +97,19 @@ class DraftModel:
         """Begins a fetch. Set by the engine's loop."""
         self._left: set[DraftSequence] = set()
         """Sequences that ended before their fetch."""
-        self._lacking: deque[LackingConversation] = deque(maxlen=_MOST_LACKING)
+        self._lacking: deque[LackingConversation] = deque(maxlen=_MAX_LACKING)
         """The latest last."""
         self._ahead: tuple[LackingConversation, DraftSequence] | None = None
         """What is computed while nothing else runs."""
 
     def ready_sequence(self, reply: Reply) -> DraftSequence | None:
-        """Returns the sequence of a reply, None while its state is fetched, and if there is no memory for it."""
+        """Returns the sequence of a reply; None while its state is fetched, or if there is no memory for it."""
         sequence = self.sequences.get(reply)
         if sequence is None:
             request = reply.running.request
             if reply.num_known >= self.max_positions or request.prompt.pictures:
                 return None
-            # It may be the same conversation.
+            # The conversation that is computed ahead may be the same one.
             self.stop_ahead()
             epoch = reply.running.cached.epoch
             sequence = self._start_sequence(request.prompt, request.cache, epoch, is_first=reply.index == 0)
@@ -118,34 +119,34 @@ class DraftModel:
         return sequence if self._is_fetched(sequence) else None
 
     def _is_fetched(self, sequence: DraftSequence) -> bool:
-        """Returns whether the stored state is there, and takes it over. Raises what the fetch raised."""
-        if (one := sequence.fetch) is None:
+        """Returns True if the fetch has ended, and then takes the state over. Raises the error of the fetch."""
+        if (read := sequence.fetch) is None:
             return True
-        if not one.is_over:
+        if not read.is_over:
             return False
         sequence.fetch = None
         assert sequence.cached is not None
-        sequence.cached.take(one.fetch, gave_up=one.is_given_up)
-        if one.error is not None or (one.is_given_up and one.has_begun_to_load):
-            raise one.error or StoreUnavailable("the disk did not answer in time")
+        sequence.cached.take(read.fetch, gave_up=read.is_given_up)
+        if read.error is not None or (read.is_given_up and read.has_begun_to_load):
+            raise read.error or StoreUnavailable("the disk did not answer in time")
         sequence.cached.choose(sequence.state)
         self._count_ready(sequence)
         _publish_if_complete(sequence)
         return True
 
-    def _end_fetch(self, sequence: DraftSequence, one: RunningFetch) -> None:
-        """Ends a sequence that was left, once no thread writes to it any more."""
-        if one.is_late:
-            one.close()
-        if one.is_over and sequence in self._left:
+    def _end_fetch(self, sequence: DraftSequence, read: RunningFetch) -> None:
+        """Ends a sequence in `_left`, once no thread writes to it any more."""
+        if read.is_late:
+            read.close()
+        if read.is_over and sequence in self._left:
             self._left.remove(sequence)
-            one.close()
+            read.close()
             if sequence.cached is not None:
                 sequence.cached.close()
             self.pages.end(sequence.state, keep=False)
 
     def take_back_guesses(self, reply: Reply) -> None:
-        """Forgets what was computed for guesses that were wrong."""
+        """Forgets the state of wrong guesses."""
         sequence = self.sequences.get(reply)
         if sequence is None or not sequence.drafted:
             return
@@ -177,16 +178,15 @@ class DraftModel:
             _publish_if_complete(sequence)
 
     def release(self, reply: Reply, *, keep: bool) -> None:
-        """Ends the sequence of a reply, if it has one. `keep`: the next turn may begin there, and what is lacking is
-        computed when nothing else runs. Raises `DeviceLost`."""
+        """Ends the sequence of a reply, if it has one. `keep`: the next turn may begin with its state, and lacking
+        tokens are computed when nothing else runs. Raises `DeviceLost`."""
         request, sequence = reply.running.request, self.sequences.get(reply)
         token_ids = np.concatenate([request.prompt.token_ids, as_token_ids(reply.token_ids)])
         if keep and reply.index == 0 and reply.guesser.rates:
             num_computed = 0 if sequence is None or sequence.fetch is not None else sequence.state.num_tokens
-            epoch, expires_at = reply.running.cached.epoch, time.monotonic() + self.cache.lasts_s(request.cache.ttl_s)
-            self._note_lacking(
-                LackingConversation(request.prompt, request.cache, epoch, token_ids, expires_at), num_computed
-            )
+            epoch, expires_at = reply.running.cached.epoch, self.cache.expires_at(request.cache.ttl_s)
+            lacking = LackingConversation(request.prompt, request.cache, epoch, token_ids, expires_at)
+            self._note_lacking(lacking, num_computed)
         if sequence is None:
             return
         try:
@@ -197,23 +197,24 @@ class DraftModel:
         del self.sequences[reply]
         self._end(sequence, token_ids, keep=keep, is_finished=reply.is_finished, name=request.id)
 
-    def _note_lacking(self, one: LackingConversation, num_computed: int) -> None:
-        """Notes what to compute when nothing else runs. Earlier turns of the same conversation are forgotten."""
+    def _note_lacking(self, lacking: LackingConversation, num_computed: int) -> None:
+        """Remembers a conversation to compute when nothing else runs. Forgets its earlier turns."""
         for other in list(self._lacking):
             prompt = other.prompt.token_ids
-            is_same = (other.options.tenant, other.epoch) == (one.options.tenant, one.epoch)
-            if is_same and np.array_equal(prompt, one.token_ids[: len(prompt)]):
+            is_same = (other.options.tenant, other.epoch) == (lacking.options.tenant, lacking.epoch)
+            if is_same and np.array_equal(prompt, lacking.token_ids[: len(prompt)]):
                 self._lacking.remove(other)
-        is_kept = one.options.save and one.options.scope.kind != "off" and not one.prompt.pictures
-        if is_kept and num_computed + LEAST_LACKING <= len(one.token_ids) < self.max_positions:
-            self._lacking.append(one)
+        may_keep = lacking.options.save and lacking.options.scope.kind != "off" and not lacking.prompt.pictures
+        if may_keep and num_computed + MIN_LACKING <= len(lacking.token_ids) < self.max_positions:
+            self._lacking.append(lacking)
 
     def work_ahead(self) -> int:
-        """Computes a part of what the latest conversation lacks. Returns its rows, 0 if there is nothing to do."""
+        """Computes some lacking tokens of the latest conversation. Returns 0 if there is nothing to do, else their
+        number, at least 1."""
         if self._ahead is None and not self._lacking:
             return 0
         try:
-            return self._worked_ahead()
+            return self._compute_ahead()
         except Exception as error:  # noqa: BLE001 (a draft model that fails fails no request)
             _log_lost("a conversation", error)
             self._lacking.clear()
@@ -222,54 +223,53 @@ class DraftModel:
                 self._drop(ahead[1])
             return 0
 
-    def _worked_ahead(self) -> int:
+    def _compute_ahead(self) -> int:
         if self._ahead is None:
-            # One of those may be of the same conversation.
+            # A sequence whose fetch has not ended may be of the same conversation.
             if self._left:
                 return 0
-            one = self._lacking[-1]
-            sequence = self._start_sequence(one.prompt, one.options, one.epoch, is_first=True)
-            if sequence is not None:
-                self._ahead = one, sequence
+            conversation = self._lacking[-1]
+            new = self._start_sequence(conversation.prompt, conversation.options, conversation.epoch, is_first=True)
             self._lacking.pop()
-            if self._ahead is None:
+            if new is None:
                 return 1
-        one, sequence = self._ahead
+            self._ahead = conversation, new
+        conversation, sequence = self._ahead
         if not self._is_fetched(sequence):
             return 0
-        start, prompt_tokens = sequence.state.num_tokens, len(one.prompt.token_ids)
-        end = min(start + _AHEAD_ROWS, prompt_tokens if start < prompt_tokens else len(one.token_ids))
+        start, prompt_tokens = sequence.state.num_tokens, len(conversation.prompt.token_ids)
+        end = min(start + _AHEAD_ROWS, prompt_tokens if start < prompt_tokens else len(conversation.token_ids))
         if end > start and self.make_room(sequence, end):
             started = time.perf_counter()
-            logits = self.compute([(sequence, torch.from_numpy(one.token_ids[start:end]).long()[None])])
+            logits = self.compute([(sequence, torch.from_numpy(conversation.token_ids[start:end]).long()[None])])
             synchronize(logits.device)
             self.record_prefill(sequence, time.perf_counter() - started)
-            if end < len(one.token_ids):
+            if end < len(conversation.token_ids):
                 return end - start
         self._ahead = None
-        self._end(sequence, one.token_ids, keep=True, is_finished=True, name="a conversation")
+        self._end(sequence, conversation.token_ids, keep=True, is_finished=True, name="a conversation")
         return max(1, end - start)
 
     def stop_ahead(self) -> None:
-        """Ends what is computed ahead, because a request has come. It goes on later."""
+        """Interrupts the conversation that is computed ahead, because a request has come. It goes on later."""
         if self._ahead is not None:
-            (one, sequence), self._ahead = self._ahead, None
-            self._end(sequence, one.token_ids, keep=True, is_finished=False, name="a conversation")
-            self._lacking.append(one)
+            (conversation, sequence), self._ahead = self._ahead, None
+            self._end(sequence, conversation.token_ids, keep=True, is_finished=False, name="a conversation")
+            self._lacking.append(conversation)
 
     def drop_gone(self) -> None:
-        """Forgets what is lacking of conversations that were purged or have expired."""
-        for one in [one for one in self._lacking if self._is_gone(one)]:
-            self._lacking.remove(one)
+        """Forgets lacking conversations that were purged or have expired."""
+        for lacking in [lacking for lacking in self._lacking if self._is_gone(lacking)]:
+            self._lacking.remove(lacking)
         if self._ahead is not None and self._is_gone(self._ahead[0]):
             (_, sequence), self._ahead = self._ahead, None
             self._drop(sequence)
 
-    def _is_gone(self, one: LackingConversation) -> bool:
-        return one.epoch.purged_at != self.cache.namespaces.purged_at or one.expires_at <= time.monotonic()
+    def _is_gone(self, lacking: LackingConversation) -> bool:
+        return lacking.epoch.purged_at != self.cache.namespaces.purged_at or lacking.expires_at <= time.monotonic()
 
     def _end(self, sequence: DraftSequence, token_ids: TokenIds, *, keep: bool, is_finished: bool, name: str) -> None:
-        """Ends a sequence, which has the first ones of these tokens: after its fetch."""
+        """Ends a sequence, which has the first of these tokens; if it is being fetched, after the fetch."""
         if sequence.fetch is not None:
             self._left.add(sequence)
             self._end_fetch(sequence, sequence.fetch)
@@ -280,11 +280,11 @@ class DraftModel:
         except Exception as error:  # noqa: BLE001 (a draft model that fails fails no request)
             _log_lost(name, error)
             keep = False
-        expires_at = time.monotonic() + self.cache.lasts_s(options.ttl_s)
+        expires_at = self.cache.expires_at(options.ttl_s)
         self.pages.end(state, keep=keep, token_ids=token_ids, expires_at=expires_at, options=options)
 
     def _drop(self, sequence: DraftSequence) -> None:
-        """Ends a sequence that failed, or is not wanted any more."""
+        """Ends a sequence that failed or is no longer wanted."""
         if sequence.fetch is None:
             self.pages.forget(sequence.state)
             sequence.state.truncate(0)
@@ -306,7 +306,7 @@ class DraftModel:
             sequence.cached.close()
 
     def forget(self, reply: Reply) -> None:
-        """Drops what was computed for a reply."""
+        """Drops the sequence of a reply."""
         if (sequence := self.sequences.pop(reply, None)) is not None:
             self._drop(sequence)
 
@@ -314,12 +314,12 @@ class DraftModel:
         self, prompt: Prompt, options: CacheOptions, epoch: Epoch, *, is_first: bool
     ) -> DraftSequence | None:
         """Returns a new sequence for a request that began in `epoch`; None if there is no memory for it, or if a purge
-        came later, of which nothing may be kept. `is_first`: its prompt is fetched and saved."""
+        came later, so that nothing may be kept. `is_first`: the prompt is fetched and saved."""
         cached = CachedRequest(self.cache, prompt, options, goes_on=True)
         if cached.epoch != epoch:
             return None
         owner = None if options.scope.kind == "off" else self.cache.owner(options.tenant)
-        expires_at = time.monotonic() + self.cache.lasts_s(options.ttl_s)
+        expires_at = self.cache.expires_at(options.ttl_s)
         try:
             state = self.pages.begin(owner, prompt.token_ids, expires_at=expires_at, is_shared=options.save)
         except ContextTooLong:
@@ -333,10 +333,10 @@ class DraftModel:
         self.pages.set_ready(state, 0)
         try:
             sequence.cached = cached
-            one = sequence.fetch = RunningFetch(lambda: sequence not in self._left, partial(self._end_fetch, sequence))
-            one.fetch = cached.begin_fetch(state, prompt.token_ids, have, is_wanted=one.is_wanted)
-            one.steps = iter([("draft", one.fetch.run)])
-            self.begin_read(one)
+            read = sequence.fetch = RunningFetch(lambda: sequence not in self._left, partial(self._end_fetch, sequence))
+            read.fetch = cached.begin_fetch(state, prompt.token_ids, have, is_wanted=read.is_wanted)
+            read.steps = iter([("draft", read.fetch.run)])
+            self.begin_read(read)
         except BaseException:
             self.pages.end(state, keep=False)
             raise

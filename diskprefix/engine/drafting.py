@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from diskprefix.engine.device import raise_if_lost
-from diskprefix.engine.guesser import MOST_ROWS, Rates
+from diskprefix.engine.guesser import MAX_GUESSES, Rates
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.step_times import StepTimes, speedup
 from diskprefix.printable import first_line
@@ -24,7 +24,7 @@ from diskprefix.printable import first_line
 log = logging.getLogger("diskprefix")
 _T = TypeVar("_T")
 
-LEAST_SPEEDUP = 1.05
+MIN_SPEEDUP = 1.05
 _BORDERS = (0.3, 0.5, 0.7, 0.85, 0.95)
 """Between the probabilities of two kinds of guesses."""
 _OF_ANY = len(_BORDERS) + 1
@@ -112,7 +112,7 @@ class ChainProposer(Proposer, ABC):
 
     def gain(self, rates: Rates, num_decoding: int) -> float:
         """Returns how many times as fast guesses of these rates make decoding."""
-        chances = accumulate(repeat(rates.values[_OF_ANY], MOST_ROWS), mul)
+        chances = accumulate(repeat(rates.values[_OF_ANY], MAX_GUESSES), mul)
         return speedup(self._times, num_decoding, chances, self._cost)
 
     def propose(self, replies: Sequence[Reply], num_decoding: int) -> None:
@@ -121,7 +121,7 @@ class ChainProposer(Proposer, ABC):
             self.rates.fade()
             self.guess_s -= self._FADING * self.guess_s
             return
-        most = max(1, MOST_ROWS // num_decoding)
+        most = max(1, MAX_GUESSES // num_decoding)
         ready = self._ready(replies, num_decoding, most)
         drafts = [Draft(reply, reply.guesser.rates[self.name], most) for reply in ready]
         self._guess(drafts, num_decoding)

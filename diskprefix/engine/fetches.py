@@ -1,9 +1,9 @@
-"""All reads of the engine, on threads: a quick step never waits behind a slow one, and nothing waits for ever.
+"""Runs all reads of the engine on threads. A quick step never waits behind a slow one, and nothing waits for ever.
 
-Each kind of step has threads of its own. While a read has not begun to load, the engine may give it up, and computes
-what was to be read. A read that does not move is given up too, but the thread of a load may still write to its pages:
-they stay with it until the thread returns. While a thread hangs, nothing new is read from the disk, or if it is one
-that asks the shared tier, from that. So the number of threads is bounded.
+Each kind of step has its own threads. Until a read begins to load, the engine may give it up, and computes the state
+that was to be read. A read that does not move is given up too. The thread of a load may still write to its pages, so
+they stay with it until the thread returns. While a thread hangs, nothing new is read from the disk, or from the shared
+tier if that is what hangs. So the number of threads is bounded.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ Kind: TypeAlias = Step | Literal["draft", "picture"]
 """The kind of a step: of a restore, all of one for the draft model, or the rows of a picture."""
 _STALL_S = 10.0
 """A step that has done nothing for so many seconds hangs. A disk that slept may take nearly as long."""
-_LOOK_S = 1.0
-"""Seconds between two looks at reads that do not move."""
+_CHECK_S = 1.0
+"""Seconds between two checks for reads that do not move."""
 _END_S = 5.0
-"""Seconds that the end waits for steps which run."""
+"""Seconds that `Fetches.close` waits for running steps."""
 
 
 @dataclass(eq=False)
 class Read:
-    """Steps that read for something, one after the other, and how far they are. For the engine's thread, but for
-    `is_wanted`."""
+    """The steps of one read, which run one after the other. For the engine's thread, except `is_wanted`."""
 
     is_needed: Callable[[], bool]
-    """Whether it is of use to somebody. Asked on any thread."""
+    """Returns whether somebody still needs the result. Called on any thread."""
     on_end: Callable[[Any], None]
-    """Called with the read when it has ended, or is given up. If it is given up, called again when it `is_late`."""
+    """Called with the read when it has ended or is given up. After a read is given up, called again when it
+    `is_late`."""
     steps: Iterator[tuple[Kind, Callable[[], object]]] = field(default_factory=lambda: iter(()))
     """The steps that have not begun."""
     patience_s: float = math.inf
@@ -73,7 +73,7 @@ class Read:
     future: Future[None] | None = None
 
     def is_wanted(self) -> bool:
-        """Returns whether to go on. If a step asks, it moves. For any thread."""
+        """Returns whether to go on. A step that asks shows that it moves. For any thread."""
         self.moved_at = time.monotonic()
         return self.is_needed() and not self.is_given_up
 
@@ -81,7 +81,7 @@ class Read:
         return self.is_running and now - self.moved_at > _STALL_S
 
     def close(self) -> None:
-        """Releases what was found. For a read that is not running."""
+        """Releases the result. For a read that is not running."""
 
 
 @dataclass(eq=False)
@@ -123,59 +123,59 @@ class Fetches:
         """Reads that `take` has not returned as ended."""
         self._ended: deque[Read] = deque()
         self._giving_up = threading.Lock()
-        """Held while it is decided that a read loads, or that the engine goes on without it."""
+        """Held to decide that a read loads, or that the engine continues without it."""
         self.prefetch_hangs = False
         """The shared tier does not answer. Until it does, it is not asked."""
 
-    def begin(self, one: Read) -> None:
+    def begin(self, read: Read) -> None:
         """Begins to run the steps of a read; none of them while the disk does not answer."""
         if self._cache.tiered.stalled is not None:
-            one.steps = iter(())
-        self._open.append(one)
-        self._advance(one)
+            read.steps = iter(())
+        self._open.append(read)
+        self._advance(read)
 
     def take(self) -> list[Read]:
         """Returns the reads that ended, and those that are given up now. A read that is given up is returned again when
         it `is_late`."""
-        now, found = time.monotonic(), list[Read]()
+        now, returned = time.monotonic(), list[Read]()
         while self._ended:
-            one = self._ended.popleft()
-            self._open.remove(one)
-            one.is_late = one.is_given_up
-            found.append(one)
-        for one in self._open:
-            if not one.hangs and one.has_stalled(now):
-                one.hangs = True
+            read = self._ended.popleft()
+            self._open.remove(read)
+            read.is_late = read.is_given_up
+            returned.append(read)
+        for read in self._open:
+            if not read.hangs and read.has_stalled(now):
+                read.hangs = True
                 self._cache.count("stalled_reads")
-        hanging = {one.step for one in self._open if one.hangs}
+        hanging = {read.step for read in self._open if read.hangs}
         is_stalled = self._note_stall(hanging)
-        for one in [one for one in self._open if not one.is_given_up]:
-            is_slow = one.step in hanging or now - one.waits_since > one.patience_s
-            is_in_vain = is_stalled or is_slow or not one.is_needed()
+        for read in [read for read in self._open if not read.is_given_up]:
+            is_slow = read.step in hanging or now - read.waits_since > read.patience_s
+            is_in_vain = is_stalled or is_slow or not read.is_needed()
             with self._giving_up:
-                one.is_given_up = one.hangs or (is_in_vain and not one.has_begun_to_load)
-            if one.is_given_up:
-                found.append(one)
-        return found
+                read.is_given_up = read.hangs or (is_in_vain and not read.has_begun_to_load)
+            if read.is_given_up:
+                returned.append(read)
+        return returned
 
     @property
-    def look_in_s(self) -> float | None:
-        """The seconds until the loop must look again: at reads that do not move, and, while a thread hangs, at requests
-        that wait for memory, because nothing may wake them."""
-        return _LOOK_S if self._open else None
+    def check_in_s(self) -> float | None:
+        """The seconds until the loop must call `take` again, because some read may have stopped moving. Requests that
+        wait for memory are tried again then: nothing may wake them while a thread hangs."""
+        return _CHECK_S if self._open else None
 
     def close(self) -> None:
         """Ends all reads. Does not wait for ever for threads that hang: the process ends without them."""
-        for one in self._open:
-            one.is_given_up = True
+        for read in self._open:
+            read.is_given_up = True
         for pool in self._pools.values():
             pool.shutdown(wait=False)
-        wait([one.future for one in self._open if one.future is not None and not one.is_over], _END_S)
-        for one in self.take():
-            one.on_end(one)
-        for one in self._open:
-            if not one.is_running:
-                one.close()
+        wait([read.future for read in self._open if read.future is not None and not read.is_over], _END_S)
+        for read in self.take():
+            read.on_end(read)
+        for read in self._open:
+            if not read.is_running:
+                read.close()
 
     def _note_stall(self, hanging: set[Kind | None]) -> bool:
         """Returns whether the disk does not answer."""
@@ -189,29 +189,29 @@ class Fetches:
 
     # On any thread.
 
-    def _advance(self, one: Read) -> None:
+    def _advance(self, read: Read) -> None:
         """Has the next step run, or ends the read."""
-        following = next(one.steps, None) if one.error is None and one.is_wanted() else None
+        following = next(read.steps, None) if read.error is None and read.is_wanted() else None
         if following is not None:
-            one.step, run = following
-            one.future = self._pools[one.step].submit(self._run, one, run)
+            read.step, run = following
+            read.future = self._pools[read.step].submit(self._run, read, run)
         else:
-            self._end(one)
+            self._end(read)
 
-    def _run(self, one: Read, run: Callable[[], object]) -> None:
+    def _run(self, read: Read, run: Callable[[], object]) -> None:
         with self._giving_up:
-            one.is_running = is_wanted = one.is_wanted()
-            one.has_begun_to_load = is_wanted and one.step in ("load", "draft")
+            read.is_running = is_wanted = read.is_wanted()
+            read.has_begun_to_load = is_wanted and read.step in ("load", "draft")
         if is_wanted:
             try:
                 with torch.inference_mode():
-                    one.result = run()
-            except Exception as error:  # noqa: BLE001 (who needs it gets it)
-                one.error = error
-            one.is_running = False
-        self._advance(one)
+                    read.result = run()
+            except Exception as error:  # noqa: BLE001 (`on_end` gets it)
+                read.error = error
+            read.is_running = False
+        self._advance(read)
 
-    def _end(self, one: Read) -> None:
-        one.is_over = True
-        self._ended.append(one)
+    def _end(self, read: Read) -> None:
+        read.is_over = True
+        self._ended.append(read)
         self._wake()

@@ -46,8 +46,8 @@ class Activity:
 
 
 class Heartbeat:
-    """Shows whether the engine's thread gets on. That thread calls `beat` before each piece of work, and `rest` before
-    it waits for requests. One other thread calls `has_stopped` from time to time."""
+    """Shows whether the engine's thread makes progress. That thread calls `beat` before each piece of work, and `rest`
+    before it waits for requests. One other thread calls `has_stopped` from time to time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -72,8 +72,8 @@ class Heartbeat:
         return 0.0 if working is None else self._clock() - working[0]
 
     def has_stopped(self) -> bool:
-        """Returns True if nothing happened since the last call, although the work should be done by now. A step of many
-        rows may take long: a prompt that is not cached is computed in one step."""
+        """Returns True if nothing happened since the last call although the current work should be done. A step of many
+        rows may take long: a model that cannot be cached computes a prompt in one step."""
         working, seen, self._num_seen = self._working, self._num_seen, self._num_beats
         if working is None or self._num_seen != seen:
             return False
@@ -82,7 +82,7 @@ class Heartbeat:
 
 
 class Distribution:
-    """A histogram as in Prometheus: the number of values below each bound, and their sum."""
+    """A histogram as Prometheus has it: the number of values up to each bound, and the sum of all values."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds

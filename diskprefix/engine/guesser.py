@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-MOST_ROWS = 32
+MAX_GUESSES = 32
 """The most guessed tokens of a step."""
 
 
 class Rates:
     """The recent rates at which a proposer's guesses of each kind are right, in one reply or in all.
 
-    Rates of a reply begin with those of all, if these are below the first assumption: a reply that repeats much is no
-    sign that the next one will. While nothing is known of new guesses, they fade to those of all, and
+    Rates of a reply begin with the rates of all replies where these are below the first assumption: a reply that
+    repeats much is no sign that the next one will. Without new guesses, the rates of a reply fade to those of all, and
     these to the first assumption. So a proposer that was given up is tried again.
     """
 
@@ -45,22 +45,22 @@ class Rates:
 
 
 class Guesser:
-    """The guesses for one reply. `rates` are its rates by the name of the proposer: it is not guessed without any.
-    `most_computed` is the number of tokens of the finished sequence without its last one."""
+    """The guesses for one reply. `rates` are its rates by the name of the proposer. Without any, it gets no guesses.
+    `max_computed` is the number of tokens of the finished sequence without its last one."""
 
-    def __init__(self, most_computed: int = 0, rates: dict[str, Rates] | None = None) -> None:
-        self.most_computed = most_computed
+    def __init__(self, max_computed: int = 0, rates: dict[str, Rates] | None = None) -> None:
+        self.max_computed = max_computed
         self.rates = rates or {}
         self.is_computing = False
         """True if the last step computed guesses."""
         self.proposer = ""
-        """The name of what made the guesses."""
+        """The name of the proposer of the guesses."""
         self.token_ids: list[int] = []
         """The guessed next tokens."""
         self._kinds: Sequence[Sequence[int]] = []
 
     def use(self, proposer: str, token_ids: list[int], kinds: Sequence[Sequence[int]]) -> None:
-        """Takes guesses. `kinds` of each: the first one says how likely it is, and all of them count it."""
+        """Takes guesses. `kinds` are the kinds of each: the rate of the first one is its chance, and all count it."""
         self.proposer, self.token_ids, self._kinds = proposer, token_ids, kinds
 
     def forget(self) -> None:
@@ -81,7 +81,7 @@ class Guesser:
         return list(accumulate((values[kinds[0]] for kinds in self._kinds), mul))
 
     def record_token(self, token: int) -> None:
-        """Counts whether a sampled token was guessed, whether the guess was computed or not."""
+        """Records whether a sampled token was guessed. The guess need not have been computed."""
         if not self.token_ids:
             return
         is_right = self.token_ids[0] == token

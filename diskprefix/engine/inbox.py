@@ -39,8 +39,8 @@ class Ticket:
     cancelled: bool = False
     private: bytes = field(default_factory=partial(os.urandom, 16))
     """The key of its state in memory, if it shares nothing (`kv.sequence.Owner`)."""
-    wait: PrefixWait | MemoryWait | None = None
-    """What it waits for: memory, or another request that computes the same beginning. Set by the engine."""
+    waits_for: PrefixWait | MemoryWait | None = None
+    """The memory that it waits for, or another request that computes the same beginning. Set by the engine."""
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -54,9 +54,6 @@ class Ticket:
             prompt_tokens=len(self.request.prompt.token_ids),
             elapsed_s=time.perf_counter() - self.arrived_at,
         )
-
-    def forget_pictures(self) -> None:
-        self.request = replace(self.request, prompt=replace(self.request.prompt, pictures=()))
 
 
 Serve: TypeAlias = "Callable[[Inbox], None]"
@@ -94,15 +91,15 @@ class Inbox:
 
     @property
     def is_over(self) -> bool:
-        """True if it is stopped and nothing runs any more."""
+        """True if the inbox is stopped and nothing runs any more."""
         return self._stopping and not self._running
 
     def activities(self) -> list[Activity]:
         """Returns the activity of each request, in order of arrival. For any thread."""
-        # Waiting requests first. A request that begins meanwhile is found twice, never missed.
-        found = {ticket.request.id: ticket.waiting_activity() for ticket in list(self._waiting) if not ticket.cancelled}
-        found |= {activity.id: activity for activity in self.running_activities()}
-        return sorted(found.values(), key=lambda activity: -activity.elapsed_s)
+        # Waiting requests first. A request that begins meanwhile is seen twice, never missed.
+        by_id = {ticket.request.id: ticket.waiting_activity() for ticket in list(self._waiting) if not ticket.cancelled}
+        by_id |= {activity.id: activity for activity in self.running_activities()}
+        return sorted(by_id.values(), key=lambda activity: -activity.elapsed_s)
 
     def start(self) -> None:
         self._thread.start()
@@ -112,9 +109,16 @@ class Inbox:
         `NotReady` while stopping."""
         ticket = Ticket(request, emit)
         with self._changed:
-            self._require_open()
-            self._still_waiting()
-            self._check_pictures(request)
+            if self._stopping:
+                raise self._refusal()
+            self._drop_cancelled()
+            held = sum(_picture_bytes(other.request) for other in (*self._waiting, *self._running))
+            num_bytes = _picture_bytes(request)
+            if num_bytes and held + num_bytes > MAX_QUEUED_PICTURE_BYTES:
+                raise QueueFull(
+                    f"the images of waiting requests take {held >> 20} MiB already; try again later",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
             self._waiting.append(ticket)
             self._notify()
         return ticket
@@ -124,7 +128,8 @@ class Inbox:
         self.heartbeat.beat()
         with self._changed:
             self._has_news = False
-            return list(self._still_waiting())
+            self._drop_cancelled()
+            return list(self._waiting)
 
     def begin_request(self, ticket: Ticket) -> None:
         """Records that the engine accepts a waiting request."""
@@ -141,7 +146,8 @@ class Inbox:
         """Records that the engine is done with a request."""
         with self._changed:
             self._running.remove(ticket)
-            ticket.forget_pictures()
+            # The files of pictures are large, and others may hold the ticket.
+            ticket.request = replace(ticket.request, prompt=replace(ticket.request.prompt, pictures=()))
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -206,23 +212,8 @@ class Inbox:
         self._has_news = True
         self._changed.notify_all()
 
-    def _still_waiting(self) -> list[Ticket]:
+    def _drop_cancelled(self) -> None:
         self._waiting = [ticket for ticket in self._waiting if not ticket.cancelled]
-        return self._waiting
-
-    def _require_open(self) -> None:
-        if self._stopping:
-            raise self._refusal()
-
-    def _check_pictures(self, request: GenerateRequest) -> None:
-        tickets = [*self._waiting, *self._running]
-        held = sum(_picture_bytes(ticket.request) for ticket in tickets)
-        num_bytes = _picture_bytes(request)
-        if num_bytes and held + num_bytes > MAX_QUEUED_PICTURE_BYTES:
-            raise QueueFull(
-                f"the images of waiting requests take {held >> 20} MiB already; try again later",
-                retry_after_s=_RETRY_AFTER_S,
-            )
 
     def _refuse_all(self) -> None:
         """Fails waiting requests, and all that come from now on. The caller holds the lock."""

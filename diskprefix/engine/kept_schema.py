@@ -1,4 +1,4 @@
-"""Rewrites JSON schemas so that llguidance keeps what they say: it reads numbers as doubles, and proves little of
+"""Rewrites JSON schemas so that llguidance guarantees them: it reads numbers as doubles, and proves little about
 `oneOf`."""
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 Path: TypeAlias = tuple[str | int, ...]
 JsonSchema: TypeAlias = dict[str, Any]
 
-MOST_CHARS = 1 << 19
+MAX_CHARS = 1 << 19
 """The most characters of a schema or grammar."""
 _EXACT = 2**53
 """Beyond this, doubles skip integers."""
-_MOST_INTEGER = 2**63 - 1024
+_MAX_INTEGER = 2**63 - 1024
 """The largest double that llguidance compiles as the bound of an integer."""
-_MOST_COMPARED, _MOST_REFERENCES = 50_000, 8
+_MAX_COMPARED, _MAX_REFERENCES = 50_000, 8
 """The effort of the proofs for one schema that branches of `oneOf` differ: values and pairs of them; and references
 that lead to each other."""
 _DEFINITIONS = ("$defs", "definitions")
@@ -100,13 +100,13 @@ def with_parts(schema: JsonSchema, change: Callable[[Any, Path], Any]) -> JsonSc
 
 
 class _Proof:
-    """Proves of branches of a schema that no value fits two of them, as far as `_MOST_COMPARED` lets it."""
+    """Proves that no value fits two branches of a schema, with an effort of at most `_MAX_COMPARED`."""
 
     def __init__(self, schema: JsonSchema) -> None:
         self._references = _references(schema)
-        self._left = _MOST_COMPARED
+        self._left = _MAX_COMPARED
         self._known: dict[tuple[int, int], bool] = {}
-        """What was proven of two schemas, by their identities."""
+        """Whether two schemas, by their identities, are proven to differ."""
 
     def all_differ(self, branches: list[Any]) -> bool:
         return len(branches) ** 2 <= self._left and all(starmap(self._differ, combinations(branches, 2)))
@@ -115,14 +115,23 @@ class _Proof:
         one, other = (_resolved(schema, self._references) for schema in (one, other))
         pair = id(one), id(other)
         if pair not in self._known:
-            # While it is looked at, nothing is proven: a schema may hold itself.
+            # Nothing is proven during the comparison: a schema may contain itself.
             self._known[pair] = False
             self._known[pair] = isinstance(one, dict) and isinstance(other, dict) and self._are_proven(one, other)
         return self._known[pair]
 
     def _are_proven(self, one: JsonSchema, other: JsonSchema) -> bool:
         values, other_values = _values(one), _values(other)
-        self._left -= 1 + len(values) * len(other_values) + sum(map(_num_listed, (one, other)))
+        self._left -= (
+            1
+            + len(values) * len(other_values)
+            + sum(
+                len(listed)
+                for schema in (one, other)
+                for key in ("type", "enum", "required")
+                if isinstance(listed := schema.get(key), list)
+            )
+        )
         if self._left < 0:
             return False
         types, other_types = _types(one), _types(other)
@@ -142,11 +151,6 @@ class _Proof:
         )
 
 
-def _num_listed(schema: JsonSchema) -> int:
-    """Returns how many types, values and keys a schema lists."""
-    return sum(len(found) for key in ("type", "enum", "required") if isinstance(found := schema.get(key), list))
-
-
 def _references(schema: JsonSchema) -> JsonSchema:
     """Returns the definitions of a schema by the references that lead to them."""
     return {
@@ -159,7 +163,7 @@ def _references(schema: JsonSchema) -> JsonSchema:
 
 def _resolved(schema: Any, references: JsonSchema) -> Any:
     """Returns the schema that a reference to a definition leads to."""
-    for _ in range(_MOST_REFERENCES):
+    for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             return schema
         schema = references.get(schema["$ref"])
@@ -224,8 +228,8 @@ def _inwards(bound: Any, sign: int) -> Any:
     """Returns a bound, as the next double above (`sign` 1) or below (-1) that llguidance compiles."""
     if not _is_big(bound):
         return bound
-    if bound * sign < -_MOST_INTEGER:
-        return -_MOST_INTEGER * sign
+    if bound * sign < -_MAX_INTEGER:
+        return -_MAX_INTEGER * sign
     nearest = float(bound) if abs(bound) < 2**1000 else math.copysign(2.0**1000, bound)
     return int(nearest if (int(nearest) - bound) * sign >= 0 else math.nextafter(nearest, math.inf * sign))
 
@@ -253,7 +257,7 @@ def _holds_big(schema: Any, references: JsonSchema, seen: set[str]) -> bool:
 
 
 class _ExactRules:
-    """The rules of a schema that holds such integers, as texts. What holds none is left to llguidance.
+    """The rules of a schema that holds such integers, as texts. Parts without any are left to llguidance.
 
     Objects have their properties in the order of the schema and no others, which is less than the schema may allow.
     """
@@ -274,28 +278,28 @@ class _ExactRules:
 
     def value(self, schema: Any) -> str:
         """Returns the expression of a value of a schema."""
-        # One that has a rule holds such an integer.
+        # A schema that has a rule holds such an integer.
         is_named = isinstance(schema, dict) and str(schema.get("$ref")) in self._named
         if not is_named and not _holds_big(schema, self._references, set()):
             part = schema if isinstance(schema, dict) else {}
             whole = part | self._definitions | {"x-guidance": self._options}
             return self._rule(f"%json {json.dumps(whole, ensure_ascii=False)}")
-        said = {key for key in schema if key not in _SAY_NOTHING and (key == "$ref" or key[:1] not in "$x")}
-        said -= {"definitions"}
-        if said == {"$ref"}:
+        keys = {key for key in schema if key not in _SAY_NOTHING and (key == "$ref" or key[:1] not in "$x")}
+        keys -= {"definitions"}
+        if keys == {"$ref"}:
             return self._reference(schema["$ref"])
-        if said <= {"const", "enum", "type"}:
+        if keys <= {"const", "enum", "type"}:
             return self._constants(schema)
-        if said in ({"anyOf"}, {"anyOf", "type"}):
+        if keys in ({"anyOf"}, {"anyOf", "type"}):
             return f"({' | '.join(self.value(self._typed(branch, schema)) for branch in schema['anyOf'])})"
         if (
-            said <= {"type", "properties", "required", "additionalProperties"}
+            keys <= {"type", "properties", "required", "additionalProperties"}
             and schema.get("type", "object") == "object"
         ):
             return self._object(schema)
-        if said <= {"type", "items", "prefixItems", "minItems", "maxItems"} and schema.get("type", "array") == "array":
+        if keys <= {"type", "items", "prefixItems", "minItems", "maxItems"} and schema.get("type", "array") == "array":
             return self._array(schema)
-        raise NotKept("the digits of an integer above 2**53 cannot be guaranteed beside " + ", ".join(sorted(said)))
+        raise NotKept("the digits of an integer above 2**53 cannot be guaranteed beside " + ", ".join(sorted(keys)))
 
     @staticmethod
     def _typed(branch: Any, schema: JsonSchema) -> Any:
@@ -338,23 +342,23 @@ class _ExactRules:
         return f'"{{" {self._blank} {first} {self._blank} "}}"'
 
     def _array(self, schema: JsonSchema) -> str:
-        items, least, most = schema.get("items", {}), schema.get("minItems", 0), schema.get("maxItems")
-        prefix = schema.get("prefixItems", [])
-        numbers_fit = isinstance(least, int) and isinstance(most, int | None)
+        items, prefix = schema.get("items", {}), schema.get("prefixItems", [])
+        min_items, max_items = schema.get("minItems", 0), schema.get("maxItems")
+        numbers_fit = isinstance(min_items, int) and isinstance(max_items, int | None)
         if not (numbers_fit and isinstance(prefix, list) and isinstance(items, dict | bool)):
             raise NotKept("items, prefixItems, minItems or maxItems has a value of another type")
         elements = list(map(self.value, prefix))
-        if most is not None and most < max(1, len(elements)):
+        if max_items is not None and max_items < max(1, len(elements)):
             raise NotKept("the digits of an integer above 2**53 cannot be guaranteed with so few maxItems")
         tail = ""
         if items is not False:
             item = self.value(items)
             elements = elements or [item]
-            bounds = f"{max(0, least - len(elements))},{'' if most is None else most - len(elements)}"
-            tail = f"({self._comma} {item}){{{bounds}}}"
+            max_more = "" if max_items is None else max_items - len(elements)
+            tail = f"({self._comma} {item}){{{max(0, min_items - len(elements))},{max_more}}}"
         for index, element in reversed(list(enumerate(elements))):
             tail = f"{self._comma if index else ''} {element} {tail}"
-            tail = tail if index < least else f"({tail})?"
+            tail = tail if index < min_items else f"({tail})?"
         return f'"[" {self._blank} {tail} {self._blank} "]"'
 
 

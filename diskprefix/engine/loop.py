@@ -1,4 +1,4 @@
-"""The engine's thread: accept requests, schedule a step, compute it, and have each reply take its logits."""
+"""The engine's thread: accepts requests, schedules a step, computes it, and has each reply take its logits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from diskprefix.engine.fetches import Fetches, RunningFetch
 from diskprefix.engine.forward import StateLost, forward
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.picture_rows import PictureRowsSource
-from diskprefix.engine.running_request import Reply, ReplyState, RunningRequest
+from diskprefix.engine.running_request import Reply, ReplyState
 from diskprefix.engine.scheduler import MAX_ROWS, NO_LIMIT, Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.tokens import TokenIds, floor_to_grid
 
-_LEAST_WAIT_S = 1.0
-"""The least time in which the disk is to say what is stored. Else a request waits as long as computing would take."""
+_MIN_WAIT_S = 1.0
+"""The least time that a request waits for the disk. It waits longer if computing what is missing takes longer."""
 
 
 class Engine(ServedModel):
@@ -41,12 +41,11 @@ class Loop:
         self._active = ActiveRequests(served, inbox, self._scheduler)
         self._fetches = Fetches(served.cache, served.pages, inbox.wake)
         self._early_logits: deque[tuple[Reply, torch.Tensor]] = deque()
-        """The final logits of prompts that are wholly stored, which are loaded before all else. Filled on any
-        thread."""
+        """The final logits of wholly stored prompts, which are loaded before anything else. Filled on any thread."""
         if served.draft is not None:
             served.draft.begin_read = self._fetches.begin
         self._rows: PictureRowsSource | None = None
-        """What gets the rows of pictures."""
+        """Gets the rows of pictures; None for a model of text only."""
         if served.encoder is not None and served.encoded is not None:
             self._rows = PictureRowsSource(
                 served.encoder, served.encoded, self._fetches.begin, inbox.wake, inbox.heartbeat.beat
@@ -68,7 +67,7 @@ class Loop:
                     is_idle |= self._inbox.is_over
                     if is_idle and not self._inbox.is_over and self._works_ahead():
                         continue
-                    times = [s for s in (self._served.expires_in_s(), self._fetches.look_in_s) if s is not None]
+                    times = [s for s in (self._served.expires_in_s(), self._fetches.check_in_s) if s is not None]
                     if is_idle and not self._inbox.wait(min(times, default=None)):
                         return
         finally:
@@ -101,10 +100,10 @@ class Loop:
         while self._early_logits:
             reply, logits = self._early_logits.popleft()
             reply.sample_early(logits)
-        for one in self._fetches.take():
-            one.on_end(one)
+        for read in self._fetches.take():
+            read.on_end(read)
         self._take_rows()
-        for reply in [reply for running in active.requests for reply in running.replies if reply.held is not None]:
+        for reply in [reply for reply in active.replies if reply.held is not None]:
             if not reply.running.is_over:
                 with active.failing(reply.running):
                     self._apply(reply, reply.resume())
@@ -113,8 +112,8 @@ class Loop:
                 self._start(reply)
 
     def _start(self, reply: Reply) -> None:
-        """Fetches the stored state of a reply that has got memory, or if there is nothing to fetch, begins to compute
-        it."""
+        """Fetches the stored state of a reply that has just got memory. If there is nothing to fetch, begins to compute
+        the reply."""
         running, sequence = reply.running, reply.state
         if not isinstance(sequence, KVSequence):
             self._begin(reply, RestoreResult())
@@ -122,7 +121,7 @@ class Loop:
         token_ids, have = reply.restorable_ids(), sequence.num_tokens
         logits = self._served.pages.running[sequence].logits
         is_whole = have + (logits is None) >= len(token_ids)
-        # Of a prompt, the fetch says what is stored, and so what is to be saved.
+        # A request is fetched once even if memory has all of its prompt: the match decides what is to be saved.
         if running.request.cache.scope.kind == "off" or (running.is_chosen and is_whole):
             self._begin(reply, RestoreResult(num_tokens=have, logits=logits))
             return
@@ -135,11 +134,15 @@ class Loop:
         self, reply: Reply, sequence: KVSequence, token_ids: TokenIds, logits: torch.Tensor | None
     ) -> RunningFetch:
         running, cache, pages = reply.running, self._served.cache, self._served.pages
-        one = RunningFetch(partial(_is_needed, running), partial(self._end_fetch, reply))
+
+        def is_needed() -> bool:
+            return not running.ticket.cancelled and running.error is None
+
+        read = RunningFetch(is_needed, partial(self._end_fetch, reply))
 
         def on_block(number: int) -> None:
             pages.name_restored(sequence, number)
-            # A request that waits may begin with it.
+            # A waiting request may begin with the block.
             self._inbox.wake()
 
         def on_logits(logits: torch.Tensor) -> None:
@@ -147,35 +150,35 @@ class Loop:
             self._inbox.wake()
 
         have = sequence.num_tokens
-        # The fetch may take them back.
+        # The fetch may take tokens back, so others must not begin with them.
         pages.set_ready(sequence, 0)
-        one.fetch = running.cached.begin_fetch(sequence, token_ids, have, logits, on_logits, on_block, one.is_wanted)
+        read.fetch = running.cached.begin_fetch(sequence, token_ids, have, logits, on_logits, on_block, read.is_wanted)
         if (token_s := cache.cost_model.prefill_s_per_token) is not None:
-            one.patience_s = max(_LEAST_WAIT_S, token_s * (len(token_ids) - have))
+            read.patience_s = max(_MIN_WAIT_S, token_s * (len(token_ids) - have))
         is_shared = cache.remote is not None and not running.is_chosen
-        one.steps = one.run_steps(prefetches=is_shared and not self._fetches.prefetch_hangs)
-        return one
+        read.steps = read.run_steps(prefetches=is_shared and not self._fetches.prefetch_hangs)
+        return read
 
-    def _end_fetch(self, reply: Reply, one: RunningFetch) -> None:
-        """Begins a reply with what was fetched, or if that is given up, with what memory has. If pages may still be
-        written to, it gets others first; theirs end when the fetch is late."""
-        running, fetch = reply.running, one.fetch
-        if one.is_late:
+    def _end_fetch(self, reply: Reply, read: RunningFetch) -> None:
+        """Begins a reply with the state that was fetched, or after a fetch that is given up, with what memory has. If a
+        thread may still write to its pages, the reply gets others, and the first ones end when that thread returns."""
+        running, fetch = reply.running, read.fetch
+        if read.is_late:
             fetch.close()
-            if one.has_begun_to_load:
+            if read.has_begun_to_load:
                 self._served.pages.end(fetch.sequence, keep=False)
             return
         reply.is_fetching = False
-        running.error = running.error or one.error
-        if one.is_given_up and one.has_begun_to_load:
+        running.error = running.error or read.error
+        if read.is_given_up and read.has_begun_to_load:
             self._active.abandon_memory(reply)
             return
-        if one.is_given_up and one.step == "prefetch" and one.is_needed():
-            # The disk may have it.
+        if read.is_given_up and read.step == "prefetch" and read.is_needed():
+            # Only the shared tier failed. The disk may have the state.
             self._start(reply)
             return
         with self._active.failing(running):
-            self._begin(reply, running.cached.take(fetch, gave_up=one.is_given_up))
+            self._begin(reply, running.cached.take(fetch, gave_up=read.is_given_up))
 
     def _begin(self, reply: Reply, restored: RestoreResult) -> None:
         """Begins to compute what was not restored."""
@@ -201,7 +204,7 @@ class Loop:
                 self._schedule(reply)
 
     def _schedule(self, reply: Reply) -> None:
-        """Has the next steps compute a reply, as far as the rows of its pictures are there. Gets the next ones."""
+        """Has the next steps compute a reply, as far as it has the rows of its pictures. Has the next rows fetched."""
         pictures, reply.limit = reply.running.pictures, NO_LIMIT
         if pictures is not None and self._rows is not None and reply.num_computed < reply.prompt_tokens:
             options = reply.running.request.cache
@@ -217,7 +220,7 @@ class Loop:
         self._scheduler.add(reply)
 
     def _take_rows(self) -> None:
-        """Goes on with the prompts whose pictures have got their rows."""
+        """Schedules the prompts that got rows of pictures since the last step."""
         for pictures, error in () if self._rows is None else self._rows.take():
             for running in [one for one in self._active.requests if one.pictures is pictures]:
                 with self._active.failing(running):
@@ -231,14 +234,14 @@ class Loop:
 
     def _next_step(self) -> list[Chunk[Reply]]:
         self._served.speculation.plan(self._scheduler.next_replies())
-        return self._scheduler.schedule(self._served.pace.most_rows(self._scheduler.crowd))
+        return self._scheduler.schedule(self._served.pace.max_prompt_rows(self._scheduler.crowd))
 
     def _compute(self, step: list[Chunk[Reply]]) -> bool:
-        """Computes a step. Returns False if there is no memory for it until a fetch is over."""
+        """Computes a step. Returns False if it must wait for a fetch to free memory."""
         num_preempted = len(self._active.waiting)
         step = self._active.with_memory(step)
         if not step:
-            # The others of this step: those that lost their memory would get it back first.
+            # The rest of the step, now: the replies that lost their memory would get it back first.
             others = self._next_step() if len(self._active.waiting) > num_preempted else []
             return bool(others) and self._compute(others)
         num_rows = sum(chunk.num_rows for chunk in step)
@@ -264,7 +267,7 @@ class Loop:
         return True
 
     def _apply(self, reply: Reply, state: ReplyState) -> None:
-        """Does what follows from the state of a reply after its logits. With its last reply, a request ends."""
+        """Acts on the state of a reply after it took logits. A request ends with its last reply."""
         running = reply.running
         if state == "computing":
             self._schedule(reply)
@@ -274,8 +277,3 @@ class Loop:
             self._active.release(reply, keep=reply.index == 0)
             if all(one.is_finished for one in running.replies) and not running.is_over:
                 self._active.end_request(running, running.done_event)
-
-
-def _is_needed(running: RunningRequest) -> bool:
-    """Returns whether a request goes on. For any thread."""
-    return not running.ticket.cancelled and running.error is None

@@ -30,10 +30,6 @@ class MeasuredModel:
     fingerprint: Fingerprint
     reason: str
 
-    def identity(self, settings: Settings) -> Callable[[str], str]:
-        """Returns a function from the text of a tenant to the identity of the model's numbers."""
-        return partial(self.fingerprint.identity, settings.block_size, LAYOUT_VERSION, self.layout.describe())
-
     def cache(
         self,
         settings: Settings,
@@ -42,8 +38,9 @@ class MeasuredModel:
         beside: PrefixCache | None = None,
     ) -> PrefixCache:
         """Returns the model's cache. The arguments are those of `PrefixCache`."""
+        identity = partial(self.fingerprint.identity, settings.block_size, LAYOUT_VERSION, self.layout.describe())
         return PrefixCache(
-            *(settings, store, self.layout, self.identity(settings), self.loaded.name, on_prompts),
+            *(settings, store, self.layout, identity, self.loaded.name, on_prompts),
             tokenizer=os.path.abspath(self.loaded.tokenizer.name_or_path),
             beside=beside,
         )
@@ -58,19 +55,19 @@ def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
 
 
 def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, progress: Report) -> LoadedDraft:
-    """Loads the draft model of `settings`, with a cache in the store of the served model's. Raises `ModelError` if it
-    is not fit to guess for the served model."""
+    """Loads the draft model of `settings`, with a cache in the store that `cache` uses. Raises `ModelError` if it
+    cannot guess for the served model."""
     own = replace(settings, model=settings.draft_model, served_model_name=None, chat_template=None, kv_memory=None)
     # Nothing guesses for it, and it needs no layer for that.
     own = replace(own, draft_model=None, speculative="off")
     loaded = load_model(own, progress, flag="--draft-model")
     require_same_vocabulary(served, loaded)
-    found = measured(loaded, settings)
-    if found.reason:
-        raise ModelError(f"--draft-model: {loaded.name} cannot guess, it is not exact at every token: {found.reason}")
-    if not found.layout.is_sliceable:
+    draft = measured(loaded, settings)
+    if draft.reason:
+        raise ModelError(f"--draft-model: {loaded.name} cannot guess, it is not exact at every token: {draft.reason}")
+    if not draft.layout.is_sliceable:
         raise ModelError(f"--draft-model: {loaded.name} cannot guess, a recurrent layer cannot take a guess back")
-    return LoadedDraft(loaded, found.cache(settings, cache.store, beside=cache))
+    return LoadedDraft(loaded, draft.cache(settings, cache.store, beside=cache))
 
 
 def require_same_vocabulary(served: LoadedModel, draft: LoadedModel) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from diskprefix.engine.draft_model import DraftModel, DraftSequence
-from diskprefix.engine.drafting import LEAST_SPEEDUP, ChainProposer, Draft
+from diskprefix.engine.drafting import MIN_SPEEDUP, ChainProposer, Draft
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.scheduler import MAX_ROWS
 from diskprefix.engine.step_times import StepTimes
@@ -50,12 +50,12 @@ class ModelProposer(ChainProposer):
     def begin(self, reply: Reply) -> None:
         """Has stored state fetched while the prompt is computed."""
         rates = reply.guesser.rates.get(self.name)
-        if rates is not None and self.gain(rates, 1) >= LEAST_SPEEDUP:
+        if rates is not None and self.gain(rates, 1) >= MIN_SPEEDUP:
             self._sequence(reply)
 
     def work_ahead(self) -> int:
         """Computes a part of what the draft model lacks of the latest conversation."""
-        return self.model.work_ahead() if self.gain(self.rates, 1) >= LEAST_SPEEDUP else 0
+        return self.model.work_ahead() if self.gain(self.rates, 1) >= MIN_SPEEDUP else 0
 
     def _ready(self, replies: Sequence[Reply], num_decoding: int, most: int) -> list[Reply]:
         ready, behind = list[Reply](), list[Reply]()

@@ -1,5 +1,5 @@
-"""Guesses what followed the last tokens where they came before, in the prompt or the reply (prompt lookup). Text that
-is edited, quoted or continued repeats itself."""
+"""Guesses the tokens that followed the last ones earlier in the prompt or the reply (prompt lookup). Text that is
+edited, quoted or continued repeats itself."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from diskprefix.engine.drafting import Proposer
-from diskprefix.engine.guesser import MOST_ROWS
+from diskprefix.engine.guesser import MAX_GUESSES
 from diskprefix.engine.running_request import Reply
 
-LONGEST = 32
+MAX_MATCH = 32
 """The most tokens that are compared."""
-MOST_PLACES = 32
+MAX_PLACES = 32
 """The most places that are compared, the latest ones."""
 _ROOM = 1024
-_BACK = np.arange(LONGEST)
+_BACK = np.arange(MAX_MATCH)
 
 
 class Guess(NamedTuple):
@@ -29,8 +29,8 @@ class Guess(NamedTuple):
 
 
 class Text:
-    """The tokens of one sequence. They are searched anew for each guess, which takes less than a thousandth of a step:
-    an index would have to be made of the whole prompt."""
+    """The tokens of one sequence. Each guess searches all of them, which takes less than a thousandth of a step. An
+    index would have to be made of the whole prompt."""
 
     def __init__(self, token_ids: npt.NDArray[np.int32]) -> None:
         self._ids = np.append(token_ids, np.zeros(_ROOM, np.int32))
@@ -47,32 +47,32 @@ class Text:
         self._ids[self._length : end] = token_ids
         self._length = end
 
-    def guess(self, most: int) -> Guess | None:
-        """Returns what followed the last tokens before: `most` tokens, behind the longest match, and of several the
+    def guess(self, num_tokens: int) -> Guess | None:
+        """Returns `num_tokens` tokens that followed the last ones earlier: behind the longest match, and of several the
         latest. None if the last two tokens did not stand side by side before. A guess ends before a picture."""
         ids, end = self._ids, self._length
         if end < 3:
             return None
         (places,) = np.nonzero(ids[1 : end - 1] == ids[end - 1])
-        places = places[ids[places] == ids[end - 2]][-MOST_PLACES:] + 1
+        places = places[ids[places] == ids[end - 2]][-MAX_PLACES:] + 1
         if not len(places):
             return None
         back = _BACK[:end]
         before = places[:, None] - back
         agrees = (ids[before] == ids[end - 1 - back]) & (before >= 0)
         lengths = np.where(agrees.all(1), len(back), agrees.argmin(1))
-        best = int(lengths.max())
-        found = int(places[lengths == best][-1])
+        longest = int(lengths.max())
+        place = int(places[lengths == longest][-1])
         # A match that reaches the end repeats itself.
-        period = end - 1 - found
-        followed = ids[found + 1 : min(found + 1 + most, end)].tolist()
-        token_ids = [followed[number % period] for number in range(most)]
-        of_text = next((number for number, token in enumerate(token_ids) if token < 0), most)
-        return Guess(token_ids[:of_text], best)
+        period = end - 1 - place
+        followed = ids[place + 1 : min(place + 1 + num_tokens, end)].tolist()
+        token_ids = [followed[number % period] for number in range(num_tokens)]
+        picture = next((number for number, token in enumerate(token_ids) if token < 0), num_tokens)
+        return Guess(token_ids[:picture], longest)
 
 
 class NgramProposer(Proposer):
-    """Proposes what came before. This takes no time worth measuring."""
+    """Proposes earlier text. This takes no time worth measuring."""
 
     name, what = "ngram", "earlier text"
     _FIRST = (0.15, 0.4, 0.6, 0.8, 0.9)
@@ -88,8 +88,8 @@ class NgramProposer(Proposer):
         return min(num_agreeing.bit_length() - 2, len(cls._FIRST) - 1)
 
     def accept(self, reply: Reply) -> None:
-        """Adds what was sampled to the text."""
-        # Not earlier: a long prompt is copied, and the first token is sent before.
+        """Adds the sampled tokens to the text."""
+        # Not in `begin`: copying a long prompt would delay the first token.
         if (text := self._texts.get(reply)) is None:
             text = self._texts[reply] = Text(reply.running.request.prompt.token_ids)
         text.extend(reply.token_ids[len(text) - reply.prompt_tokens :])
@@ -98,9 +98,9 @@ class NgramProposer(Proposer):
         """Searches the text of each reply."""
         del num_decoding
         for reply in replies:
-            if (found := self._texts[reply].guess(MOST_ROWS)) is not None:
-                kinds = [(self.kind_of(found.num_agreeing + number),) for number in range(len(found.token_ids))]
-                reply.guesser.use(self.name, found.token_ids, kinds)
+            if (guess := self._texts[reply].guess(MAX_GUESSES)) is not None:
+                kinds = [(self.kind_of(guess.num_agreeing + number),) for number in range(len(guess.token_ids))]
+                reply.guesser.use(self.name, guess.token_ids, kinds)
 
     def drop(self, reply: Reply, *, keep: bool) -> None:
         """Forgets the text."""

@@ -84,13 +84,13 @@ class SlicedCall:
 
 
 _PREPARED = 2
-"""The most pictures whose pixels are in memory: that which is encoded, and the next one."""
+"""The most pictures whose pixels are in memory: the one that is encoded, and the next."""
 _Key: TypeAlias = "tuple[tuple[str, ...], bytes]"
 
 
 @dataclass(eq=False)
 class _Job:
-    """A picture whose rows are wanted, by prompts with the number that it has there."""
+    """A picture whose rows are wanted. `wanted_by` are the prompts, with the number of the picture in each."""
 
     picture: Picture
     options: CacheOptions
@@ -110,8 +110,9 @@ class _Job:
 
 
 class PictureRowsSource:
-    """Gets the rows of pictures, for the engine's thread. `begin` begins a read, `wake` is called when a picture is
-    prepared, and `beat` before each slice of the encoder, with the tokens of the picture."""
+    """Loads the rows of pictures from the store, or encodes the pictures. For the engine's thread. `begin` begins a
+    read. `wake` is called when a picture is prepared, and `beat` before each slice of the encoder, with the number of
+    the picture's tokens."""
 
     def __init__(
         self,
@@ -126,13 +127,13 @@ class PictureRowsSource:
         self._recent: WeakValueDictionary[_Key, torch.Tensor] = WeakValueDictionary()
         """Rows that some prompt still has."""
         self._encoding: deque[_Job] = deque()
-        """Those that are not stored. The first ones are prepared."""
+        """Pictures that are not stored. The first ones are prepared."""
         self._ended: list[tuple[PromptPictures, Exception | None]] = []
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="picture-prepare")
 
     def want(self, pictures: PromptPictures, number: int, options: CacheOptions) -> bool:
-        """Gets the rows of a prompt's picture, if some other prompt has them. If not, begins to get them, unless that
-        has begun, and returns False."""
+        """Takes the rows of a prompt's picture from another prompt that has them, and returns True. If none has them,
+        begins to load or encode them, unless that has begun, and returns False."""
         picture = pictures.pictures[number]
         key = options.tenant.ids, picture.name
         if (rows := self._recent.get(key)) is not None:
@@ -151,13 +152,13 @@ class PictureRowsSource:
         return False
 
     def take(self) -> list[tuple[PromptPictures, Exception | None]]:
-        """Returns the prompts that got rows since the last call, or will get none because of an error."""
+        """Returns the prompts that got rows since the last call, and those that get none because of an error."""
         ended, self._ended = self._ended, []
         return ended
 
     def run_slice(self) -> bool:
-        """Runs a slice of the encoder. Returns False if there is nothing to do. What has begun goes on to its end,
-        even if its prompts are over: their clients may send them again. Raises `DeviceLost`."""
+        """Runs a slice of the encoder. Returns False if there is nothing to do. A picture that has begun is encoded to
+        its end even if its prompts are over: their clients may send them again. Raises `DeviceLost`."""
         for job in [one for one in self._encoding if one.call is None and (one.is_over or one.error is not None)]:
             # Its pixels take much memory.
             self._encoding.remove(job)
@@ -167,7 +168,7 @@ class PictureRowsSource:
                 job.is_preparing = True
                 self._preparer.submit(self._prepare, job)
         if not self._encoding or (self._encoding[0].call is None and self._encoding[0].inputs is None):
-            # The prompts of what has ended wait for `take`.
+            # The prompts of pictures that have ended wait for `take`.
             return bool(self._ended)
         job, started = self._encoding[0], time.perf_counter()
         if job.call is None:
@@ -180,9 +181,9 @@ class PictureRowsSource:
             self._encoding.popleft()
             job.rows, job.error = job.call.result, job.call.error
             if job.error is not None:
-                # That of the encoder names the picture.
+                # The encoder's own error names the picture. Its cause is the error of the device.
                 raise_if_lost(job.error.__cause__ or job.error)
-            # It holds the rows, and knows the job.
+            # The call and the job refer to each other, and the call holds the rows.
             job.call, job.is_encoded = None, job.rows is not None
             if job.rows is not None:
                 self._stored.save(job.picture, job.rows, job.options, job.epoch, job.encode_s)
@@ -223,11 +224,11 @@ class PictureRowsSource:
         self._jobs.pop(key, None)
         if job.rows is not None:
             self._recent[key] = job.rows
-        for place, (pictures, number) in enumerate(job.wanted_by):
+        for index, (pictures, number) in enumerate(job.wanted_by):
             pictures.encoded[number] = job.rows
-            # It counts as the work of the first one.
-            is_first = place == 0
-            pictures.encode_s += job.encode_s * is_first
-            pictures.num_encoded += is_first and job.is_encoded
+            if job.is_encoded and index == 0:
+                # The first prompt reports the work.
+                pictures.encode_s += job.encode_s
+                pictures.num_encoded += 1
             pictures.num_restored += not job.is_encoded and job.rows is not None
             self._ended.append((pictures, job.error))

@@ -1,6 +1,6 @@
 """The pictures of a prompt that is computed, with the rows of their tokens.
 
-A picture whose tokens are all in memory or restored is not looked at.
+A picture whose tokens are all in memory or restored is not needed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PromptPictures:
 
     @classmethod
     def of(cls, prompt: Prompt, encoder: VisionEncoder) -> PromptPictures:
-        """`prompt` has pictures."""
+        """Returns the pictures of `prompt`, which has some."""
         places = np.flatnonzero(prompt.token_ids < 0).astype(np.int32)
         assert len(places) == sum(picture.num_tokens for picture in prompt.pictures), "each row has its token"
         is_picture = torch.from_numpy(prompt.token_ids < 0)
@@ -72,18 +72,20 @@ class PromptPictures:
         return next((number for number in range(first, len(self.pictures)) if self.encoded[number] is None), None)
 
     def limit(self, start: int) -> int:
-        """Returns up to where a prompt can be computed from a position on."""
+        """Returns the position up to which a prompt can be computed from `start` on: where rows are missing, or if that
+        is within a span, the span's begin."""
         if (number := self.missing(start)) is None:
             return NO_LIMIT
         at = max(start, int(self.places[self.ends[number] - self.pictures[number].num_tokens]))
         return next((max(start, begin) for begin, end in self.spans if begin < at < end), at)
 
     def are_needed(self, start: int) -> bool:
-        """Returns whether rows from a position on take something beside token ids."""
+        """Returns whether steps from position `start` on need more than token ids."""
         return start < len(self.is_picture) or self.positions is not None
 
     def rows(self, start: int, end: int) -> PictureRows:
-        """Returns what the rows between two positions take. Behind the prompt, positions count on."""
+        """Returns the input of the step from position `start` to `end`, beside token ids. Behind the prompt, positions
+        count on."""
         first, last = (int(np.searchsorted(self.places, at)) for at in (start, end))
         parts = [self.encoder.nothing]
         for number in range(bisect_right(self.ends, first), len(self.pictures)):
@@ -99,7 +101,7 @@ class PromptPictures:
         return PictureRows(self.encoder, is_picture, torch.cat(parts, dim=1), self._positions(start, end), spans)
 
     def release(self, end: int) -> None:
-        """Lets the rows of pictures go that are before a position."""
+        """Releases the rows of pictures that end before position `end`."""
         for number in range(bisect_right(self.ends, int(np.searchsorted(self.places, end)))):
             self.encoded[number] = None
 
@@ -111,7 +113,7 @@ class PromptPictures:
         return torch.cat([self.positions[:, start:end], behind.expand(len(self.positions), -1)], dim=1)
 
     def timings(self) -> dict[str, Any]:
-        """Returns what they took, as fields of `Timings`."""
+        """Returns the fields of `Timings` about pictures."""
         return {
             "encode_ms": self.encode_s * 1e3,
             "image_tokens": len(self.places),

@@ -38,8 +38,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class FreeText:
-    """A piece of free text before a constrained one: a thought. It ends with the first occurrence of `end`. A reply has
-    it if it begins with `begin`; every reply has it if that is None."""
+    """Free text before the constrained text: a thought. It ends with the first occurrence of `end`. A reply has it if
+    the reply begins with `begin`; every reply has it if `begin` is None."""
 
     end: str
     begin: str | None = None
@@ -60,8 +60,8 @@ class Constraint:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Values to read at the end of a prompt that has no reply: the last hidden state of its last token, or the mean of
-    those of all its tokens."""
+    """The values to read from a prompt without a reply: the last hidden state of its last token, or the mean of the
+    last hidden states of all tokens."""
 
     pooling: Literal["last", "mean"]
 
@@ -155,10 +155,10 @@ class Timings:
     """The times of a request. `ttft_ms` runs from its arrival in the queue to the first sampled token, or to the end of
     the prompt if there is none. `late_restore_ms`: an exact repeat gets its first token from the stored logits, while
     the state is still restored; `restore_ms` is the part before that token. `drafted_tokens` were guessed and computed;
-    `accepted_tokens` of them are in the reply (`engine.speculation`). `drafted_by` says what guessed them: ngram, model
-    or mtp, with commas between. `draft_ms` is the time of guessing. `image_tokens` of the prompt are those of pictures,
-    of which `images_encoded` were encoded, in `encode_ms`, and `images_restored` were read from the store; the rest
-    needed neither."""
+    `accepted_tokens` of them are in the reply (`engine.speculation`). `drafted_by` names the proposers: ngram, model
+    or mtp, with commas between. `draft_ms` is the time of guessing. `image_tokens` are the tokens of pictures in the
+    prompt. `images_encoded` pictures were encoded, in `encode_ms`, and `images_restored` were read from the store; the
+    others needed neither."""
 
     queue_ms: float
     lookup_ms: float

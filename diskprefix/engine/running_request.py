@@ -44,9 +44,9 @@ from diskprefix.values import CacheReport
 log = logging.getLogger("diskprefix")
 
 PROGRESS_S = 1.0
-"""The least time between two reports of progress."""
+"""The seconds between two reports of progress."""
 LOGGED_S = 5.0
-"""The time after which the log tells how far a prefill is. Each later line comes after twice the time."""
+"""The seconds of a prefill before its progress is logged. Each further line comes after twice the time."""
 
 ReplyState: TypeAlias = Literal["computing", "waiting", "finished"]
 """The state of a reply after a step. `computing`: the next step computes it. `waiting`: no step computes it until the
@@ -64,13 +64,13 @@ class Computed:
 
 @dataclass(eq=False)
 class HeldLogits:
-    """Logits that are sampled from, at once or when the mask of a constraint is ready."""
+    """Logits to sample from, at once or when the mask of a constraint is ready."""
 
     computed: Computed
     guesses: list[int]
     """The tokens that the rows behind the first one were computed with."""
     had_guesses: bool
-    """True if guesses must be taken back, of these rows or of rows before."""
+    """True if guesses must be taken back, in these rows or in rows before."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -92,12 +92,12 @@ class Reply(Sequence):
     """The last hidden state of the last computed token, or the sum of those so far, for a request with a `Reading`."""
     held: HeldLogits | None = None
     """The logits to sample from, while the reply is `waiting`."""
-    wait: PrefixWait | MemoryWait | None = None
-    """What it waits for while it has no memory; see `Ticket`."""
+    waits_for: PrefixWait | MemoryWait | None = None
+    """Like `Ticket.waits_for`, while the reply has no memory."""
     has_begun: bool = False
-    """It had memory before."""
+    """True if it has or had memory."""
     is_fetching: bool = False
-    """A fetch writes to its memory."""
+    """True while a fetch may write to its memory."""
     is_finished: bool = False
 
     def ids(self, start: int, end: int) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Reply(Sequence):
         """The number of tokens that may be computed behind the last known one. No memory is allocated for guesses."""
         if not isinstance(self.state, KVSequence):
             return 0
-        return min(self.guesser.most_computed, self.state.capacity) - self.num_known
+        return min(self.guesser.max_computed, self.state.capacity) - self.num_known
 
     def computed_ids(self) -> TokenIds:
         """Returns the tokens whose state is in memory."""
@@ -125,7 +125,8 @@ class Reply(Sequence):
         return tokens[: self.num_computed]
 
     def restorable_ids(self) -> TokenIds:
-        """Returns the tokens that may be restored when it begins: of a model on the grid, those of its prompt."""
+        """Returns the tokens whose state may be restored. On the grid, replies have other bits than prefills, so only
+        the prompt may be restored."""
         layout, token_ids = self.running.cached.cache.layout, self.running.request.prompt.token_ids
         if layout.exact_at != "token" or not self.token_ids:
             return token_ids
@@ -144,7 +145,7 @@ class Reply(Sequence):
         self.hidden = total
 
     def asks(self, chunk: Chunk[Reply], logits: torch.Tensor) -> list[Ask]:
-        """Returns what may be drawn from the logits of `chunk`, [1 + guesses, vocab], before the reply takes them."""
+        """Returns the tokens to draw from the logits of `chunk`, [1 + guesses, vocab], before the reply takes them."""
         samples = chunk.end >= self.num_known and self.running.reply_limit > 0 and self.sampled_early is None
         return [Ask(self.sampler, row) for row in logits] if samples and self.sampler.can_draw(len(logits)) else []
 
@@ -241,21 +242,21 @@ class Reply(Sequence):
         return "computing" if reason is None else self._finish(reason)
 
     def _compute_again(self) -> ReplyState:
-        """Has the last token computed without guesses. The state of a guess may be infinite. Then the rows before it
-        are wrong too, because attention multiplies it by 0."""
+        """Has the last token computed again, without guesses. The state of a guess may be infinite. Then the rows
+        before it are wrong too, because attention multiplies it by 0."""
         self.guesser = Guesser()
         self.num_computed = self.num_known - 1
         self._take_back_guesses()
         return "computing"
 
     def _take_back_guesses(self) -> None:
-        """Forgets the state of the tokens behind those that are computed."""
+        """Forgets the state behind the last right token."""
         if isinstance(self.state, KVSequence):
             self.state.take_back(self.num_computed)
         self.count_ready()
 
     def count_ready(self) -> None:
-        """Has others find what is computed and right."""
+        """Lets other sequences begin with the tokens that are computed and right."""
         if isinstance(state := self.state, KVSequence):
             self.running.pages.set_ready(state, self.num_computed - len(state.undrafted), self.computed_ids)
 
@@ -299,7 +300,7 @@ class Reply(Sequence):
         self.running.ticket.emit(ReadEvent(values))
 
     def _publish_prompt(self, logits: torch.Tensor) -> None:
-        """Has the prompt saved, once. From now on the other replies may begin."""
+        """Has the prompt saved, once. From then on the further replies may begin."""
         running = self.running
         if self.index == 0 and not running.is_published:
             running.is_published = True
@@ -330,11 +331,11 @@ class RunningRequest:
     """Its pictures."""
     started: float = field(default_factory=time.perf_counter)
     replies: list[Reply] = field(default_factory=list)
-    """All replies. Those behind the first one begin when the prompt is computed."""
+    """All replies. The further ones begin when the first one has computed the prompt."""
     is_chosen: bool = False
-    """It is known what of the prompt was restored, and what is to be saved."""
+    """True if it is known how much of the prompt was restored, and how much is to be saved."""
     is_published: bool = False
-    """The first reply has computed the prompt to its end."""
+    """True if the first reply has computed the prompt to its end."""
     is_over: bool = False
     error: Exception | None = None
     """The error of a fetch, or during one. It ends the request when no fetch writes to its memory."""
@@ -347,7 +348,7 @@ class RunningRequest:
     num_accepted: int = 0
     """The number of guessed tokens that were sampled."""
     drafted_by: set[str] = field(default_factory=set)
-    """The names of what guessed those that were computed."""
+    """The names of the proposers of these guesses."""
     draft_s: float = 0.0
     """The seconds of guessing."""
     prefill_began_at: float = 0.0
@@ -362,7 +363,7 @@ class RunningRequest:
 
     @property
     def known_ids(self) -> TokenIds:
-        """The prompt with the placeholder in the place of pictures' ids, as the model's vocabulary has it."""
+        """The prompt, with the placeholder token of the model's vocabulary in the place of pictures."""
         return self.request.prompt.token_ids if self.pictures is None else as_token_ids(self.prompt_ids[0].numpy())
 
     @property
@@ -426,8 +427,8 @@ class RunningRequest:
         self.num_generated += 1
 
     def report_progress(self, processed: int) -> None:
-        """Records that `processed` tokens of the prompt are restored or computed. If the prefill takes long, logs it.
-        Sends it to a client that wants it: once a second, and at the end."""
+        """Records that `processed` tokens of the prompt are restored or computed. Logs this if the prefill takes long.
+        Sends it to a client that wants it, once a second and at the end."""
         total, now = len(self.request.prompt.token_ids), time.perf_counter()
         self.prefilled_at, self.prefill_began_at = now, self.prefill_began_at or now
         speed, seconds_left = self._prefill_speed(processed, now)

@@ -25,7 +25,7 @@ from transformers.generation.logits_process import (
 
 from diskprefix.engine.constrained_reply import ConstrainedReply
 from diskprefix.engine.request import SamplingParams, TokenLogprob
-from diskprefix.errors import DiskPrefixError, InvalidRequest, NonFiniteLogits
+from diskprefix.errors import InvalidRequest, NonFiniteLogits
 from diskprefix.tokens import TokenIds
 
 
@@ -75,8 +75,8 @@ class Sampler:
         self._ids = torch.from_numpy(prompt).to(device, torch.long).unsqueeze(0) if self._processors else None
 
     def can_draw(self, num_rows: int) -> bool:
-        """Returns whether the tokens of so many rows of logits can be drawn before they are taken: what is drawn does
-        not depend on the token before, nor on a constraint."""
+        """Returns whether the tokens of `num_rows` rows of logits can be drawn together: no draw depends on the token
+        before, nor on a constraint."""
         return self._constraint is None and (num_rows == 1 or (self._greedy and self._ids is None))
 
     @property
@@ -113,11 +113,11 @@ class Sampler:
 
     def _sample_allowed(self, logits: torch.Tensor, constraint: ConstrainedReply) -> Drawn:
         forbidden = constraint.forbidden().to(logits.device)
-        chosen = _finite(draw([Ask(self, logits, forbidden)])[0], logits)
-        while not constraint.accept(chosen.token):
-            forbidden[chosen.token] = True
+        while True:
             chosen = _finite(draw([Ask(self, logits, forbidden)])[0], logits)
-        return chosen
+            if constraint.accept(chosen.token):
+                return chosen
+            forbidden[chosen.token] = True
 
     def _scores(self, logits: torch.Tensor, forbidden: torch.Tensor | None) -> torch.Tensor:
         """Returns the scores that a token is chosen by, float32 [1, vocab]."""
@@ -146,14 +146,9 @@ class Ask(NamedTuple):
     logits: torch.Tensor
     forbidden: torch.Tensor | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """True if the scores are the logits."""
-        return self.forbidden is None and self.sampler._ids is None
-
 
 def draw(asks: Sequence[Ask]) -> list[Drawn]:
-    """Draws a token for each of `asks`. Waits for the device once. Logits without a finite score use up no random
+    """Draws a token for each of `asks`. Waits for the device once. A draw without finite scores consumes no random
     numbers."""
     greedy = [number for number, ask in enumerate(asks) if ask.sampler._greedy]
     others = [number for number, ask in enumerate(asks) if not ask.sampler._greedy]
@@ -165,13 +160,13 @@ def draw(asks: Sequence[Ask]) -> list[Drawn]:
         rows = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
         tokens: list[int] = rows[:, 0].cpu().tolist()
         put_back([token < 0 for token in tokens[len(greedy) :]])
-    found = {number: Drawn(tokens[at], rows[at : at + 1]) for at, number in enumerate([*greedy, *others])}
-    return [found[number] for number in range(len(asks))]
+    drawn = {number: Drawn(tokens[row], rows[row : row + 1]) for row, number in enumerate([*greedy, *others])}
+    return [drawn[number] for number in range(len(asks))]
 
 
 def _scores_of(asks: Sequence[Ask]) -> torch.Tensor:
     """Returns the scores of rows, float32 [rows, vocab]."""
-    if not all(ask.is_plain for ask in asks):
+    if any(ask.forbidden is not None or ask.sampler._ids is not None for ask in asks):
         return torch.cat([ask.sampler._scores(ask.logits, ask.forbidden) for ask in asks])
     return (asks[0].logits[None] if len(asks) == 1 else torch.stack([ask.logits for ask in asks])).float()
 
@@ -196,7 +191,7 @@ def _drawn_from(asks: Sequence[Ask]) -> torch.Tensor:
 
 @contextmanager
 def _restoring_generators(generators: Sequence[torch.Generator]) -> Iterator[Callable[[Sequence[bool]], None]]:
-    """Gives a function that puts back the states of some generators. An error puts back all."""
+    """Yields a function that restores the states of some generators. An error restores all."""
     states = [generator.get_state() for generator in generators]
 
     def put_back(which: Sequence[bool]) -> None:
@@ -212,19 +207,15 @@ def _restoring_generators(generators: Sequence[torch.Generator]) -> Iterator[Cal
 
 
 def _finite(drawn: Drawn, logits: torch.Tensor) -> Drawn:
-    if drawn.token < 0:
-        raise _sample_error(logits)
-    return drawn
-
-
-def _sample_error(logits: torch.Tensor) -> DiskPrefixError:
-    values = logits.float()
-    if values.max().isfinite():
-        return InvalidRequest(
+    """Raises the errors of `Sampler.sample` if nothing could be drawn from `logits`."""
+    if drawn.token >= 0:
+        return drawn
+    if logits.float().max().isfinite():
+        raise InvalidRequest(
             "the sampling parameters leave no finite score for any token that may come next; choose penalties, biases "
             "and a temperature nearer to their defaults"
         )
-    return NonFiniteLogits(
+    raise NonFiniteLogits(
         "the model computed logits that are not finite (NaN or infinity); its weights may be damaged, or its dtype too "
         "small: try --dtype bfloat16 or float32"
     )

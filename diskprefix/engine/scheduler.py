@@ -1,17 +1,16 @@
 """Chooses the rows that the next step computes. Free of torch and of clocks: it sees counts and measured times only.
 
 A step has a row for each sequence that decodes. The rest of its rows, or as many as `Pace` allows, are for prompts,
-then for guesses (`speculation`). Prompts share the engine by turns of their tenants: the tenant that had the fewest
-rows comes first. Among the prompts of a tenant the one
-with the fewest tokens left comes first, so that a short request overtakes a long one. A waiting prompt moves to the
-front with each row that overtakes it: after four times its own length nothing new passes it. A step in which a prompt
-ends is filled with prompts that end too, but not with a part of one: that would only delay the first token.
+then for guesses (`speculation`). The tenant that had the fewest rows comes first, and of its prompts the one with the
+fewest tokens left, so that a short request overtakes a long one. A waiting prompt moves to the front with each row that
+overtakes it: after four times its own length nothing new passes it. A step in which a prompt ends is filled with
+prompts that end too, but not with a part of one: that would only delay the first token.
 
 Sequences that do not pack take turns: the one that computed longest ago comes first, and all prompts count as one.
 
-The pace: a step that computes prompts takes longer than one that only decodes, and each reply in it waits that long for
-its token. Two times are measured: what such a step takes whatever it computes, and what each row of a prompt adds. On a
-machine that other programs slow down the first one grows, and few rows at a time would only make prompts wait.
+The pace: a step with prompts takes longer than a step that only decodes, and each reply in it waits that long for its
+token. Two times are measured: the fixed time of such a step, and the time that each row of a prompt adds. On a machine
+that other programs slow down the fixed time grows, and few rows at a time would only make prompts wait.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 MAX_ROWS = 256
-"""The most rows of a step. More rows make a prefill hardly faster."""
+"""The most rows of a step. More would hardly make a prefill faster."""
 _AGING = 0.25
 """The tokens by which a prompt counts as shorter for each token that overtook it."""
 
 TARGET_S = 0.05
-"""The most seconds of a step with replies and prompts: so long a reply pauses for the prompts of others."""
-LEAST_ROWS = 16
-"""The least rows of prompts, so that a prompt gets on whatever is measured."""
+"""The most seconds of a step with replies and prompts: the pause of a reply for the prompts of others."""
+MIN_ROWS = 16
+"""The least rows of prompts beside replies, so that a prompt makes progress whatever is measured."""
 NO_LIMIT = 1 << 62
 _STEPS_BETWEEN, _LONG_S = 6, 1.0
-"""The steps with prompts and replies between two that have twice the rows; half of them where steps take as long."""
+"""The number of steps with prompts and replies between two that have twice the rows, or half of them where a step
+takes `_LONG_S` seconds."""
 _FADING, _ORIGIN = 0.85, 0.001
-"""The weight of each step relative to the next one, and that of a step without rows that takes no time."""
+"""The weight of each step relative to the next one, and the weight of an imaginary step of no rows and no time."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -148,22 +148,22 @@ class Scheduler(Generic[S]):
         packed = [sequence for sequence in self.sequences if sequence.packs]
         prompts = [sequence for sequence in packed if not sequence.is_decoding]
         # If not all fit, they take turns too, and leave some rows to prompts.
-        most = self._max_rows - self._max_rows // 4 if prompts else self._max_rows
+        max_replies = self._max_rows - self._max_rows // 4 if prompts else self._max_rows
         decoding = [sequence for sequence in packed if sequence.is_decoding]
         decoding.sort(key=lambda s: (s.last_step, s.arrived))
-        return decoding[:most]
+        return decoding[:max_replies]
 
-    def schedule(self, most_beside: int | None = None) -> list[Chunk[S]]:
+    def schedule(self, max_prompt_rows: int | None = None) -> list[Chunk[S]]:
         """Returns the chunks of the next step, one for each sequence in it; [] if there is nothing to compute.
 
-        `most_beside` is the most rows of prompts beside sequences that decode, None for all that are left.
+        `max_prompt_rows` is the most rows of prompts beside sequences that decode, None for all that are left.
         """
         self._count_turns()
         alone = self._next_alone()
         packed = [sequence for sequence in self.sequences if sequence.packs]
         if alone is not None and (not packed or self._last_turn(alone) <= self._last_packed):
             return [Chunk(alone, alone.num_computed, alone.next_end(self._max_rows))]
-        return self._packed(packed, most_beside)
+        return self._packed(packed, max_prompt_rows)
 
     def advance(self, step: list[Chunk[S]]) -> None:
         """Records that `step` was computed."""
@@ -189,9 +189,9 @@ class Scheduler(Generic[S]):
         nor gets the first turn again by leaving for a moment."""
         tenants = {sequence.tenant for sequence in self.sequences if not sequence.is_decoding}
         counted = [rows for tenant, rows in self._rows_of.items() if tenant in tenants] or self._rows_of.values()
-        least = min(counted, default=0)
-        kept = {tenant: rows for tenant, rows in self._rows_of.items() if tenant in tenants or rows > least}
-        self._rows_of = dict.fromkeys(tenants, least) | kept if tenants else {}
+        fewest = min(counted, default=0)
+        remaining = {tenant: rows for tenant, rows in self._rows_of.items() if tenant in tenants or rows > fewest}
+        self._rows_of = dict.fromkeys(tenants, fewest) | remaining if tenants else {}
 
     def _next_alone(self) -> S | None:
         """Returns the next sequence that does not pack."""
@@ -205,13 +205,13 @@ class Scheduler(Generic[S]):
         """Returns the last step of a sequence that does not pack. All prompts count as one."""
         return alone.last_step if alone.is_decoding else self._last_prompt
 
-    def _packed(self, sequences: list[S], most_beside: int | None) -> list[Chunk[S]]:
+    def _packed(self, sequences: list[S], max_prompt_rows: int | None) -> list[Chunk[S]]:
         decoding = self.next_replies()
         prompts = [sequence for sequence in sequences if not sequence.is_decoding]
         step = [Chunk(sequence, sequence.num_computed, sequence.num_known) for sequence in decoding]
         room, has_end = self._max_rows - len(step), False
-        if step and prompts and most_beside is not None:
-            room = min(room, most_beside)
+        if step and prompts and max_prompt_rows is not None:
+            room = min(room, max_prompt_rows)
         for sequence in self._by_turns(prompts):
             if room <= 0:
                 break
@@ -242,21 +242,21 @@ class Scheduler(Generic[S]):
 class Pace:
     """Measures the steps of one engine, and limits the rows of prompts beside replies. For the engine's thread.
 
-    A line is fitted to the recent steps with prompts: what a step takes whatever it computes, and what each row adds.
-    Now and then a step has twice the rows, so that the two can be told apart.
+    A line is fitted to the recent steps with prompts: the fixed time of a step, and the time that each row adds. Now
+    and then a step has twice the rows, so that the two can be distinguished.
     """
 
     def __init__(self, target_s: float = TARGET_S) -> None:
         """Makes a pace. `target_s` is the most seconds of a step with replies and prompts."""
         self._target_s = target_s
         self._sums = [0.0] * 5
-        """Of the recent steps: their number, rows, seconds, squares of rows, and products of rows and seconds."""
+        """Sums over the recent steps: number, rows, seconds, squares of rows, products of rows and seconds."""
         self._num_mixed = 0
         """The steps with prompts and replies since the last one with twice the rows."""
-        self._most = MAX_ROWS
-        """The most rows of the next step: not more than twice those of the last one, should the line be wrong."""
+        self._max_rows = MAX_ROWS
+        """The most rows of the next step: at most twice the rows of the last one, in case the line is wrong."""
 
-    def most_rows(self, crowd: float = 1.0) -> int | None:
+    def max_prompt_rows(self, crowd: float = 1.0) -> int | None:
         """Returns the most rows of prompts in the next step if it has replies, None for any number.
 
         `crowd` is how many callers have prompts for each caller with replies, and at least 1. Each caller has an equal
@@ -270,25 +270,26 @@ class Pace:
         spread = number * squares - rows * rows
         row_s = min(max((number * products - rows * seconds) / spread, 0.0), seconds / rows)
         fixed_s = (seconds - row_s * rows) / number
-        # Where a step takes long whatever it computes, prompts would wait for ever, and replies would gain little.
+        # Where the fixed time is long, prompts would wait for ever, and replies would gain little.
         for_prompts_s = max(self._target_s - fixed_s, crowd * fixed_s)
-        most = min(self._most, int(for_prompts_s / row_s) if row_s > for_prompts_s / self._most else self._most)
-        most = max(LEAST_ROWS, most)
+        max_rows = self._max_rows
+        if row_s > for_prompts_s / max_rows:
+            max_rows = int(for_prompts_s / row_s)
+        max_rows = max(MIN_ROWS, max_rows)
         if self._num_mixed < _STEPS_BETWEEN:
-            return most
-        return 2 * most if seconds < _LONG_S * number else most // 2
+            return max_rows
+        return 2 * max_rows if seconds < _LONG_S * number else max_rows // 2
 
-    def record_step(self, num_decoding: int, num_prompt_rows: int, seconds: float) -> None:
-        """Records the seconds of a step of sequences that pack."""
-        rows = num_prompt_rows
+    def record_step(self, num_decoding: int, rows: int, seconds: float) -> None:
+        """Records a step of sequences that pack: the number that decoded, the rows of prompts, and the seconds."""
         if not rows:
             return
         step = (1, rows, seconds, rows * rows, rows * seconds)
         self._sums = [_FADING * old + new for old, new in zip(self._sums, step, strict=True)]
         if not num_decoding:
-            self._most = MAX_ROWS
+            self._max_rows = MAX_ROWS
         elif self._num_mixed < _STEPS_BETWEEN:
             self._num_mixed += 1
-            self._most = 2 * max(LEAST_ROWS, rows)
+            self._max_rows = 2 * max(MIN_ROWS, rows)
         else:
             self._num_mixed = 0

@@ -54,10 +54,10 @@ log = logging.getLogger("diskprefix")
 _UNLIMITED_POSITIONS = 1 << 20
 """The limit of models whose config has none (recurrent ones)."""
 _AHEAD_BYTES = 1 << 30
-"""The most KV memory that is taken and made before the first request: fresh pages would slow down its restore. More
-would slow it down too: a large page then holds few tokens of a head, and a restore touches more pages than it fills."""
+"""The most KV memory that is allocated and touched before the first request, whose restore fresh pages would slow down.
+More would slow it down too: a large page then holds few tokens of a head, and a restore touches more than it fills."""
 _TURN_TOKENS = 2048
-"""Memory is taken for the longest saved prompt (of 1 000, of any model) and a turn after it."""
+"""Memory is allocated for the longest saved prompt (of 1 000, of any model) and a turn after it."""
 _FLUSH_TIMEOUT_S = 30.0
 _SAVE_IDLE_S = 20.0
 _LAST_SAVE_S = 5.0
@@ -115,7 +115,10 @@ class ServedModel:
                 f"--kv-memory: {format_size(pool.limit_bytes)} has no room for a block of {pool.block_size} tokens; "
                 f"a context of {num_tokens:,} tokens takes {format_size(pool.sequence_bytes(num_tokens))}"
             )
-        self.draft = None if draft is None else self._make_draft(draft)
+        self.draft: DraftModel | None = None
+        if draft is not None:
+            pages, model = self._make_pages(draft.cache, cache.layout), draft.loaded.model
+            self.draft = DraftModel(model, draft.cache, pages, _max_positions(model))
         self.speculation = self._make_speculation()
         self.startup_timings: dict[str, float] = {}
         """The seconds of each step of loading."""
@@ -134,7 +137,7 @@ class ServedModel:
             self._touch_memory()
 
     def warm_up(self) -> None:
-        """Makes the plan of a step and runs the code of a restore once, which makes the first request faster."""
+        """Makes the plan of a step, and runs the code of a restore once. Both make the first request faster."""
         if self.cache.layout.unsupported:
             return
         prepare(self.model, self.cache.layout, self.cache.settings.block_size)
@@ -150,8 +153,8 @@ class ServedModel:
         self.pages.end(sequence, keep=False)
 
     def warm_up_thread(self) -> None:
-        """Computes what a reply computes first. torch starts threads for each thread that calls it, and the first token
-        would wait milliseconds for them. For the engine's thread."""
+        """Runs the operations of a first token once. torch starts threads for each thread that calls it, and the first
+        token would wait milliseconds for them. For the engine's thread."""
         use_gpu(self.model.device)
         logits = torch.zeros(_vocab_size(self.model), dtype=self.model.dtype, device=self.model.device)
         logits.clone().float().unsqueeze(0).max(dim=-1)
@@ -174,17 +177,17 @@ class ServedModel:
         expires_at = min(pages.kept.expires_at for _, pages in self._caches())
         return None if expires_at == math.inf else max(0.0, expires_at - time.monotonic())
 
-    def save_idle(self, most_s: float = _SAVE_IDLE_S) -> None:
-        """Queues the state that only memory has of sequences that ended, the latest first, for `most_s` seconds at
-        most. What has expired or was purged is left out. The engine's thread must have ended. Does not wait for a disk
-        that does not answer."""
+    def save_idle(self, timeout_s: float = _SAVE_IDLE_S) -> None:
+        """Queues the state that only memory has of sequences that ended, the latest first, for at most `timeout_s`
+        seconds. State that has expired or was purged is left out. The engine's thread must have ended. Does not wait
+        for a disk that does not answer."""
         if self.cache.tiered.stalled is None:
-            saving = threading.Thread(target=self._save_all_idle, args=(most_s,), name="save-idle", daemon=True)
+            saving = threading.Thread(target=self._save_all_idle, args=(timeout_s,), name="save-idle", daemon=True)
             saving.start()
-            saving.join(most_s + _LAST_SAVE_S)
+            saving.join(timeout_s + _LAST_SAVE_S)
 
-    def _save_all_idle(self, most_s: float) -> None:
-        deadline = time.monotonic() + most_s
+    def _save_all_idle(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         for cache, _ in self._caches():
             cache.namespaces.forget_deleted()
         self.drop_gone()
@@ -197,13 +200,12 @@ class ServedModel:
                 try:
                     _save_idle(cache, pages, block)
                 except Exception:
-                    # It is computed again. The others must be saved, and the cache closed.
+                    # Its next turn computes it again. The others must be saved, and the cache closed.
                     log.exception("[disk-cache] a conversation that only memory had was not saved")
 
     def _caches(self) -> list[tuple[PrefixCache, PageCache]]:
-        """Returns what is on the disk and in memory of the model, and of the draft model."""
-        others = [] if self.draft is None else [(self.draft.cache, self.draft.pages)]
-        return [(self.cache, self.pages), *others]
+        """Returns the caches on disk and in memory of the model, and those of the draft model."""
+        return [(self.cache, self.pages), *([] if self.draft is None else [(self.draft.cache, self.draft.pages)])]
 
     def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
         """Flushes and closes the cache. Returns False if unsaved state was lost to the time limit."""
@@ -225,7 +227,7 @@ class ServedModel:
 
     @property
     def positions_limit(self) -> str:
-        """The meaning of `max_positions` in an error."""
+        """A text for errors that says where `max_positions` comes from."""
         if self.max_positions == self.model_positions:
             return "the positions of this model"
         beside = "" if self.draft is None else " beside the draft model's"
@@ -266,20 +268,20 @@ class ServedModel:
         return stats
 
     def check_memory(self) -> list[str]:
-        """Returns what is wrong with the pages of the model and of the draft model, and logs it. For any thread: a
-        change of pages is made whole under their lock."""
+        """Returns the faults in the pages of the model and of the draft model, and logs them. For any thread: each
+        change of pages is complete under their lock."""
         wrong: list[str] = []
         for _, pages in self._caches():
-            found, stats = pages.check(), pages.stats()
-            level, judged = (logging.ERROR, "; ".join(found)) if found else (logging.INFO, "all counts right")
+            faults, stats = pages.check(), pages.stats()
+            level, verdict = (logging.ERROR, "; ".join(faults)) if faults else (logging.INFO, "all counts right")
             kept = stats["kept_bytes"]
             used = f"{format_size(stats['used_bytes'] - kept)} in use by {counted(stats['running'], 'sequence')}"
-            log.log(level, "[engine] KV pages: %s, %s kept, %s", used, format_size(kept), judged)
-            wrong += found
+            log.log(level, "[engine] KV pages: %s, %s kept, %s", used, format_size(kept), verdict)
+            wrong += faults
         return wrong
 
     def record_step(self, step: Sequence[Chunk[Reply]], seconds: float) -> None:
-        """Records the time of a step, from which the next steps are planned."""
+        """Records the time of a step, to plan the next ones."""
         num_rows = sum(chunk.num_rows for chunk in step)
         self.figures.record_step(num_rows, seconds)
         decoding = [chunk.sequence for chunk in step if chunk.sequence.packs and chunk.sequence.is_decoding]
@@ -319,7 +321,7 @@ class ServedModel:
         return encoder, EncodedPictures(cache, encoder.levels, encoder.hidden, encoder.dtype)
 
     def _make_speculation(self) -> Speculation:
-        """Raises `ModelError` if the proposer that is asked for cannot be had."""
+        """Raises `ModelError` if the model lacks the draft layer that the settings ask for."""
         wanted, has_layer = self.cache.settings.speculative, self.cache.layout.has_draft_layer
         if wanted == "mtp" and not has_layer:
             raise ModelError(
@@ -334,16 +336,12 @@ class ServedModel:
         chains: list[ChainProposer] = [] if self.draft is None else [ModelProposer(self.draft, times, clock)]
         if has_layer:
             chains.append(LayerProposer(self.model, times, clock))
-        found = Speculation(None if wanted == "mtp" else NgramProposer(), chains, times, clock)
-        log.info("[engine] next tokens are guessed from %s", ", ".join(one.what for one in found.proposers))
-        return found
-
-    def _make_draft(self, draft: LoadedDraft) -> DraftModel:
-        pages = self._make_pages(draft.cache, self.cache.layout)
-        return DraftModel(draft.loaded.model, draft.cache, pages, _max_positions(draft.loaded.model))
+        speculation = Speculation(None if wanted == "mtp" else NgramProposer(), chains, times, clock)
+        log.info("[engine] next tokens are guessed from %s", ", ".join(one.what for one in speculation.proposers))
+        return speculation
 
     def _make_pages(self, cache: PrefixCache, beside: Layout | None) -> PageCache:
-        """Makes a model's memory. `beside` is the layout of another model that gets memory for as many tokens."""
+        """Makes the pages of a model. `beside` is the layout of another model that gets pages for as many tokens."""
         device, layout = self.model.device, cache.layout
         share = 1.0 if beside is None else layout.bytes_per_token / (layout.bytes_per_token + beside.bytes_per_token)
         return PageCache(
@@ -360,7 +358,7 @@ class ServedModel:
             num_tokens = self.cache.store.longest_prompt() + _TURN_TOKENS
             self.pages.make_ahead(_AHEAD_BYTES, min(num_tokens, self.max_positions))
         except ContextTooLong as error:
-            # It would only be a head start. A request allocates what it needs.
+            # Only a head start is lost. A request allocates the memory that it needs.
             log.info("[engine] no KV memory taken ahead: %s", error)
 
     def _require_uncached(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-from diskprefix.engine.drafting import LEAST_SPEEDUP, ChainProposer, Proposer
+from diskprefix.engine.drafting import MIN_SPEEDUP, ChainProposer, Proposer
 from diskprefix.engine.guesser import Guesser
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.step_times import StepTimes, speedup, worth_computing
@@ -19,8 +19,8 @@ _HYSTERESIS = 1.5
 
 
 class Speculation:
-    """Decides which guesses each step of an engine computes. `free` takes no time, `chains` do. `times` are those that
-    the chains have."""
+    """Decides which guesses each step of an engine computes. The guesses of `free` take no time, those of `chains` do.
+    `chains` use the same `times`."""
 
     def __init__(
         self, free: Proposer | None, chains: Sequence[ChainProposer], times: StepTimes, clock: Callable[[], float]
@@ -29,9 +29,9 @@ class Speculation:
         self._free, self._chains, self._clock = free, chains, clock
         self.proposers: list[Proposer] = [*([] if free is None else [free]), *chains]
 
-    def guesser(self, most_computed: int) -> Guesser:
-        """Returns the guesser of a new reply. For `most_computed` see there."""
-        return Guesser(most_computed, {one.name: one.rates.of_reply() for one in self.proposers})
+    def guesser(self, max_computed: int) -> Guesser:
+        """Returns the guesser of a new reply. `max_computed` as in `Guesser`."""
+        return Guesser(max_computed, {one.name: one.rates.of_reply() for one in self.proposers})
 
     def begin(self, reply: Reply) -> None:
         """Prepares for the guesses of a reply whose prompt is about to be computed."""
@@ -76,20 +76,20 @@ class Speculation:
         return next((rows for proposer in self.proposers if (rows := proposer.work_ahead())), 0)
 
     def _best_chain(self, reply: Reply, num_decoding: int) -> ChainProposer | None:
-        """Returns what makes a reply faster than the guesses that it has. One that does not pay is given up, until its
-        rates have faded."""
-        guesser, found = reply.guesser, None
+        """Returns the chain that makes a reply faster than its current guesses; None if there is none. A chain that
+        does not pay is not asked until its rates have faded."""
+        guesser, best_chain = reply.guesser, None
         if reply.room_for_draft < 1:
             return None
         best = speedup(self.times, num_decoding, guesser.chances())
         for chain in self._chains:
             if (rates := guesser.rates.get(chain.name)) is not None:
                 gain = chain.gain(rates, num_decoding)
-                if gain < LEAST_SPEEDUP:
+                if gain < MIN_SPEEDUP:
                     rates.fade()
                 elif gain > best:
-                    found, best = chain, gain
-        return found
+                    best_chain, best = chain, gain
+        return best_chain
 
     def _chances(self, reply: Reply) -> list[float]:
         """Returns the chances of a reply's guesses for `worth_computing`."""

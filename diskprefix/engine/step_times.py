@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 
-from diskprefix.engine.guesser import MOST_ROWS
+from diskprefix.engine.guesser import MAX_GUESSES
 
 _TRIAL_ROWS = 4
 _UNLIKELY = 0.02
@@ -17,16 +17,16 @@ class StepTimes:
     steps without, of the same sequences."""
 
     _FIRST = 0.1
-    """What a row adds before it is measured."""
+    """The time that a row adds before it is measured."""
     _WEIGHT, _FADING, _DRIFT = 0.25, 0.0003, 0.01
-    _MOST_AGE = 64
+    _MAX_AGE = 64
     """The steps with guesses between two without, to compare with."""
     _SOON = 8
     """The steps with guesses of new sequences before the first one without."""
 
     def __init__(self) -> None:
         self._rows, self._times = [1], [1.0]
-        """What is known, by ascending rows."""
+        """The measured times, by ascending rows."""
         self._plain_s, self._plain_rows = 0.0, 1
         """The seconds of recent steps without guesses, 0 if that is not known, and their rows."""
         self._compared: Hashable = None
@@ -36,7 +36,7 @@ class StepTimes:
         self._age = 0
         """The number of their steps with guesses since the last one without."""
         self._trust = 1.0
-        """The weight of what is known. It fades with each step without guesses, so that they are tried again."""
+        """The weight of the measured times. It fades with each step without guesses, so that they are tried again."""
 
     @property
     def row_s(self) -> float:
@@ -44,9 +44,9 @@ class StepTimes:
         return self._plain_s / self.of(self._plain_rows)
 
     @property
-    def most_guesses(self) -> int:
+    def max_guesses(self) -> int:
         """The most guesses that may be computed: a trial is small."""
-        return MOST_ROWS if self._trust == 1 else _TRIAL_ROWS
+        return MAX_GUESSES if self._trust == 1 else _TRIAL_ROWS
 
     def of(self, num_rows: int) -> float:
         """Returns the time of a step of so many rows."""
@@ -55,19 +55,19 @@ class StepTimes:
 
     def _measured(self, num_rows: int) -> float:
         rows, times = self._rows, self._times
-        at = bisect_left(rows, num_rows)
-        if at < len(rows) and rows[at] == num_rows:
-            return times[at]
-        if at == len(rows):
-            slope = (times[-1] - 1) / (rows[-1] - 1) if at > 1 else self._FIRST
+        index = bisect_left(rows, num_rows)
+        if index == len(rows):
+            slope = (times[-1] - 1) / (rows[-1] - 1) if index > 1 else self._FIRST
             return times[-1] + slope * (num_rows - rows[-1])
-        share = (num_rows - rows[at - 1]) / (rows[at] - rows[at - 1])
-        return times[at - 1] + share * (times[at] - times[at - 1])
+        if rows[index] == num_rows:
+            return times[index]
+        share = (num_rows - rows[index - 1]) / (rows[index] - rows[index - 1])
+        return times[index - 1] + share * (times[index] - times[index - 1])
 
     def needs_plain_step(self, sequences: Hashable) -> bool:
         """Returns True if a step of these sequences without guesses is needed for comparison."""
         age = self._age if sequences == self._sequences else 0
-        return self._compared is None or age >= (self._MOST_AGE if sequences == self._compared else self._SOON)
+        return self._compared is None or age >= (self._MAX_AGE if sequences == self._compared else self._SOON)
 
     def record_step(self, sequences: Hashable, num_rows: int, num_guessed: int, seconds: float) -> None:
         """Records a step. `num_rows` counts all of its rows, with guesses. `sequences` identifies its sequences."""
@@ -86,15 +86,15 @@ class StepTimes:
 
     def _measure(self, num_rows: int, seconds: float) -> None:
         expected = self.of(num_rows)
-        found = min(max(seconds / self.row_s, 1.0), 3 * expected)
-        at = bisect_left(self._rows, num_rows)
-        if at == len(self._rows) or self._rows[at] != num_rows:
-            self._rows.insert(at, num_rows)
-            self._times.insert(at, expected + 0.5 * (found - expected))
+        measured = min(max(seconds / self.row_s, 1.0), 3 * expected)
+        index = bisect_left(self._rows, num_rows)
+        if index == len(self._rows) or self._rows[index] != num_rows:
+            self._rows.insert(index, num_rows)
+            self._times.insert(index, expected + 0.5 * (measured - expected))
         else:
-            self._times[at] += self._WEIGHT * (found - expected)
-        # What is not measured any more gets the time of a linear function.
-        slope = (self._times[at] - 1) / (num_rows - 1)
+            self._times[index] += self._WEIGHT * (measured - expected)
+        # The times of other rows drift to a line, in case they are not measured any more.
+        slope = (self._times[index] - 1) / (num_rows - 1)
         self._times = [
             time if rows == num_rows else time + self._DRIFT * (1 + slope * (rows - 1) - time)
             for rows, time in zip(self._rows, self._times, strict=True)
@@ -102,12 +102,12 @@ class StepTimes:
 
 
 def speedup(times: StepTimes, num_sequences: int, chances: Iterable[float], guess_cost: float = 0.0) -> float:
-    """Returns how many times as fast decoding is with the best number of guesses for each of some sequences. `chances`
-    are those that a guess and all before it are right. `guess_cost` is the time of a guess for all, in those of
-    `times`."""
+    """Returns how many times as fast decoding is with the best number of guesses for each of `num_sequences`. `chances`
+    are the chances that a guess and all before it are right. `guess_cost` is the time of one guess for all sequences,
+    in the unit of `times`."""
     plain = times.of(num_sequences)
     best = tokens = 1.0
-    for count, chance in zip(range(1, MOST_ROWS // num_sequences + 1), chances, strict=False):
+    for count, chance in zip(range(1, MAX_GUESSES // num_sequences + 1), chances, strict=False):
         if chance < _UNLIKELY:
             break
         tokens += chance
@@ -122,7 +122,7 @@ def worth_computing(chances: Sequence[Sequence[float]], times: StepTimes) -> lis
     # The chances of a sequence descend.
     likeliest = sorted((-chance, number) for number, of_one in enumerate(chances) for chance in of_one)
     best, num_computed = num_tokens / times.of(len(chances)) if chances else 0.0, 0
-    for count, (chance, _) in enumerate(likeliest[: times.most_guesses], start=1):
+    for count, (chance, _) in enumerate(likeliest[: times.max_guesses], start=1):
         num_tokens -= chance
         rate = num_tokens / times.of(len(chances) + count)
         if rate > best:

@@ -1,4 +1,4 @@
-"""Ends the thought of a reply in time: its closing tag takes the place of what the model would go on with."""
+"""Ends the thought of a reply in time: its closing tag replaces the tokens that the model would sample."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class ThoughtBudget:
     """The most tokens of a reply's thoughts.
 
-    `closing` are the tokens that end a thought; they count too. `new_watch` makes, for one reply, a function that takes
-    each piece of its text and returns whether the reply is in a thought; of "" it says whether the prompt opened one.
+    `closing` are the tokens that end a thought; they count too. `new_watch` makes a function for one reply, which takes
+    each piece of its text and returns whether the reply is in a thought; for "", whether the prompt opened one.
     """
 
     max_tokens: int
@@ -29,7 +29,7 @@ class ThoughtLimit:
         self._is_open = self._watch("")
         self._forced: list[int] = []
         self._is_closed = False
-        """True behind a forced end, until the reply is seen to go on with something else."""
+        """True after a forced end, until the watch sees that the thought is over."""
 
     @property
     def forced(self) -> int | None:
@@ -39,7 +39,7 @@ class ThoughtLimit:
         return self._forced[0] if self._forced else None
 
     def record(self, text: str) -> None:
-        """Notes that a token came, and the text that it completed."""
+        """Records a token by the text that it completed."""
         del self._forced[:1]
         self._is_open = self._watch(text)
         if self._is_open:

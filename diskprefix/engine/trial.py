@@ -1,9 +1,9 @@
 """Tries constraints: compiles each in another process first, within limits of time and memory.
 
-llguidance bounds the time of each mask, but not of compiling: patterns whose disjointness is proven, for example, or an
-`allOf` of them. Such a call cannot be interrupted, and a thread cannot be killed. So the engine compiles a constraint
-only after a trial has succeeded. A small server holds the tokenizer and forks for each trial. The kernel ends a trial
-that exceeds its limits.
+llguidance bounds the time of each mask, but not the time to compile, for example, patterns whose disjointness it
+proves. Such a call cannot be interrupted, and a thread cannot be killed. So the engine compiles a constraint only after
+a trial has succeeded. A small server holds the tokenizer and forks for each trial. The kernel ends a trial that exceeds
+its limits.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from diskprefix.errors import DiskPrefixError, InvalidRequest
 
 log = logging.getLogger("diskprefix")
 
-_MOST_CPU_S, _EXPLAINING_CPU_S = 3, 1
+_MAX_CPU_S, _EXPLAINING_CPU_S = 3, 1
 """The processor time for a compilation, and for finding the place of an error."""
-_MOST_WALL_S = 20
+_MAX_WALL_S = 20
 """The time for both, however busy the machine is."""
-_MOST_BYTES = 512 << 20
+_MAX_BYTES = 512 << 20
 """The memory that a trial may allocate."""
 _LENGTH_BYTES = 8
 _SERVER = "import sys; from diskprefix.engine.trial import serve; serve(int(sys.argv[1]))"
@@ -66,8 +66,8 @@ class Trials:
     def run(
         self, constraint: Constraint, param: str, parts: Mapping[str, str], strict: Collection[str]
     ) -> dict[str, Loosened]:
-        """Tries a constraint that is made of the schemas in `parts`. Returns {} if it can be compiled. If some of its
-        schemas cannot, returns those by their keys, loosened: the caller makes another constraint of them.
+        """Tries a constraint that is made of the schemas in `parts`. Returns {} if it can be compiled. If some of the
+        schemas cannot, returns these by their keys, loosened, so that the caller can make another constraint of them.
 
         Raises `InvalidRequest` for a constraint that cannot be compiled within the limits, with a path below `param`,
         or below the key of a part at fault that is among `strict`. Raises `DiskPrefixError` if no trial is possible.
@@ -83,7 +83,7 @@ class Trials:
         if "failed" in last:
             raise DiskPrefixError(f"the constraint could not be tried: {last['failed']}")
         if "compiled" not in last:
-            message = f"is too complex to be compiled: it takes more than {_MOST_CPU_S} s or {_MOST_BYTES >> 20} MiB"
+            message = f"is too complex to be compiled: it takes more than {_MAX_CPU_S} s or {_MAX_BYTES >> 20} MiB"
             raise InvalidRequest(f"{param}: {message}", param=param, code="constraint_too_complex")
         return {path: Loosened(*one) for path, one in last["compiled"].items()}
 
@@ -106,16 +106,17 @@ class Trials:
                 with suppress(OSError):
                     ours.sendall(question)
                     ours.shutdown(socket.SHUT_WR)
-                if answer := _received(ours):
-                    return answer.splitlines()
-            self._wait_for_death()
+                answer = bytearray()
+                with suppress(OSError):
+                    while piece := ours.recv(1 << 16):
+                        answer += piece
+                if answer:
+                    return bytes(answer).splitlines()
+            # A server that has closed its sockets ends, so that another is started.
+            with self._lock, suppress(subprocess.TimeoutExpired):
+                if self._server is not None:
+                    self._server.wait(_DYING_S)
         return []
-
-    def _wait_for_death(self) -> None:
-        """Waits until a server that has closed its sockets has ended, so that another is started."""
-        with self._lock, suppress(subprocess.TimeoutExpired):
-            if self._server is not None:
-                self._server.wait(_DYING_S)
 
     def _hand_over(self, theirs: socket.socket) -> bool:
         """Gives a socket to the server, and starts one if there is none. Returns True if it took the socket."""
@@ -165,20 +166,12 @@ class Trials:
         server.wait()
 
 
-def _received(channel: socket.socket) -> bytes:
-    data = bytearray()
-    with suppress(OSError):
-        while piece := channel.recv(1 << 16):
-            data += piece
-    return bytes(data)
-
-
 # The process of the server, and a trial in a fork of it.
 
 
 def serve(control_fd: int) -> None:
     """Forks for each socket that arrives, until the other side is gone."""
-    # The engine goes first: see `server.threads`.
+    # The engine has precedence: see `server.threads`.
     with suppress(OSError):
         os.nice(10)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -211,16 +204,16 @@ def _try_alone(tokenizer: LLTokenizer, fd: int) -> None:
         # Hides the message of a Rust panic.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.setitimer(signal.ITIMER_REAL, _MOST_WALL_S)
+        signal.setitimer(signal.ITIMER_REAL, _MAX_WALL_S)
         _limit_memory()
         with socket.socket(fileno=fd) as channel, channel.makefile("rwb") as stream:
-            # An answer without any line means that there is no server.
+            # A first line, because an answer without any line means that there is no server.
             _send(stream, {})
             try:
                 _try(tokenizer, json.loads(stream.read()), stream)
             except MemoryError:
                 pass
-            except Exception as error:  # noqa: BLE001 (the other side tells it)
+            except Exception as error:  # noqa: BLE001 (the other side raises it)
                 _send(stream, {"failed": repr(error)})
     finally:
         os._exit(0)
@@ -232,10 +225,10 @@ def _send(stream: Any, answer: dict[str, Any]) -> None:
 
 
 def _limit_memory() -> None:
-    """Makes allocations fail beyond `_MOST_BYTES` from now on. Without /proc there is no limit."""
+    """Makes allocations fail beyond `_MAX_BYTES` from now on. Without /proc there is no limit."""
     with suppress(OSError):
         own_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (own_bytes + _MOST_BYTES,) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (own_bytes + _MAX_BYTES,) * 2)
 
 
 def _limit_cpu(seconds: int) -> None:
@@ -247,12 +240,14 @@ def _limit_cpu(seconds: int) -> None:
 
 def _try(tokenizer: LLTokenizer, question: dict[str, Any], stream: Any) -> None:
     constraint, param = Constraint(kind=question["kind"], source=question["source"]), question["param"]
-    _limit_cpu(_MOST_CPU_S)
+    _limit_cpu(_MAX_CPU_S)
     try:
         for path in question["strict"]:
-            _require_compiled(tokenizer, question["parts"][path], path)
+            part = Constraint(kind="json_schema", source=question["parts"][path])
+            if reason := reason_against(tokenizer, part, path):
+                raise explained(part, path, reason)
         parts = question["parts"].items()
-        # Before the compilation, which would take too long, or would promise what a reply need not keep.
+        # Not compiled: that would take too long, or a reply need not keep what the schema says.
         reason = next((excess for _, schema in parts if (excess := excess_of(schema))), "")
         if not (reason or (reason := reason_against(tokenizer, constraint, param))):
             _send(stream, {"compiled": {}})
@@ -260,15 +255,9 @@ def _try(tokenizer: LLTokenizer, question: dict[str, Any], stream: Any) -> None:
         # The last line counts: a better answer may follow in time.
         _send(stream, {"error": f"{param}: {reason}", "param": param})
         _limit_cpu(_EXPLAINING_CPU_S)
-        made = {path: loosened(tokenizer, schema) for path, schema in parts}
-        if not (changed := {path: one for path, one in made.items() if one.left_out}):
+        schemas = {path: loosened(tokenizer, schema) for path, schema in parts}
+        if not (changed := {path: schema for path, schema in schemas.items() if schema.left_out}):
             raise explained(constraint, param, reason)
         _send(stream, {"compiled": changed})
     except InvalidRequest as error:
         _send(stream, {"error": error.message, "param": error.param})
-
-
-def _require_compiled(tokenizer: LLTokenizer, schema: str, path: str) -> None:
-    part = Constraint(kind="json_schema", source=schema)
-    if reason := reason_against(tokenizer, part, path):
-        raise explained(part, path, reason)

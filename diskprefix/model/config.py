@@ -23,11 +23,14 @@ class Tempering(NamedTuple):
 class LayerConfig:
     """One layer. `mixer` is what computes from other tokens, `feed_forward` what follows. `window` and `chunk` are in
     tokens, 0 without; `rotary` names its positions, None without. `places` are its parts in memory, by their names in
-    the layout."""
+    the layout: those of a layer before it if it only reads them. A gate is cut off `cut_off` deviations above the mean
+    of its row."""
 
     places: Mapping[str, Location]
     mixer: Literal["attention", "latent"] = "attention"
-    feed_forward: Literal["gated", "mixture"] = "gated"
+    feed_forward: Literal["gated", "mixture", "gated beside mixture"] = "gated"
+    only_reads: bool = False
+    cut_off: float = 0.0
     window: int = 0
     chunk: int = 0
     rotary: str | None = ""
@@ -61,13 +64,14 @@ class LatentConfig:
 class DecoderConfig:
     """A decoder. The fields have transformers' names where it has one. `norms` are before a part of a layer, around it
     or behind it. With `has_head_norms`, queries and keys have a norm a head, with `has_row_norms` one of all heads. The
-    unweighted ones are of heads that are turned. `attention_gate` is the function of a gate behind attention.
+    unweighted ones are of heads that are turned, and of values. With `has_layer_inputs` each layer has embeddings of
+    its own, with `has_layer_scales` a factor. Several streams of hidden states are predicted and corrected (AltUp).
+    `attention_gate` is the function of a gate behind attention.
     `sees_pictures`: in which layers the tokens of a picture see each other. Behind the first `deepstack` layers,
     further levels of an encoder are added."""
 
     vocab_size: int
     num_attention_heads: int
-    head_dim: int
     layers: tuple[LayerConfig, ...]
     rotary: Mapping[str, Rotary]
     norm: NormKind = "rms"
@@ -77,6 +81,10 @@ class DecoderConfig:
     has_row_norms: bool = False
     has_unweighted_norms: bool = False
     has_norms_behind_rotary: bool = False
+    has_value_norms: bool = False
+    has_layer_inputs: bool = False
+    has_layer_scales: bool = False
+    num_streams: int = 1
     value_multiplier: float = 1.0
     attention_gate: str = ""
     has_joined_gate_up: bool = False
@@ -86,8 +94,14 @@ class DecoderConfig:
     scale: float = 1.0
     softcap: float = 0.0
     embedding_multiplier: float = 1.0
+    layer_input_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0
     sees_pictures: str = ""
     deepstack: int = 0
+
+    @property
+    def num_writing(self) -> int:
+        """Returns the number of layers up to the last one that writes to memory. Behind it, rows count alone."""
+        return max((number for number, layer in enumerate(self.layers, 1) if not layer.only_reads), default=0)

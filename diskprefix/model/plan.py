@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,9 +154,8 @@ class ExpertRoutes(NamedTuple):
 class RotaryAngles(NamedTuple):
     """The cosines and sines of the step's positions, [rows, half]."""
 
-    cosines: int
-    sines: int
-    half: int
+    cosines: Buffer
+    sines: Buffer
     is_paired: int
     first: int
 
@@ -209,11 +210,12 @@ class Location:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Consecutive tokens of one sequence: their first position, their number, the addresses of the page addresses of
-    each table, and the spans of pictures."""
+    """Consecutive tokens of one sequence: their first position, their number, that of the last ones, which get logits,
+    the addresses of the page addresses of each table, and the spans of pictures."""
 
     start: int
     num_rows: int
+    num_logits: int
     tables: Sequence[int]
     spans: array[int]
 
@@ -248,7 +250,8 @@ class ComputePlan:
         self._free: dict[int, list[int]] = {}
         self._kept: list[Any] = []
         self._scratch: list[tuple[int, int]] | None = None
-        self._ids = self._numbers(max_rows)
+        self._ids_below = defaultdict[int, np.ndarray](lambda: self._numbers(max_rows))
+        """The step's tokens for tables of so many rows."""
         self._logit_rows = self._numbers(max_rows)
         self._positions = self._numbers(_MAX_AXES * max_rows).reshape(_MAX_AXES, max_rows)
         self._of_pictures: list[calls.ScatterCall] = []
@@ -281,23 +284,25 @@ class ComputePlan:
         if rows.item_bytes == 4:
             return rows
         self._require(rows.width == rows.stride, "numbers that do not lie side by side")
-        out = self.rows(rows.width, item_bytes=4)
+        out = self.rows(rows.width, is_of_logits=rows.is_of_logits, item_bytes=4)
         self._add(calls.WIDEN, out, calls.WideningCall(width=rows.width, rows=rows.address, out=out.address))
         return out
 
     def embeddings(self, table: Matrix | DenseMatrix) -> Buffer:
-        """Returns the rows of a table that the step's tokens have."""
-        self._require(table.rows >= self.vocab_size, "a table of fewer tokens")
+        """Returns the rows of a table that the step's tokens have: the first one for tokens that it lacks."""
+        ids = self._ids_below[min(table.rows, self.vocab_size)]
         out = self.rows(table.columns)
         if isinstance(table, Matrix):
             self._kept.append(table)
-            self._add(calls.LOOK_UP, out, calls.LookupCall(ids=_at(self._ids), matrix=table.address, out=out.address))
+            self._add(calls.LOOK_UP, out, calls.LookupCall(ids=_at(ids), matrix=table.address, out=out.address))
         else:
-            self._pick(table.weight.address, self._ids, out, table.weight)
+            self._pick(table.weight.address, ids, out, table.weight)
         return out
 
     def that_get_logits(self, rows: Buffer) -> Buffer:
         """Returns those of the rows that get logits."""
+        if rows.is_of_logits:
+            return rows
         out = self.rows(rows.width, is_of_logits=True)
         self._pick(rows.address, self._logit_rows, out)
         return out
@@ -356,14 +361,26 @@ class ComputePlan:
         of_head, to_head = matrices.rows + behind, matrices.columns + behind
         out = self.rows(matrices.heads * to_head)
         self._heads_times(rows, of_head, matrices, out, to_head, is_turned=False)
+        self._copy(rows, matrices.heads, behind, (matrices.rows, of_head), out, (matrices.columns, to_head))
+        return out
+
+    def copy(self, rows: Buffer) -> Buffer:
+        """Returns the same rows in a buffer of their own."""
+        out = self.rows(rows.width, is_of_logits=rows.is_of_logits, item_bytes=rows.item_bytes)
+        self._copy(rows, 1, rows.width, (0, 0), out, (0, 0))
+        return out
+
+    def _copy(
+        self, rows: Buffer, heads: int, count: int, from_: tuple[int, int], out: Buffer, to: tuple[int, int]
+    ) -> None:
+        """Copies `count` numbers of each head: `from_` and `to` are the first one, and numbers from head to head."""
+        size = rows.item_bytes
         call = calls.CopyCall(
-            num_heads=matrices.heads, num_bytes=behind * self.item_bytes,
-            source=rows.address + matrices.rows * self.item_bytes, row_bytes=rows.stride * self.item_bytes,
-            head_bytes=of_head * self.item_bytes, out=out.address + matrices.columns * self.item_bytes,
-            out_row_bytes=out.stride * self.item_bytes, out_head_bytes=to_head * self.item_bytes,
+            num_heads=heads, num_bytes=count * size, source=rows.address + from_[0] * size,
+            row_bytes=rows.stride * size, head_bytes=from_[1] * size, out=out.address + to[0] * size,
+            out_row_bytes=out.stride * size, out_head_bytes=to[1] * size,
         )  # fmt: skip
         self._add(calls.COPY, rows, call)
-        return out
 
     def into_rows(self, rows: Buffer, matrices: HeadMatrices) -> Buffer:
         """Returns the numbers of each head times the rows of its matrix: [heads × columns] becomes [heads × rows]."""
@@ -396,7 +413,12 @@ class ComputePlan:
             cosines=cosines.address, sines=sines.address,
         )  # fmt: skip
         self._add(calls.ANGLES, cosines, call, frequencies, axes)
-        return RotaryAngles(cosines.address, sines.address, half, rotary.is_paired, rotary.first)
+        return RotaryAngles(cosines, sines, rotary.is_paired, rotary.first)
+
+    def angles_of_logits(self, angles: RotaryAngles) -> RotaryAngles:
+        """Returns the angles of the rows that get logits."""
+        cosines, sines = self.that_get_logits(angles.cosines), self.that_get_logits(angles.sines)
+        return angles._replace(cosines=cosines, sines=sines)
 
     def heads(
         self,
@@ -415,8 +437,10 @@ class ComputePlan:
         if norm is not None:
             call.norm, call.norm_kind, call.epsilon = norm.weight.address, norm.kind, norm.epsilon
         if angles is not None:
-            self._require(angles.first + 2 * angles.half <= dim and 2 * angles.half <= _MAX_ROTARY, "angles of others")
-            call.cosines, call.sines, call.half = angles.cosines, angles.sines, angles.half
+            half = angles.cosines.width
+            self._require(angles.first + 2 * half <= dim and 2 * half <= _MAX_ROTARY, "angles of others")
+            self._require(angles.cosines.is_of_logits == rows.is_of_logits, "angles of other rows")
+            call.cosines, call.sines, call.half = angles.cosines.address, angles.sines.address, half
             call.is_paired, call.rotary_first = angles.is_paired, angles.first
         if to is not None:
             self._require(to.has_room(call.num_heads, dim, self.item_bytes), "memory of another form")
@@ -446,7 +470,7 @@ class ComputePlan:
         has_room = all(memory.has_room(num_kv_heads, dim, self.item_bytes) for memory, dim in sizes)
         self._require(keys.table == values.table and num_heads % num_kv_heads == 0, "attention of other heads")
         self._require(has_room, "memory of another form")
-        out = self.rows(num_heads * value_dim)
+        out = self.rows(num_heads * value_dim, is_of_logits=query.is_of_logits)
         attention = calls.AttentionCall(
             dtype=self.dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim,
             window=window, chunk=chunk, query=query.address, query_head_stride=key_dim, query_row_stride=query.stride,
@@ -472,14 +496,14 @@ class ComputePlan:
         self._add(calls.GATE, gate, call, table)
         return out
 
-    def routes(self, logits: Buffer, router: Router, bias: Weight | None) -> ExpertRoutes:
-        """Returns the experts that a router chooses by its logits. `bias` is float32 [experts]."""
+    def routes(self, logits: Buffer, router: Router, bias: Weight | None, scales: Weight | None = None) -> ExpertRoutes:
+        """Returns the experts that a router chooses by its logits. `bias` and `scales` are float32 [experts]."""
         count, groups = router.num_chosen, router.groups
         allowed = logits.width // groups * (router.groups_chosen if groups > 1 else 1)
         self._require(
             0 < count <= allowed and logits.width % groups == 0 and router.groups_chosen <= groups <= calls.MAX_GROUPS
             and (groups == 1 or router.of_group <= logits.width // groups) and logits.width == logits.stride
-            and (bias is None or bias.shape == (logits.width,)),
+            and all(one is None or one.shape == (logits.width,) for one in (bias, scales)),
             "a router of other experts",
         )  # fmt: skip
         found = ExpertRoutes(self._memory(self.max_rows * count * 8), self._memory(self.max_rows * count * 4), count)
@@ -487,17 +511,18 @@ class ComputePlan:
             dtype=self._dtype_of(logits), num_experts=logits.width, num_chosen=count,
             scores=calls.SCORES[router.scores], groups=groups, groups_chosen=router.groups_chosen,
             of_group=router.of_group, is_normed=router.is_normed, logits=logits.address,
-            bias=0 if bias is None else bias.address, floor=router.floor, factor=router.factor,
+            bias=0 if bias is None else bias.address, scales=0 if scales is None else scales.address,
+            floor=router.floor, factor=router.factor,
             softcap=router.softcap, threshold=router.threshold, chosen=found.chosen, weights=found.weights,
         )  # fmt: skip
-        self._add(calls.ROUTE, logits, call, bias)
+        self._add(calls.ROUTE, logits, call, bias, scales)
         return found
 
     def experts(
         self, rows: Buffer, routes: ExpertRoutes, experts: PackedExperts | DenseExperts, gating: Gating
     ) -> Buffer:
         """Returns the sum of the experts of each row, down × (function(gate) × up_function(up)) times its weight."""
-        out = self.rows(rows.width)
+        out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
         self._require(rows.width == rows.stride, "experts of other rows")
         is_short = self.dtype == calls.BFLOAT16
         curves = [gating.table(name) if is_short else None for name in (gating.function, gating.up_function)]
@@ -561,6 +586,42 @@ class ComputePlan:
         )
         self._add(calls.SUM, out, call)
 
+    def mix(
+        self, base: Buffer, rows: Sequence[Buffer], factors: Buffer, *, offset: float = 0.0, out: Buffer | None = None
+    ) -> Buffer:
+        """Returns base + Σ (factor + offset) × rows, with a factor of each row for each of `rows`."""
+        everything, width = [base, *rows], base.width
+        out = out or self.rows(width, is_of_logits=base.is_of_logits)
+        self._require(len(rows) == factors.width <= calls.MAX_STREAMS, "streams of others")
+        self._require(all(one.width == one.stride == width for one in (*everything, out)), "streams of other rows")
+        call = calls.MixCall(
+            dtype=self.dtype, width=width, count=len(rows), factors=factors.address, factor_stride=factors.stride,
+            offset=offset, base=base.address, out=out.address,
+        )  # fmt: skip
+        call.rows[: len(rows)] = [one.address for one in rows]
+        self._add(calls.MIX, base, call)
+        return out
+
+    def level(self, rows: Buffer, like: Buffer) -> None:
+        """Gives rows the root mean square of those of `like`, in place."""
+        self._require(rows.width == rows.stride == like.width == like.stride, "levels of other rows")
+        call = calls.LevelingCall(dtype=self.dtype, width=rows.width, like=like.address, rows=rows.address)
+        self._add(calls.LEVEL, rows, call)
+
+    def cut_off(self, rows: Buffer, deviations: float) -> None:
+        """Takes the mean and so many standard deviations of a row from its numbers, in place, down to 0."""
+        self._require(rows.width == rows.stride, "numbers that do not lie side by side")
+        self._add(
+            calls.CUT_OFF,
+            rows,
+            calls.CutOffCall(dtype=self.dtype, width=rows.width, deviations=deviations, rows=rows.address),
+        )
+
+    def weighed(self, rows: Buffer, weight: Weight) -> Buffer:
+        """Returns each row times a vector."""
+        self._require(weight.shape == (rows.width,), "a vector of other rows")
+        return self.gated(Buffer(weight.address, rows.width, 0, rows.item_bytes, rows.is_of_logits), rows, "identity")
+
     def pictures(self, rows: Buffer, level: int = 0) -> None:
         """Puts the encoder's rows in the place of those of pictures, or adds those of a further level to them."""
         call = calls.ScatterCall(dtype=self.dtype, width=rows.width, adds=level > 0, rows=rows.address)
@@ -605,21 +666,24 @@ class ComputePlan:
         self,
         runs: Sequence[PlannedRun],
         ids: np.ndarray,
-        logit_rows: np.ndarray,
         positions: np.ndarray,
         threads: int,
         pictures: EncodedRows | None = None,
     ) -> None:
         """Computes a step: `logits` and `hidden` have its results until the next one.
 
-        `ids` are int64 [rows], `positions` [1, rows] or [3, rows], `logit_rows` the numbers of the rows that get
-        logits. Memory must have room for the rows. Raises `IndexError` for a token that is none, `MemoryError`.
+        `ids` are int64 [rows], `positions` [1, rows] or [3, rows]. Memory must have room for the rows. Raises
+        `IndexError` for a token that is none, `MemoryError`.
         """
-        num_rows, num_logits = len(ids), len(logit_rows)
+        num_rows, num_logits = len(ids), sum(run.num_logits for run in runs)
         self._require(0 < num_rows <= self.max_rows and num_logits <= num_rows, "a step of more rows than the plan has")
+        ends = accumulate(run.num_rows for run in runs)
+        logit_rows = [np.arange(end - run.num_logits, end) for end, run in zip(ends, runs, strict=True)]
         if not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise IndexError(f"a token is none of the {self.vocab_size}: {ids.min()} or {ids.max()}")
-        self._ids[:num_rows], self._logit_rows[:num_logits] = ids, logit_rows
+        self._logit_rows[:num_logits] = np.concatenate(logit_rows)
+        for count, found in self._ids_below.items():
+            found[:num_rows] = np.where(ids < count, ids, 0)
         self._positions[:, :num_rows] = positions
         for level, call in enumerate(self._of_pictures):
             call.count = 0 if pictures is None else len(pictures.numbers)
@@ -629,7 +693,7 @@ class ComputePlan:
         described = (calls.PlanRun * len(runs))()
         for place, run, table in zip(described, runs, tables, strict=True):
             spans = run.spans.buffer_info()[0]
-            place.__init__(run.start, run.num_rows, spans, len(run.spans) // 2, table.buffer_info()[0])
+            place.__init__(run.start, run.num_rows, run.num_logits, spans, len(run.spans) // 2, table.buffer_info()[0])
         step = calls.PlanStep(
             *(num_rows, num_logits, len(runs), self._page_tokens, ctypes.addressof(described), threads),
             self._operators.parallel_for,

@@ -61,6 +61,18 @@ class Slots:
         found: torch.Tensor | None = self._found(name)
         return None if found is None else _weight(found.flatten(), torch.float32)
 
+    def has(self, name: str) -> bool:
+        """Returns whether there is a module or tensor."""
+        return self._found(name) is not None
+
+    def vector(self, name: str) -> Weight:
+        """Returns a vector in the type of the plan."""
+        return _weight(self._found(name), self._model.dtype)
+
+    def factor(self, name: str) -> float:
+        """Returns a number."""
+        return float(self._found(name))
+
     def experts(self, name: str) -> PackedExperts | DenseExperts:
         """Returns the experts of a mixture."""
         module = self._found(name)
@@ -112,7 +124,7 @@ class Slots:
         """Returns a norm."""
         module = self._found(name)
         kind, epsilon = self._norm
-        weight = _weight(module.weight, self._model.dtype)
+        weight = _weight(getattr(module, "weight", module), self._model.dtype)
         return WeightedNorm(weight, kind, getattr(module, "variance_epsilon", epsilon))
 
     def unweighted_norm(self, width: int) -> WeightedNorm:

@@ -15,13 +15,13 @@ FUNCTIONS |= {"softplus": 8, "limited_silu": 9, "limited_and_one": 10}
 """Numbers of `Function`."""
 
 LOOK_UP, PICK, NORM, PRODUCT, DENSE, ANGLES, HEADS, ATTEND, GATE, SUM, SCATTER = range(11)
-ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN, COPY, TEMPER = range(11, 17)
+ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN, COPY, TEMPER, MIX, LEVEL, CUT_OFF = range(11, 20)
 """Numbers of `OperationKind`."""
 
 SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3, "sparse_mixer": 4}
 """Numbers of `Scores`."""
 
-MAX_MATRICES, MAX_GROUPS = 3, 64
+MAX_MATRICES, MAX_GROUPS, MAX_STREAMS = 3, 64, 4
 
 _TYPES = {"*": ctypes.c_void_p, "%": ctypes.c_double}
 _THREADS = " num_threads *parallel_for"
@@ -113,8 +113,8 @@ class ScatterCall(ctypes.Structure):
 
 class RouterCall(ctypes.Structure):
     _fields_ = _fields(
-        "dtype num_rows num_experts num_chosen scores groups groups_chosen of_group is_normed *logits *bias %floor"
-        " %factor %softcap %threshold *chosen *weights" + _THREADS
+        "dtype num_rows num_experts num_chosen scores groups groups_chosen of_group is_normed *logits *bias *scales"
+        " %floor %factor %softcap %threshold *chosen *weights" + _THREADS
     )
 
 
@@ -147,6 +147,22 @@ class CopyCall(ctypes.Structure):
     )
 
 
+class MixCall(ctypes.Structure):
+    _fields_ = (
+        *_fields("dtype num_rows width count"),
+        ("rows", ctypes.c_void_p * MAX_STREAMS),
+        *_fields("*factors factor_stride %offset *base *out" + _THREADS),
+    )
+
+
+class LevelingCall(ctypes.Structure):
+    _fields_ = _fields("dtype num_rows width *like *rows" + _THREADS)
+
+
+class CutOffCall(ctypes.Structure):
+    _fields_ = _fields("dtype num_rows width %deviations *rows" + _THREADS)
+
+
 class Operation(ctypes.Structure):
     _fields_ = _fields("kind is_of_logits *call")
 
@@ -158,7 +174,7 @@ class Operations(ctypes.Structure):
 
 
 class PlanRun(ctypes.Structure):
-    _fields_ = _fields("start num_rows *spans num_spans *tables")
+    _fields_ = _fields("start num_rows num_logits *spans num_spans *tables")
 
 
 class PlanStep(ctypes.Structure):

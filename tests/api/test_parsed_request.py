@@ -20,7 +20,7 @@ from diskprefix.chat.messages import Conversation, JsonObject, Message
 from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, OutputParser, ReasoningDelta, ThoughtTags
 from diskprefix.engine.constrained_reply import ConstraintCompiler
-from diskprefix.engine.kept_schema import MOST_CHARS
+from diskprefix.engine.kept_schema import MAX_CHARS
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.body import parse_json
@@ -234,7 +234,7 @@ def test_a_schema_that_is_too_long_is_refused_before_it_is_read(
     compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diskprefix.api.parsed_request.with_any_of", None)
-    too_long = TextFormat("json_schema", json.dumps({"enum": ["x" * MOST_CHARS]}), "text")
+    too_long = TextFormat("json_schema", json.dumps({"enum": ["x" * MAX_CHARS]}), "text")
     with pytest.raises(InvalidRequest, match=r"^text: has \d+ characters; at most"):
         found(compiler, text_format=too_long)
 

@@ -589,15 +589,15 @@ def test_a_request_does_not_wait_for_what_is_fetched_ahead(draft: Engine) -> Non
 def test_what_was_purged_is_not_computed_ahead(folders: tuple[Path, Path], tmp_path: Path) -> None:
     engine = drafting(folders, tmp_path / "kv")
     model, num_rows = drafter(engine), list[int]()
-    worked_ahead = model._worked_ahead
+    compute_ahead = model._compute_ahead
 
     def purging() -> int:
-        num_rows.append(worked_ahead())
+        num_rows.append(compute_ahead())
         if len(num_rows) == 1:
             engine.cache.purge(PurgeFilter())
         return num_rows[-1]
 
-    with patch.object(model, "_worked_ahead", purging), patch.object(proposer(engine), "_pays", return_value=False):
+    with patch.object(model, "_compute_ahead", purging), patch.object(proposer(engine), "_pays", return_value=False):
         run_together(engine, [request(tokens(300, 26), max_tokens=4)])
         with running(engine) as inbox:
             wait_for(lambda: not model._lacking and model._ahead is None)
@@ -635,7 +635,7 @@ def test_what_has_expired_is_not_computed_ahead(draft: Engine) -> None:
     with (
         over,
         patch.object(proposer(draft), "_pays", return_value=False),
-        patch.object(model, "_worked_ahead", return_value=0) as worked,
+        patch.object(model, "_compute_ahead", return_value=0) as worked,
         running(draft) as inbox,
     ):
         Client(inbox, request(tokens(100, 27), max_tokens=4))

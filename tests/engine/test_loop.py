@@ -20,7 +20,7 @@ from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest
 from diskprefix.engine.constrained_reply import forbidden_by
 from diskprefix.engine.forward import forward
 from diskprefix.engine.loop import Engine
-from diskprefix.engine.request import DoneEvent
+from diskprefix.engine.request import DoneEvent, ReadEvent, Reading
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
@@ -340,8 +340,10 @@ def test_where_memory_is_for_few_all_are_served_and_what_never_fits_fails_alone(
 def test_choices_of_which_one_loses_the_prompts_memory_are_all_the_same(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first has ended, the second has its memory, the third waits for it, and an older request takes it away."""
-    old, many = request(tokens(990, 1), max_tokens=100), request(tokens(1000, 2), max_tokens=20, n=3)
+    """The first has ended, the second has its memory, the third waits for it, and an older request takes it away. Pages
+    that are saved would be freed first."""
+    old = request(tokens(990, 1), max_tokens=100, save=False)
+    many = request(tokens(1000, 2), max_tokens=20, n=3, save=False)
     expected = alone(engine, old).tokens, alone(engine, many).tokens
     bound_memory(engine.pages, 2 * engine.pages.pool.sequence_bytes(1024))
     caplog.set_level("INFO")
@@ -351,25 +353,49 @@ def test_choices_of_which_one_loses_the_prompts_memory_are_all_the_same(
     assert "others need its memory" in caplog.text
 
 
+def refuse_room(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
+    """Has a sequence get no room for so many tokens, once."""
+    make_room, refused = KVSequence.make_room, list[int]()
+
+    def refusing(self: KVSequence, end: int) -> bool:
+        if end != num_tokens or refused:
+            return make_room(self, end)
+        refused.append(end)
+        return False
+
+    monkeypatch.setattr(KVSequence, "make_room", refusing)
+
+
 def test_a_reply_that_loses_its_memory_while_nothing_else_runs_begins_again_at_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of it is saved, so no writer gives pages back, and nothing that expires ends the wait."""
     monkeypatch.setattr(Housekeeping, "maintain", lambda _: None)
-    one, make_room = request(tokens(100), save=False), KVSequence.make_room
-    expected, refused = alone(engine, one).tokens, list[int]()
-
-    def refusing_once(self: KVSequence, end: int) -> bool:
-        if end != 105 or refused:
-            return make_room(self, end)
-        refused.append(end)
-        return False
-
-    monkeypatch.setattr(KVSequence, "make_room", refusing_once)
+    one = request(tokens(100), save=False)
+    expected = alone(engine, one).tokens
+    refuse_room(monkeypatch, 105)
     with running(engine) as inbox:
         client = Client(inbox, one)
         wait_for(lambda: client.events and isinstance(client.events[-1], DoneEvent))
     assert (client.tokens, engine.figures.preemptions) == (expected, 1)
+
+
+def test_a_mean_is_computed_of_all_tokens_and_again_after_it_has_lost_its_memory(
+    engine: Engine, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory has the whole prompt. What is not computed has no hidden states, so a mean begins with nothing of it."""
+    one = request(tokens(600), scope="off", max_tokens=0)
+    mean = replace(one, cache=replace(one.cache, computes_last=True), reading=Reading(pooling="mean"))
+    run_together(engine, [request(tokens(600))])
+    settle(engine)
+    rows.clear()
+    (expected,) = run_together(engine, [mean])
+    assert sum(rows) == 600
+    refuse_room(monkeypatch, 512)
+    (found,) = run_together(engine, [mean])
+    assert (sum(rows), engine.figures.preemptions) == (600 + 256 + 600, 1)
+    vector, again = (event.values for one in (expected, found) for event in one.events if isinstance(event, ReadEvent))
+    np.testing.assert_array_equal(vector, again)
 
 
 def test_who_waits_for_memory_is_matched_again_only_when_something_has_changed(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diskprefix.engine import scheduler as module
-from diskprefix.engine.scheduler import LEAST_ROWS, MAX_ROWS, Chunk, Pace, Scheduler
+from diskprefix.engine.scheduler import MAX_ROWS, MIN_ROWS, Chunk, Pace, Scheduler
 from diskprefix.engine.scheduler import Sequence as Tokens
 from tests.examples import examples
 
@@ -285,7 +285,7 @@ def settled(pace: Pace, always_s: float, row_s: float, num_steps: int = 60) -> t
 
 
 def rows_of_next(pace: Pace) -> int:
-    most = pace.most_rows()
+    most = pace.max_prompt_rows()
     return MAX_ROWS if most is None else min(MAX_ROWS, most)
 
 
@@ -309,27 +309,27 @@ def test_beside_programs_that_use_the_processors_prompts_get_on() -> None:
 def test_on_a_machine_that_has_become_slow_replies_do_not_pause_for_long() -> None:
     pace = Pace(0.05)
     settled(pace, 0.015, 0.0015)
-    assert settled(pace, 0.075, 0.0075)[0] == LEAST_ROWS
+    assert settled(pace, 0.075, 0.0075)[0] == MIN_ROWS
 
 
 @pytest.mark.parametrize(
-    ("steps", "most_rows"),
+    ("steps", "max_prompt_rows"),
     [
         ([(1, 0, 0.1)], None),
         ([(0, MAX_ROWS, 0.128)], 100),
-        ([(0, MAX_ROWS, 1000.0)], LEAST_ROWS),
+        ([(0, MAX_ROWS, 1000.0)], MIN_ROWS),
         ([(1, 20, 0.0)], 40),
     ],
     ids=["no prompt yet", "by prompts alone", "the least", "at most twice the last ones"],
 )
 def test_the_rows_of_prompts_follow_from_the_steps_so_far(
-    steps: list[tuple[int, int, float]], most_rows: int | None
+    steps: list[tuple[int, int, float]], max_prompt_rows: int | None
 ) -> None:
     """A step has replies, rows of prompts, and seconds."""
     pace = Pace(0.05)
     for step in steps:
         pace.record_step(*step)
-    assert pace.most_rows() == (None if most_rows is None else pytest.approx(most_rows, abs=1))
+    assert pace.max_prompt_rows() == (None if max_prompt_rows is None else pytest.approx(max_prompt_rows, abs=1))
 
 
 @pytest.mark.parametrize(("row_s", "factor"), [(0.0004, 2), (0.1, 0.5)])
@@ -350,7 +350,7 @@ def test_a_crowd_with_prompts_has_as_much_time_as_its_share_of_the_callers() -> 
     pace = Pace(0.05)
     rows, seconds = settled(pace, 0.1, 0.001)
     assert seconds == pytest.approx(0.2, abs=0.02)
-    assert pace.most_rows(2.0) == pytest.approx(2 * rows, rel=0.1)
+    assert pace.max_prompt_rows(2.0) == pytest.approx(2 * rows, rel=0.1)
     world = World()
     world.arrive(1, reply=1000, tenant="a")
     world.step()
@@ -366,4 +366,4 @@ def test_beside_a_picture_that_takes_more_rows_than_are_left_a_reply_gets_its_ow
     world.step()
     reply.draft = [1, 2]
     pictured = world.arrive(400, spans=((10, 266),), num_computed=10)
-    assert world.scheduler.schedule(LEAST_ROWS) == [Chunk(reply, 8, 9), Chunk(pictured, 10, 266)]
+    assert world.scheduler.schedule(MIN_ROWS) == [Chunk(reply, 8, 9), Chunk(pictured, 10, 266)]

@@ -15,8 +15,8 @@ import pytest
 
 from diskprefix.engine import ngram
 from diskprefix.engine.drafting import ChainProposer, Draft
-from diskprefix.engine.guesser import MOST_ROWS, Guesser, Rates
-from diskprefix.engine.ngram import LONGEST, Guess, NgramProposer, Text
+from diskprefix.engine.guesser import MAX_GUESSES, Guesser, Rates
+from diskprefix.engine.ngram import MAX_MATCH, Guess, NgramProposer, Text
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.speculation import Speculation
 from diskprefix.engine.step_times import StepTimes, speedup, worth_computing
@@ -81,7 +81,7 @@ def test_no_other_choice_of_guesses_gives_more_tokens_in_its_time() -> None:
 
 def test_guesses_of_a_step_are_bounded_and_the_likeliest_come_first() -> None:
     counts = worth_computing([[0.97**n for n in range(1, 100)], [0.9**n for n in range(1, 100)]], times_of(0.001))
-    assert sum(counts) == MOST_ROWS
+    assert sum(counts) == MAX_GUESSES
     assert counts[0] > counts[1] > 0
 
 
@@ -146,7 +146,7 @@ def test_the_time_of_rows_is_measured_against_steps_of_the_same_sequences() -> N
     for _ in range(3000):
         times.record_step("a", 2, 0, 2.0)
     assert times.of(12) < before * 0.8
-    assert times.most_guesses < 10
+    assert times.max_guesses < 10
 
 
 @pytest.mark.parametrize(("sequences", "most"), [("a", 70), ("b", 20)])
@@ -220,7 +220,7 @@ def test_a_chain_is_worth_what_the_best_number_of_guesses_gives() -> None:
         chances = itertools.accumulate(itertools.repeat(rate), lambda a, b: a * b)
         return speedup(times_of(row_cost), num_sequences, chances, guess_cost)
 
-    assert gain(1.0, 1, 0.0, 0.0) == pytest.approx(MOST_ROWS + 1)
+    assert gain(1.0, 1, 0.0, 0.0) == pytest.approx(MAX_GUESSES + 1)
     assert gain(0.0, 1, 0.03, 0.1) == gain(1.0, 1, 0.0, 1.0) == 1.0
     # Two guesses: 1 + 0.5 + 0.25 tokens in 1 + 2 × 0.1 steps.
     assert gain(0.5, 1, 0.0, 0.1) == pytest.approx(max((2 - 0.5**k) / (1 + 0.1 * k) for k in range(9)))
@@ -294,7 +294,7 @@ def slowly(token_ids: Sequence[int], most: int) -> Guess | None:
     found, best = -1, 1
     for place in range(len(token_ids) - 1):
         length = 0
-        while length < min(LONGEST, place + 1) and token_ids[place - length] == token_ids[-1 - length]:
+        while length < min(MAX_MATCH, place + 1) and token_ids[place - length] == token_ids[-1 - length]:
             length += 1
         if length >= max(best, 2):
             found, best = place, length
@@ -312,7 +312,7 @@ SHORT = [[], [1], [1, 2], [1, 1], [1, 2, 3, 2], [1, 2, 3, 4, 3], [7, 7, 7], [5, 
 @pytest.mark.parametrize("num_kinds", [2, 3, 10, 100])
 def test_a_guess_is_what_followed_the_longest_match(num_kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever parts the tokens come in. What reaches the end goes on as it began."""
-    monkeypatch.setattr(ngram, "MOST_PLACES", 1000)
+    monkeypatch.setattr(ngram, "MAX_PLACES", 1000)
     monkeypatch.setattr(ngram, "_ROOM", 4)
     chance = random.Random(num_kinds)
     texts = list(SHORT)

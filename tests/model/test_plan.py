@@ -21,8 +21,8 @@ from tests.exactness.architectures import VOCAB, quantised_tiny_model, tiny_mode
 PAGE_TOKENS = 16
 NUM_TOKENS = 70
 DENSE = """
-    llama qwen2 qwen3 gemma gemma2 gemma3 mistral granite internlm3 iquestcoder cwm seed_oss
-    qwen2_vl qwen2_5_vl qwen3_vl olmo2 olmo3 exaone4 hunyuan_v1_dense ernie4_5 smollm3 ministral3
+    llama qwen2 qwen3 gemma gemma2 gemma3 gemma3n gemma4 mistral granite internlm3 iquestcoder cwm seed_oss
+    qwen2_vl qwen2_5_vl qwen3_vl gemma4_unified olmo2 olmo3 exaone4 hunyuan_v1_dense ernie4_5 smollm3 ministral3
 """
 
 MIXTURES = """
@@ -47,9 +47,11 @@ def exact(model: PreTrainedModel) -> Layout:
     return layout
 
 
-def computed(model: PreTrainedModel, layout: Layout, **cuts: Sequence[int]) -> list[tuple[torch.Tensor, bytes]]:
-    """The logits and the state of sequences, which share their steps: each has the ends of its own steps. The name is
-    that of its tokens."""
+def computed(
+    model: PreTrainedModel, layout: Layout, *, num_logits: int = NUM_TOKENS, **cuts: Sequence[int]
+) -> list[tuple[torch.Tensor, bytes]]:
+    """The logits and the state of sequences, which share their steps: each has the ends of its own steps, of which so
+    many rows at most get logits. The name is that of its tokens."""
     pool = PagePool(layout, model.device, block_size=PAGE_TOKENS)
     sequences, logits = [KVSequence(pool) for _ in cuts], [list[torch.Tensor]() for _ in cuts]
     steps, prompts = [[*pairwise((0, *cut))] for cut in cuts.values()], [tokens(name) for name in cuts]
@@ -57,8 +59,8 @@ def computed(model: PreTrainedModel, layout: Layout, **cuts: Sequence[int]) -> l
         for number in range(max(map(len, steps))):
             running = [i for i, of_one in enumerate(steps) if number < len(of_one)]
             rows = [
-                Rows(sequences[i], prompts[i][:, slice(*steps[i][number])], steps[i][number][1] - steps[i][number][0])
-                for i in running
+                Rows(sequences[i], prompts[i][:, begin:end], min(end - begin, num_logits))
+                for i, (begin, end) in ((i, steps[i][number]) for i in running)
             ]
             for i, found in zip(running, run(model, rows), strict=True):
                 logits[i].append(found)
@@ -100,6 +102,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
         ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
         ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+        ("gemma4", {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
         ("deepseek_v2", {"topk_method": "greedy", "n_group": 4, "topk_group": 2}),
     ],
@@ -141,6 +144,17 @@ def test_a_token_has_the_same_bits_in_any_step(name: str, form: str) -> None:
     for (logits, state), (expected, of_alone) in zip(together, (alone, other), strict=True):
         assert torch.equal(logits, expected)
         assert state == of_alone
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "gemma4"])
+def test_rows_without_logits_change_none(name: str) -> None:
+    """Layers that only read memory leave them out."""
+    model = tiny_model(name, torch.bfloat16)
+    layout = exact(model)
+    ((expected, of_alone),) = computed(model, layout, one=[NUM_TOKENS])
+    (logits, state), _ = computed(model, layout, num_logits=2, one=[33, 34, NUM_TOKENS], other=[20, 44])
+    assert torch.equal(logits, expected[[31, 32, 33, -2, -1]])
+    assert state == of_alone
 
 
 @pytest.mark.parametrize(("name", "option"), [("olmoe", {"clip_qkv": 8.0}), ("hunyuan_v1_moe", {"moe_topk": [1, 2]})])

@@ -31,7 +31,7 @@ def routed(logits: torch.Tensor, router: Router, bias: torch.Tensor | None = Non
     rows = plan.embeddings(DenseMatrix(weight(logits)))
     found = plan.routes(rows, router, None if bias is None else weight(bias))
     positions = np.zeros((1, count), np.int64)
-    plan.run([PlannedRun(0, count, [], array("q"))], np.arange(count), np.arange(0), positions, 1)
+    plan.run([PlannedRun(0, count, 0, [], array("q"))], np.arange(count), positions, 1)
     size = count * router.num_chosen
     chosen = np.frombuffer(ctypes.string_at(found.chosen, 8 * size), np.int64)
     weights = np.frombuffer(ctypes.string_at(found.weights, 4 * size), np.float32)

@@ -17,7 +17,14 @@ from diskprefix.model.config import DecoderConfig
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.exact.vision_encoder import PictureRows, encoded_rows
 from diskprefix.model.families.decoder import decoder
-from diskprefix.model.families.model_types import NAMES, SECTIONS_IN_ORDER, has_plan, of_model, pairing_of
+from diskprefix.model.families.model_types import (
+    NAMES,
+    SECTIONS_IN_ORDER,
+    has_plan,
+    of_model,
+    padded_tokens,
+    pairing_of,
+)
 from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary
 from diskprefix.model.slots import Slots, decoder_of
 from diskprefix.native import calls
@@ -37,6 +44,7 @@ class ModelPlan:
 
     def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
         self._config = config_of(model, layout, page_tokens)
+        self._padded = padded_tokens(model.config)
         # A plan is kept as long as its model.
         self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
         self._plan = self._make(_ROWS)
@@ -55,31 +63,38 @@ class ModelPlan:
         sequences: Sequence[KVSequence],
         runs: Sequence[Run],
         ids: np.ndarray,
-        kept: np.ndarray,
+        num_logits: Sequence[int],
         pictures: Sequence[PictureRows | None],
-    ) -> torch.Tensor:
-        """Computes a step of token ids, int64 [rows]. Returns the logits of the rows number `kept`, [logits, vocab].
+        *,
+        needs_hidden: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Computes a step of token ids, int64 [rows]. Returns the logits of the last rows of each sequence, so many as
+        `num_logits` says, [logits, vocab], and if needed the hidden states behind the last norm, [rows, hidden_size].
         `pictures` are those of each sequence."""
         num_rows = len(ids)
         if num_rows > self._plan.max_rows:
             self._plan = self._make(num_rows)
-        described = [self._described(*one) for one in zip(sequences, runs, strict=True)]
+        # Layers that only read memory compute the rows that get logits: all of them, then.
+        computed = [run.num_rows for run in runs] if needs_hidden and self._plan.hidden.is_of_logits else num_logits
+        described = [self._described(*one) for one in zip(sequences, runs, computed, strict=True)]
         of_pictures = _encoded(ids, pictures, runs)
-        self._plan.run(described, ids, kept, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
-        return self._copied(self._plan.logits, len(kept))
+        if self._padded:
+            ids = np.where(np.isin(ids, self._padded[1:]), self._padded[0], ids)
+        self._plan.run(described, ids, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
+        logits = self._copied(self._plan.logits, sum(computed))
+        if computed is not num_logits:
+            parts = zip(torch.split(logits, [*computed]), num_logits, strict=True)
+            logits = torch.cat([part[-count:] for part, count in parts])
+        return logits, self._copied(self._plan.hidden, num_rows) if needs_hidden else None
 
-    def _described(self, sequence: KVSequence, run: Run) -> PlannedRun:
+    def _described(self, sequence: KVSequence, run: Run, num_logits: int) -> PlannedRun:
         """Raises `NotInvariant` if pages are missing that the operators would read or write."""
         for table in sequence.tables:
             has_room = run.end <= len(table.pages) * self._page_tokens
             if not has_room or table.complete_from > table.group.first_needed(run.start):
                 raise NotInvariant("attention to tokens that the memory does not keep")
         addresses = [table.addresses.buffer_info()[0] for table in sequence.tables]
-        return PlannedRun(run.start, run.num_rows, addresses, run.flat_spans)
-
-    def hidden(self, num_rows: int) -> torch.Tensor:
-        """Returns the hidden states of the last step behind the last norm, [rows, hidden_size]."""
-        return self._copied(self._plan.hidden, num_rows)
+        return PlannedRun(run.start, run.num_rows, num_logits, addresses, run.flat_spans)
 
     def _copied(self, rows: Any, num_rows: int) -> torch.Tensor:
         return torch.from_numpy(self._plan.copied(rows, num_rows)).view(self._dtype)
@@ -114,12 +129,14 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
     config = model.config.get_text_config(decoder=True)
     found = of_model(config, windows, places, _rotary(model), sees_pictures_whole(model.config))
     # transformers multiplies by a number in the type of the model.
-    rounded = float(torch.tensor(found.embedding_multiplier).to(model.dtype))
+    rounded, of_layers = (
+        float(torch.tensor(one).to(model.dtype)) for one in (found.embedding_multiplier, found.layer_input_multiplier)
+    )
     further = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     if found.latent is not None:
         # With a factor for scaled positions.
         found = replace(found, scale=decoder_of(model).layers[0].self_attn.scaling)
-    return replace(found, embedding_multiplier=rounded, deepstack=len(further))
+    return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(further))
 
 
 def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Location]:
@@ -171,7 +188,7 @@ _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = 
 
 def is_planned(model: PreTrainedModel, layout: Layout) -> bool:
     """Returns whether a model that is exact at every token has a plan."""
-    return has_plan(model.config.get_text_config(decoder=True)) and not layout.has_draft_layer
+    return has_plan(model.config) and not layout.has_draft_layer
 
 
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import torch
 
 from diskprefix.kv.caches import StepCache
@@ -101,15 +100,20 @@ def _by_plan(
     plan = plan_of(model, layout, sequences[0].pool.block_size) if is_exact else None
     if plan is None:
         return None
-    ends = [*accumulate(run.num_rows for run in runs)]
-    kept = np.concatenate([np.arange(end - one.num_logits, end) for end, one in zip(ends, rows, strict=True)])
     ids = torch.cat([one.token_ids[0] for one in rows]).numpy()
-    logits = plan.run(sequences, runs, ids, kept, [one.pictures for one in rows])
+    logits, hidden = plan.run(
+        sequences,
+        runs,
+        ids,
+        [one.num_logits for one in rows],
+        [one.pictures for one in rows],
+        needs_hidden=take_hidden is not None,
+    )
     for sequence, run in zip(sequences, runs, strict=True):
         for layer in sequence.token_layers:
             layer.length = run.end
-    if take_hidden is not None:
-        take_hidden(plan.hidden(ends[-1]))
+    if take_hidden is not None and hidden is not None:
+        take_hidden(hidden)
     return logits
 
 

@@ -7,8 +7,10 @@ around a part, what is added has a norm of its own.
 from __future__ import annotations
 
 from diskprefix.model.config import DecoderConfig, LayerConfig
+from diskprefix.model.families.altup import correct, expanded, joined, predicted
+from diskprefix.model.families.late_gemma import inputs_of_layers, laurel, layer_input, mixture_beside
 from diskprefix.model.families.latent_decoder import latent_attention
-from diskprefix.model.plan import Buffer, ComputePlan, RotaryAngles
+from diskprefix.model.plan import Buffer, ComputePlan, Location, RotaryAngles
 from diskprefix.model.slots import Slots
 
 
@@ -19,12 +21,30 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
     if config.embedding_multiplier != 1:
         plan.scale(hidden, config.embedding_multiplier)
     plan.pictures(hidden)
+    inputs = inputs_of_layers(plan, config, slots, hidden) if config.has_layer_inputs else None
+    streams = expanded(plan, slots, hidden, config.num_streams)
     for number, layer in enumerate(config.layers):
+        if number == config.num_writing:
+            streams = [plan.that_get_logits(one) for one in streams]
+            inputs = None if inputs is None else plan.that_get_logits(inputs)
+            angles = {name: plan.angles_of_logits(one) for name, one in angles.items()}
+        of_layer = slots.within(f"layers.{number}")
         with plan.scratch():
-            decoder_layer(plan, config, layer, slots.within(f"layers.{number}"), hidden, angles)
+            before = predicted(plan, of_layer.within("altup"), streams)
+            hidden = plan.copy(before[0]) if config.num_streams > 1 else streams[0]
+            decoder_layer(plan, config, layer, of_layer, hidden, angles)
+            if config.num_streams > 1:
+                correct(plan, of_layer.within("altup"), streams, before, hidden)
+                hidden = plan.weighed(streams[0], of_layer.vector("altup.correct_output_scale"))
+            if inputs is not None:
+                found = layer_input(plan, config, of_layer, hidden, inputs, number)
+                for stream in streams[1:] or streams:
+                    plan.add(stream, found)
+            if config.has_layer_scales:
+                plan.scale(streams[0], of_layer.factor("layer_scalar"))
         if number < config.deepstack:
             plan.pictures(hidden, number + 1)
-    plan.hidden = plan.norm(hidden, slots.norm("norm"))
+    plan.hidden = plan.norm(joined(plan, slots, streams), slots.norm("norm"))
     plan.logits = plan.product(plan.that_get_logits(plan.hidden), slots.head())
     if config.logits_divisor != 1:
         plan.scale(plan.logits, 1 / config.logits_divisor)
@@ -43,14 +63,22 @@ def decoder_layer(
     """Adds what a layer computes to `hidden`."""
     rows = plan.norm(hidden, slots.norm("input_layernorm")) if config.norms != "behind" else hidden
     mixer = latent_attention if layer.mixer == "latent" else attention
+    beside = laurel(plan, slots.within("laurel"), rows) if config.num_streams > 1 else None
     rows = mixer(plan, config, layer, slots.within("self_attn"), rows, angles)
     if config.norms != "before":
         rows = plan.norm(rows, slots.norm("post_attention_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
+    if beside is not None:
+        plan.add(hidden, beside)
+        plan.scale(hidden, 2**-0.5)
     before = "pre_feedforward_layernorm" if config.norms == "around" else "post_attention_layernorm"
     rows = plan.norm(hidden, slots.norm(before)) if config.norms != "behind" else hidden
-    feed_forward = mixture if layer.feed_forward == "mixture" else gated_products
-    rows = feed_forward(plan, config, slots.within("mlp"), rows)
+    if layer.feed_forward == "mixture":
+        rows = mixture(plan, config, slots.within("mlp"), rows)
+    else:
+        rows = gated_products(plan, config, slots.within("mlp"), rows, layer.cut_off)
+    if layer.feed_forward == "gated beside mixture":
+        rows = mixture_beside(plan, config, slots, hidden, rows)
     if config.norms != "before":
         rows = plan.norm(rows, slots.norm("post_feedforward_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
@@ -64,35 +92,30 @@ def attention(
     rows: Buffer,
     angles: dict[str, RotaryAngles],
 ) -> Buffer:
-    """Returns the attention of a layer. Keys and values go to memory first."""
-    dim, keys, values = config.head_dim, layer.places["keys"], layer.places["values"]
-    query, key, value = plan.products(rows, *(slots.matrix(name) for name in ("q_proj", "k_proj", "v_proj")))
-    num_kv_heads = key.width // dim
-    value_dim = value.width // num_kv_heads
-    if config.has_row_norms:
-        query, key = plan.norm(query, slots.norm("q_norm")), plan.norm(key, slots.norm("k_norm"))
-    of_query, of_key = (slots.norm(f"{one}_norm") if config.has_head_norms else None for one in "qk")
+    """Returns the attention of a layer. Keys and values go to memory first, unless the layer only reads it."""
+    keys, values, last = layer.places["keys"], layer.places["values"], slots.matrix("o_proj")
+    dim = keys.dim
     turned = None if layer.rotary is None else angles[layer.rotary]
-    if config.has_unweighted_norms and turned is not None:
-        of_query = of_key = slots.unweighted_norm(dim)
-    if config.has_norms_behind_rotary and turned is not None:
-        plan.heads(query, dim, angles=turned)
-        plan.heads(key, dim, angles=turned)
-        turned = None
-    plan.heads(query, dim, norm=of_query, angles=turned)
-    plan.heads(key, dim, norm=of_key, angles=turned, to=keys)
+    names = ("q_proj",) if layer.only_reads else ("q_proj", "k_proj", "v_proj")
+    query, *remembered = plan.products(rows, *(slots.matrix(name) for name in names if slots.has(name)))
+    value_dim = last.columns // (query.width // dim)
+    if remembered:
+        key, value = remembered[0], plan.copy(remembered[0]) if len(remembered) == 1 else remembered[1]
+        heads(plan, config, slots, "k_norm", key, dim, turned, keys)
+        if config.value_multiplier != 1:
+            plan.scale(value, config.value_multiplier)
+        of_values = slots.unweighted_norm(value_dim) if config.has_value_norms else None
+        plan.heads(value, value_dim, norm=of_values, to=values)
+    query = heads(plan, config, slots, "q_norm", query, dim, turned)
     if layer.tempering is not None:
         plan.temper(query, *layer.tempering)
-    if config.value_multiplier != 1:
-        plan.scale(value, config.value_multiplier)
-    plan.heads(value, value_dim, to=values)
     attended = plan.attention(
         query,
         keys,
         values,
         key_dim=dim,
         value_dim=value_dim,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=keys.heads,
         scale=config.scale,
         window=layer.window,
         chunk=layer.chunk,
@@ -102,16 +125,43 @@ def attention(
     )
     if config.attention_gate:
         attended = plan.gated(plan.product(rows, slots.matrix("gate_proj")), attended, config.attention_gate)
-    return plan.product(attended, slots.matrix("o_proj"))
+    return plan.product(attended, last)
 
 
-def gated_products(plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer) -> Buffer:
+def heads(
+    plan: ComputePlan,
+    config: DecoderConfig,
+    slots: Slots,
+    name: str,
+    rows: Buffer,
+    dim: int,
+    turned: RotaryAngles | None,
+    to: Location | None = None,
+) -> Buffer:
+    """Returns heads with the norm of this name, and turned. They go to memory `to`."""
+    norm = slots.norm(name) if config.has_head_norms else None
+    if config.has_row_norms:
+        rows = plan.norm(rows, slots.norm(name))
+    if config.has_unweighted_norms and turned is not None:
+        norm = slots.unweighted_norm(dim)
+    if config.has_norms_behind_rotary and turned is not None:
+        plan.heads(rows, dim, angles=turned)
+        turned = None
+    plan.heads(rows, dim, norm=norm, angles=turned, to=to)
+    return rows
+
+
+def gated_products(
+    plan: ComputePlan, config: DecoderConfig, slots: Slots, rows: Buffer, cut_off: float = 0.0
+) -> Buffer:
     """Returns down(f(gate) × up)."""
     if config.has_joined_gate_up:
         both = plan.product(rows, slots.matrix("gate_up_proj"))
         gate, up = both.part(0, both.width // 2), both.part(both.width // 2, both.width // 2)
     else:
         gate, up = plan.products(rows, slots.matrix("gate_proj"), slots.matrix("up_proj"))
+    if cut_off:
+        plan.cut_off(gate, cut_off)
     return plan.product(plan.gated(gate, up, config.activation), slots.matrix("down_proj"))
 
 

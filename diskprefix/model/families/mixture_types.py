@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from diskprefix.model.config import MixtureConfig
 from diskprefix.model.plan import Gating, Router
@@ -14,6 +14,8 @@ _SOFTMAX_OF_CHOSEN = "gpt_oss granitemoe granitemoe_swa granitemoeshared"
 _NORMED = "ernie4_5_moe hunyuan_v1_moe mixtral"
 _SIGMOID = "deepseek_v3 dots1 exaone_moe glm4_moe glm4_moe_lite mimo_v2_flash solar_open"
 _NORMED_SIGMOID = "afmoe hy_v3 laguna minimax_m2"
+_BESIDE = ("gemma4_text",)
+"""Those whose mixture is beside gated products."""
 
 _ROUTERS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(_SOFTMAX.split(), _NOTHING),
@@ -23,6 +25,7 @@ _ROUTERS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"scores": "sigmoid", "is_normed": True} for name in _NORMED_SIGMOID.split()},
     "llama4_text": {"scores": "sigmoid_of_chosen"},
     "deepseek_v2": {"of_group": 1},
+    **{name: {"is_normed": True, "floor": 0.0} for name in _BESIDE},
 }
 """The fields of `Router`."""
 
@@ -39,7 +42,7 @@ def mixture_of(config: Any, function: str) -> MixtureConfig | None:
     def first(names: str, default: Any) -> Any:
         return next((found for one in names.split() if (found := getattr(config, one, None)) is not None), default)
 
-    counts, groups = config.num_experts_per_tok, first("n_group", 1)
+    counts, groups = first("num_experts_per_tok top_k_experts", 0), first("n_group", 1)
     if first("topk_method", "") == "greedy":
         groups = 1
     found = {
@@ -63,10 +66,16 @@ def mixture_of(config: Any, function: str) -> MixtureConfig | None:
     )
 
 
-def has_mixture(config: Any, layer: int) -> bool:
-    """Returns whether a layer has the mixture of its model."""
-    if config.model_type not in _ROUTERS:
-        return False
+def feed_forward_of(config: Any, layer: int) -> Literal["gated", "mixture", "gated beside mixture"]:
+    """Returns what follows attention in a layer."""
+    if config.model_type in _ROUTERS and _has_mixture(config, layer):
+        return "gated beside mixture" if config.model_type in _BESIDE else "mixture"
+    return "gated"
+
+
+def _has_mixture(config: Any, layer: int) -> bool:
+    if hasattr(config, "enable_moe_block"):
+        return bool(config.enable_moe_block)
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds:
         return bool(kinds[layer] == "sparse")

@@ -4,11 +4,13 @@ say them. `of_model` reads these."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import Any
 
 from diskprefix.model.config import DecoderConfig, LatentConfig, LayerConfig, Tempering
-from diskprefix.model.families.mixture_types import has_mixture, mixture_of
+from diskprefix.model.families.mixture_types import feed_forward_of, mixture_of
 from diskprefix.model.plan import Location, Rotary
+from diskprefix.native import calls
 
 _PLAIN = """
     cwm ernie4_5 granite internlm3 iquestcoder llama ministral ministral3 mistral qwen2 qwen2_5_vl_text qwen2_vl_text
@@ -22,6 +24,15 @@ _LATENT: Mapping[str, Any] = {}
 _OLMO: Mapping[str, Any] = {"has_row_norms": True, "norm": "rms_unrounded", "norms": "behind"}
 _HUNYUAN: Mapping[str, Any] = {"has_head_norms": True, "has_norms_behind_rotary": True}
 _GEMMA: Mapping[str, Any] = {"norm": "rms_plus_one", "embedding_multiplier": "root of hidden_size"}
+_GEMMA_4: Mapping[str, Any] = {
+    "norm": "rms_unrounded",
+    "norms": "around",
+    "has_head_norms": True,
+    "has_value_norms": True,
+    "has_layer_scales": True,
+    "embedding_multiplier": "root of hidden_size",
+    "scale": 1.0,
+}
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(_PLAIN.split(), _NOTHING),
@@ -47,6 +58,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "gemma": _GEMMA,
     "gemma2": {**_GEMMA, "norms": "around"},
     "gemma3_text": {**_GEMMA, "norms": "around", "has_head_norms": True},
+    "gemma3n_text": {**_GEMMA_4, "has_layer_scales": False},
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _GEMMA_4),
 }
 
 SECTIONS_IN_ORDER = ("qwen2_vl_text", "qwen2_5_vl_text")
@@ -107,10 +120,16 @@ _ACTIVATIONS = {
 
 def has_plan(config: Any) -> bool:
     """Returns whether a model of this configuration has a plan: its type has one, and no option that a plan lacks."""
+    if config.model_type == "gemma3n":
+        # With encoders, some of its tokens are embedded by these.
+        return False
+    config = config.get_text_config(decoder=True)
     counts = getattr(config, "num_experts_per_tok", None)
     is_even = not isinstance(counts, list) or len(set(counts)) == 1
     is_known = config.model_type in OPTIONS and _activation(config) in _ACTIVATIONS
-    return is_known and is_even and getattr(config, "clip_qkv", None) is None
+    has_usual_streams = not getattr(config, "altup_active_idx", 0) and getattr(config, "altup_correct_scale", True)
+    has_usual_streams &= getattr(config, "altup_num_inputs", 1) <= calls.MAX_STREAMS
+    return is_known and is_even and has_usual_streams and getattr(config, "clip_qkv", None) is None
 
 
 def _activation(config: Any) -> str:
@@ -122,6 +141,14 @@ def pairing_of(config: Any) -> int:
     if config.model_type in _NEIGHBOURS_TURN:
         return 1
     return 1 if config.model_type == "deepseek_v2" else 2 if getattr(config, "rope_interleave", False) else 0
+
+
+def padded_tokens(config: Any) -> list[int]:
+    """Returns a token and those that are embedded as it is: the placeholders of some models. `config` is the whole."""
+    if config.model_type not in ("gemma4", "gemma4_unified"):
+        return []
+    of_kinds = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    return [config.get_text_config(decoder=True).pad_token_id, *(one for one in of_kinds if one is not None)]
 
 
 def _latent(config: Any) -> LatentConfig | None:
@@ -148,20 +175,15 @@ def of_model(
     options = {**OPTIONS[config.model_type]}
     if options.get("embedding_multiplier") == "root of hidden_size" or getattr(config, "mup_enabled", False):
         options["embedding_multiplier"] = config.hidden_size**0.5
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    scale = getattr(config, "attention_multiplier", None) or getattr(config, "query_pre_attn_scalar", head_dim) ** -0.5
     activation = _ACTIVATIONS[_activation(config)]
+    layer_input_dim = getattr(config, "hidden_size_per_layer_input", None) or 0
     residual = getattr(config, "residual_multiplier", 1.0)
     if hasattr(config, "scale_depth"):
         residual = config.scale_depth / config.num_hidden_layers**0.5
     found: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "num_attention_heads": config.num_attention_heads,
-        "head_dim": head_dim,
-        "layers": tuple(
-            _layer_of(config, number, window, of_layer, rotary)
-            for number, (of_layer, window) in enumerate(zip(places, windows, strict=True))
-        ),
+        "layers": tuple(_layer_of(config, number, windows, places, rotary) for number in range(len(places))),
         "rotary": rotary,
         "epsilon": config.rms_norm_eps,
         "activation": activation,
@@ -170,10 +192,13 @@ def of_model(
         "value_multiplier": getattr(config, "attention_value_scale", None) or 1.0,
         "mixture": mixture_of(config, activation),
         "latent": _latent(config),
-        "scale": scale,
+        "scale": options.get("scale") or _scale_of(config),
         "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,
         "embedding_multiplier": getattr(config, "embedding_multiplier", getattr(config, "scale_emb", 1.0)),
         "residual_multiplier": residual,
+        "has_layer_inputs": layer_input_dim > 0,
+        "layer_input_multiplier": layer_input_dim**0.5,
+        "num_streams": getattr(config, "altup_num_inputs", 1),
         "logits_divisor": getattr(config, "logits_scaling", 1.0),
         "logits_softcap": getattr(config, "final_logit_softcapping", None) or 0.0,
         "sees_pictures": sees_pictures,
@@ -181,10 +206,29 @@ def of_model(
     return DecoderConfig(**(found | options))
 
 
+def _scale_of(config: Any) -> float:
+    """Returns the factor of the products of queries and keys."""
+    if found := getattr(config, "attention_multiplier", None):
+        return float(found)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return float(getattr(config, "query_pre_attn_scalar", head_dim) ** -0.5)
+
+
 def _layer_of(
-    config: Any, number: int, window: int, places: Mapping[str, Location], rotary: Mapping[str, Rotary]
+    config: Any,
+    number: int,
+    windows: Sequence[int],
+    places: Sequence[Mapping[str, Location]],
+    rotary: Mapping[str, Rotary],
 ) -> LayerConfig:
-    kind = (getattr(config, "layer_types", None) or {number: ""})[number]
+    kinds = getattr(config, "layer_types", None) or {number: ""}
+    sparsity = getattr(config, "activation_sparsity_pattern", ())
+    kind, source = kinds[number], number
+    only_reads = bool(getattr(config, "num_kv_shared_layers", 0)) and not places[number]
+    if only_reads:
+        # Layers without memory read that of the last one of their kind.
+        source = max(i for i in range(number) if places[i] and kinds[i] == kind)
+    window = windows[source]
     name = _rotary_of(config, number, window, kind, rotary)
     tempering = None
     if name is None and getattr(config, "attn_temperature_tuning", False):
@@ -192,9 +236,11 @@ def _layer_of(
     if config.model_type == "ministral3" and (beta := config.rope_parameters.get("llama_4_scaling_beta")):
         tempering = Tempering(0, config.rope_parameters["original_max_position_embeddings"], beta)
     return LayerConfig(
-        places,
-        mixer="latent" if "latent" in places else "attention",
-        feed_forward="mixture" if has_mixture(config, number) else "gated",
+        places[source],
+        mixer="latent" if "latent" in places[source] else "attention",
+        feed_forward=feed_forward_of(config, number),
+        only_reads=only_reads,
+        cut_off=NormalDist().inv_cdf(sparsity[number]) if sparsity and sparsity[number] else 0.0,
         window=0 if kind == "chunked_attention" else window,
         chunk=window if kind == "chunked_attention" else 0,
         rotary=name,

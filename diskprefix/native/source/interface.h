@@ -306,12 +306,12 @@ enum Scores : int64_t { SOFTMAX = 0, OF_SIGMOID = 1, SOFTMAX_OF_CHOSEN = 2, SIGM
 
 // The `num_chosen` experts with the largest score + bias for rows of `logits`, [num_rows, num_experts], and their weights,
 // [num_rows, num_chosen]. With `groups`, only experts of the `groups_chosen` best ones: a group counts its `of_group`
-// largest. Weights are scores, divided by their sum or `floor` if they are normed, times `factor`. A softcap is one of
-// logits. A sparse mixer weighs each expert among those left that are nearer to it than `threshold`, relative to them.
+// largest. Weights are scores, divided by their sum or `floor` if they are normed, times `factor` and the scale of the
+// expert. A softcap is one of logits. A sparse mixer weighs each expert among those left that are nearer to it than `threshold`, relative to them.
 struct Router {
   int64_t dtype, num_rows, num_experts, num_chosen, scores, groups, groups_chosen, of_group, is_normed;
   const void* logits;
-  const float* bias;  // [num_experts], or null
+  const float *bias, *scales;  // [num_experts], or null
   double floor, factor, softcap, threshold;
   int64_t* chosen;
   float* weights;
@@ -367,9 +367,40 @@ struct Copy {
   ParallelFor parallel_for;
 };
 
+// base + Σ (factor + offset) × rows over the first `count` of `rows`, each [num_rows, width]. A row has `count` factors.
+struct Mix {
+  int64_t dtype, num_rows, width, count;
+  const void* rows[4];
+  const void* factors;
+  int64_t factor_stride;
+  double offset;
+  const void* base;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Rows [num_rows, width], in place, with the root mean square that those of `like` have.
+struct Leveling {
+  int64_t dtype, num_rows, width;
+  const void* like;
+  void* rows;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Rows [num_rows, width], in place, minus their mean and so many standard deviations, and no number below 0.
+struct CutOff {
+  int64_t dtype, num_rows, width;
+  double deviations;
+  void* rows;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
 enum OperationKind : int64_t {
   LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10,
-  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15, TEMPER = 16
+  ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15, TEMPER = 16, MIX = 17, LEVEL = 18, CUT_OFF = 19
 };
 
 // A call of an operator, by its structure, over all rows of a step or over those that get logits.
@@ -383,9 +414,9 @@ struct Plan {
   const Operation* operations;
 };
 
-// A sequence of a step: a `Run`, with the addresses of the pages' addresses of each page table.
+// A sequence of a step: a `Run`, with the addresses of the pages' addresses of each page table. Its last rows get logits.
 struct PlanRun {
-  int64_t start, num_rows;
+  int64_t start, num_rows, num_logits;
   const Span* spans;
   int64_t num_spans;
   char* const* const* tables;

@@ -9,6 +9,7 @@
 #include "recurrence.h"
 #include "routing.h"
 #include "rows.h"
+#include "streams.h"
 
 namespace diskprefix {
 namespace {
@@ -42,6 +43,12 @@ class PlannedStep {
     });
   }
 
+  template <class Call>
+  int32_t each(const Call& call, void (*of_floats)(const Call&, int64_t), void (*of_bfloats)(const Call&, int64_t),
+               int64_t grain = 8) const {
+    return each_row(call.num_rows, grain, [&](int64_t row) { (call.dtype == FLOAT32 ? of_floats : of_bfloats)(call, row); });
+  }
+
   int32_t compute(const Operation& operation) {
     switch (operation.kind) {
       case LOOK_UP:
@@ -55,13 +62,13 @@ class PlannedStep {
       case DENSE:
         return dense(set<DenseProduct>(operation));
       case ANGLES:
-        return angles(*set<Angles>(operation));
+        return each(*set<Angles>(operation), put_angles<Float32>, put_angles<BFloat16>, 16);
       case HEADS:
-        return heads(*set<Heads>(operation));
+        return heads(*set<Heads>(operation), operation.is_of_logits);
       case ATTEND:
-        return attend(*(Attend*)operation.call);
+        return attend(*(Attend*)operation.call, operation.is_of_logits);
       case GATE:
-        return gate(*set<Gate>(operation));
+        return each(*set<Gate>(operation), gate_floats, gate_bfloats);
       case SUM:
         return add(*set<Sum>(operation));
       case COPY:
@@ -77,7 +84,13 @@ class PlannedStep {
       case WIDEN:
         return widen(*set<Widening>(operation));
       case TEMPER:
-        return temper(*set<Tempering>(operation));
+        return each(*set<Tempering>(operation), temper_row<Float32>, temper_row<BFloat16>);
+      case MIX:
+        return each(*set<Mix>(operation), mix_row<Float32>, mix_row<BFloat16>);
+      case LEVEL:
+        return each(*set<Leveling>(operation), level_row<Float32>, level_row<BFloat16>);
+      case CUT_OFF:
+        return each(*set<CutOff>(operation), cut_off_row<Float32>, cut_off_row<BFloat16>);
     }
     return 1;
   }
@@ -85,18 +98,6 @@ class PlannedStep {
   int32_t pick(const Pick& call) const {
     return each_row(call.num_rows, 1 + 65536 / call.row_bytes, [&](int64_t row) {
       memcpy((char*)call.out + row * call.row_bytes, (const char*)call.rows + call.numbers[row] * call.row_bytes, call.row_bytes);
-    });
-  }
-
-  int32_t angles(const Angles& call) const {
-    return each_row(call.num_rows, 16, [&](int64_t row) {
-      call.dtype == FLOAT32 ? put_angles<Float32>(call, row) : put_angles<BFloat16>(call, row);
-    });
-  }
-
-  int32_t gate(const Gate& call) const {
-    return each_row(call.num_rows, 8, [&](int64_t row) {
-      call.dtype == FLOAT32 ? gate_floats(call, row) : gate_bfloats(call, row);
     });
   }
 
@@ -136,36 +137,32 @@ class PlannedStep {
     });
   }
 
-  int32_t temper(const Tempering& call) const {
-    return each_row(call.num_rows, 8, [&](int64_t row) {
-      call.dtype == FLOAT32 ? temper_row<Float32>(call, row) : temper_row<BFloat16>(call, row);
-    });
-  }
-
-  int32_t heads(const Heads& call) const {
+  int32_t heads(const Heads& call, bool is_of_logits) const {
     static thread_local Memory memory;
     const Run* runs = nullptr;
-    if (call.table >= 0 && !(runs = runs_in(memory, call.table, call.to, call.to, false))) return 1;
+    if (call.table >= 0 && !(runs = runs_in(memory, call.table, call.to, call.to, false, is_of_logits))) return 1;
     return !spread(step_.num_threads, step_.parallel_for, call.num_rows, 16, [&](int64_t begin, int64_t end) {
       call.dtype == FLOAT32 ? put_heads<Float32>(call, runs, begin, end) : put_heads<BFloat16>(call, runs, begin, end);
     });
   }
 
-  int32_t attend(Attend& call) const {
+  int32_t attend(Attend& call, bool is_of_logits) const {
     static thread_local Memory memory;
-    const Run* runs = runs_in(memory, call.table, call.keys, call.values, call.sees_pictures);
+    const Run* runs = runs_in(memory, call.table, call.keys, call.values, call.sees_pictures, is_of_logits);
     call.attention.num_runs = step_.num_runs;
     call.attention.num_threads = step_.num_threads, call.attention.parallel_for = step_.parallel_for;
     return !runs || attention(&call.attention, runs);
   }
 
   // The sequences of the step with the memory of one layer, null if there is none for them.
-  const Run* runs_in(Memory& memory, int64_t table, const Rows& keys, const Rows& values, bool sees_pictures) const {
+  const Run* runs_in(Memory& memory, int64_t table, const Rows& keys, const Rows& values, bool sees_pictures,
+                     bool is_of_logits) const {
     if (!memory.reserve(Memory::size_of<Run>(step_.num_runs))) return nullptr;
     Run* runs = memory.take<Run>(step_.num_runs);
     for (int64_t i = 0; i < step_.num_runs; ++i) {
       const PlanRun& run = step_.runs[i];
-      runs[i] = {run.start, run.num_rows, step_.page_tokens, keys, values, run.spans, sees_pictures ? run.num_spans : 0};
+      const int64_t count = is_of_logits ? run.num_logits : run.num_rows;
+      runs[i] = {run.start + run.num_rows - count, count, step_.page_tokens, keys, values, run.spans, sees_pictures ? run.num_spans : 0};
       runs[i].keys.pages = runs[i].values.pages = run.tables[table];
     }
     return runs;

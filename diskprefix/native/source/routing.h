@@ -82,7 +82,10 @@ inline void route_row(const Router& call, int64_t row, float* scores, float* cho
   if (call.scores == SIGMOID_OF_CHOSEN) sigmoids(weights, call.num_chosen);
   for (int64_t i = 0; i < call.num_chosen; ++i) sum += weights[i];
   const float divisor = !call.is_normed ? 1.0f : sum < (float)call.floor ? (float)call.floor : sum;
-  for (int64_t i = 0; i < call.num_chosen; ++i) weights[i] = weights[i] / divisor * (float)call.factor;
+  for (int64_t i = 0; i < call.num_chosen; ++i) {
+    weights[i] = weights[i] / divisor * (float)call.factor;
+    if (call.scales) weights[i] *= call.scales[chosen[i]];
+  }
 }
 
 int32_t route(const Router& call) {

@@ -147,7 +147,7 @@ MUTANTS: dict[str, Mutant] = {
     "the time to live of memory": Mutant(_FOUND, ((PrefixCache, "lasts_s", lambda _self, _ttl_s: math.inf),)),
     "the search for what has expired": Mutant(_FOUND, ((Evictor, "expire", lambda _self, _ttl_s: 0),)),
     "the wake behind a fetch": Mutant(
-        "never ends", ((Fetches, "_end", _ended_unheard), (Fetches, "look_in_s", property(lambda _self: None)))
+        "never ends", ((Fetches, "_end", _ended_unheard), (Fetches, "check_in_s", property(lambda _self: None)))
     ),
     "the room that is given back": Mutant(_LEFT + "{'reserved bytes'", ((Room, "release", lambda _self: None),)),
     "the bound of the write buffer": Mutant("write buffer are reserved", ((Writer, "reserve", _reserved),)),

@@ -1,0 +1,65 @@
+// Row-wise steps of decoders that carry several streams of hidden states, and of sparse gates.
+
+#pragma once
+
+#include <cmath>
+
+#include "parts.h"
+
+namespace diskprefix {
+namespace {
+
+template <class Type>
+inline void mix_row(const Mix& call, int64_t row) {
+  typedef typename Type::Stored Stored;
+  const Stored* factors = (const Stored*)call.factors + row * call.factor_stride;
+  const int64_t at = row * call.width;
+  for (int64_t i = 0; i < call.width; i += LANES) {
+    const int64_t left = call.width - i;
+    Floats total = {};
+    for (int64_t number = 0; number < call.count; ++number) {
+      const Floats factor = rounded_to<Type>(all(Type::one(factors[number]) + (float)call.offset));
+      total += some_of<Type>((const Stored*)call.rows[number] + at + i, left) * factor;
+    }
+    put_some<Type>((Stored*)call.out + at + i, rounded_to<Type>(total) + some_of<Type>((const Stored*)call.base + at + i, left), left);
+  }
+}
+
+template <class Type>
+inline float mean_square(const typename Type::Stored* row, int64_t width) {
+  Floats sum = {};
+  for (int64_t i = 0; i < width; i += LANES) {
+    const Floats numbers = some_of<Type>(row + i, width - i);
+    sum = fma(numbers, numbers, sum);
+  }
+  return sum_of(sum) / (float)width;
+}
+
+template <class Type>
+inline void level_row(const Leveling& call, int64_t row) {
+  typedef typename Type::Stored Stored;
+  Stored* to = (Stored*)call.rows + row * call.width;
+  const float square = mean_square<Type>(to, call.width);
+  const float wanted = sqrtf(mean_square<Type>((const Stored*)call.like + row * call.width, call.width));
+  weigh<Type>(to, wanted / sqrtf(square > 1e-5f ? square : 1e-5f), call.width);
+}
+
+template <class Type>
+inline void cut_off_row(const CutOff& call, int64_t row) {
+  typedef typename Type::Stored Stored;
+  Stored* numbers = (Stored*)call.rows + row * call.width;
+  double sum = 0.0, squares = 0.0;
+  for (int64_t i = 0; i < call.width; ++i) sum += Type::one(numbers[i]);
+  const double mean = sum / (double)call.width;
+  for (int64_t i = 0; i < call.width; ++i) squares += (Type::one(numbers[i]) - mean) * (Type::one(numbers[i]) - mean);
+  const Floats least = rounded_to<Type>(all((float)(mean + sqrt(squares / (double)call.width) * call.deviations)));
+  for (int64_t i = 0; i < call.width; i += LANES) {
+    float found[LANES];
+    store(found, some_of<Type>(numbers + i, call.width - i) - least);
+    for (float& one : found) one = one < 0.0f ? 0.0f : one;
+    put_some<Type>(numbers + i, loaded<Floats>(found), call.width - i);
+  }
+}
+
+}  // namespace
+}  // namespace diskprefix
