@@ -197,7 +197,7 @@ class PrefixCache:
         return ttl_s or self.settings.kv_cache_ttl or math.inf
 
     def expires_at(self, ttl_s: float | None) -> float:
-        """Returns when state expires that ends now, on the clock of `time.monotonic`. `ttl_s` as in `lasts_s`."""
+        """Returns when state that is used now expires, on the clock of `time.monotonic`. For `ttl_s` see `lasts_s`."""
         return time.monotonic() + self.lasts_s(ttl_s)
 
     def run_aside(self, work: Callable[[], object]) -> None:
