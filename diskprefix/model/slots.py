@@ -86,10 +86,9 @@ class Slots:
         """Returns whether there is a module or tensor."""
         return self._found(name) is not None
 
-    def vector(self, name: str) -> Weight | None:
-        """Returns a vector in the type of the plan, None if there is none."""
-        found: torch.Tensor | None = self._found(name)
-        return None if found is None else _weight(found.flatten(), self._model.dtype)
+    def vector(self, name: str) -> Weight:
+        """Returns a vector in the type of the plan."""
+        return _weight(self._found(name).flatten(), self._model.dtype)
 
     def convolution(self, name: str) -> tuple[Weight, Weight | None]:
         """Returns the weights [channels, kernel] of a convolution of each channel alone, and its bias."""

@@ -42,8 +42,7 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
             decoder_layer(plan, config, layer, of_layer, hidden, angles)
             if config.num_streams > 1:
                 correct(plan, of_layer.within("altup"), streams, before, hidden)
-                scale = of_layer.vector("altup.correct_output_scale")
-                hidden = streams[0] if scale is None else plan.weighed(streams[0], scale)
+                hidden = plan.weighed(streams[0], of_layer.vector("altup.correct_output_scale"))
             if inputs is not None:
                 found = layer_input(plan, config, of_layer, hidden, inputs, number)
                 for stream in streams[1:] or streams:

@@ -1,4 +1,4 @@
-"""What follows attention in a layer: gated or plain products, or a mixture of experts."""
+"""The parts of layers behind attention: gated or plain products, or a mixture of experts."""
 
 from __future__ import annotations
 
