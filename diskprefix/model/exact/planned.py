@@ -45,7 +45,7 @@ class ModelPlan:
 
     def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
         self._config = config_of(model, layout, page_tokens)
-        self._padded = padded_tokens(model.config)
+        self._padded, self._logits_dtype = padded_tokens(model.config), layout.logits_dtype
         # A plan is kept as long as its model.
         self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
         self.plan = self._make(_ROWS)
@@ -82,7 +82,7 @@ class ModelPlan:
         if self._padded:
             ids = np.where(np.isin(ids, self._padded[1:]), self._padded[0], ids)
         self.plan.run(described, ids, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
-        logits = self._copied(self.plan.logits, sum(computed))
+        logits = self._copied(self.plan.logits, sum(computed)).to(self._logits_dtype)
         if computed is not num_logits:
             parts = zip(torch.split(logits, [*computed]), num_logits, strict=True)
             logits = torch.cat([part[-count:] for part, count in parts])
