@@ -28,7 +28,6 @@ from diskprefix.store.codec.codec import decode_piece, encode_piece
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.purge import Purged, PurgeFilter, delete_entry, purge
-from diskprefix.store.savings import Savings
 from diskprefix.store.schema import Kind, ModelRecord, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.store.store_identity import Epoch
@@ -40,15 +39,16 @@ log = logging.getLogger("diskprefix")
 _NOTE_TTL_S = 30 * 86400.0
 """The time to live of notes without `--kv-cache-ttl`. OpenAI keeps responses as long."""
 _PURGE_S = 10.0
-"""Seconds that a purge waits for the writer to save what it has, and for the shared tier."""
+"""The maximum time that a purge waits for the writer, and for the shared tier."""
 
 
 class PrefixCache:
     """The prefix cache of one model, which requests (`CachedRequest`) use. `stats` is for any thread.
 
     `identity` returns the canonical text that identifies the model's numbers for a tenant (`model.load.fingerprint`).
-    Its hash is the root of all that the tenant stores. `tokenizer` is its folder, for the record. `on_prompts`: see
-    `TenantNamespaces`. `beside` is the cache of another model in the same store, whose threads serve this one too.
+    The hash of this text is the root of all that the tenant stores. `tokenizer` is the tokenizer's folder, for the
+    record. For `on_prompts` see `TenantNamespaces`. `beside` is the cache of another model in the same store; the two
+    share their threads.
     """
 
     def __init__(
@@ -70,22 +70,22 @@ class PrefixCache:
         self.store, self.writer = store, self.tiered.writer
         self.tiers, self.remote = self.tiered.tiers, self.tiered.remote
         self.readers, self.aside = self.tiered.readers, self.tiered.aside
-        self._aside: set[Future[None]] = set()
+        self._aside: set[Future[object]] = set()
         self.counters: Counter[str] = Counter()
         self._counting = threading.Lock()
         self.restored_tokens: Counter[str] = Counter(memory=0, disk=0, remote=0)
-        """By the tier they came from."""
+        """The number of restored tokens, by tier."""
         self.misses: Counter[str] = Counter()
         self._identity = identity
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._secret = store.secret
-        """That of the names in memory, which stay when another file takes the store's place."""
+        """The secret of the names in memory, also when another file has taken the store's place."""
         self.namespaces = TenantNamespaces(store, self.root_record, on_prompts, settings.kv_cache_ttl)
         self.on_forget.append(self.namespaces.forget_deleted)
         shared = self.namespaces.get(SHARED)
         with suppress(CacheError):
-            # The first request tries again.
+            # The first request reads it again.
             self.namespaces.read(shared)
         self.root = shared.root
         """The root of callers with neither key nor salt."""
@@ -95,7 +95,7 @@ class PrefixCache:
 
     @property
     def on_forget(self) -> list[Callable[[], None]]:
-        """Called when something was purged, by any process, or may have expired: memories of it must go too."""
+        """Called when something was purged, by any process, or may have expired: what memory has of it must go too."""
         return self.writer.housekeeping.on_forget
 
     def notes(self, tenant: Tenant) -> TenantNotes:
@@ -104,19 +104,19 @@ class PrefixCache:
         return self.notes_of(root_hash(record.identity), record)
 
     def owner(self, tenant: Tenant) -> Owner:
-        """Returns whose state in memory that of a tenant is now; for any thread."""
+        """Returns the owner of a tenant's state in memory; for any thread."""
         return Owner(root_hash(self.root_record(tenant).identity), self._secret, self.namespaces.purged_at)
 
     def owner_of(self, options: CacheOptions, private: bytes) -> Owner:
-        """Returns whose state in memory that of a request is. `private` is a random key of the request, in case that it
-        shares nothing; if its scope is off, it does not begin with what its tenant shares either."""
+        """Returns the owner of a request's state in memory. `private` is a random key of the request, which is used if
+        the request shares nothing. With the scope `off`, the request does not begin with shared state either."""
         owner = self.owner(options.tenant)
         if options.scope.kind == "off":
             return owner._replace(root=private, private=private)
         return owner if options.save else owner._replace(private=private)
 
     def is_gone(self, owner: Hashable) -> bool:
-        """Returns whether the state in memory of an `owner` can no longer be found."""
+        """Returns whether the state of an `owner` in memory was purged."""
         return isinstance(owner, Owner) and owner.purged_at != self.namespaces.purged_at
 
     def delete(self, entry_id: str) -> Purged:
@@ -125,10 +125,8 @@ class PrefixCache:
 
     def purge(self, purge_filter: PurgeFilter) -> Purged:
         """Removes what a filter selects: from the store, from this process's memory and, if it selects saved prompts,
-        from the shared tier. Waits for all of that. Raises `CacheError` if the store cannot
-        be written."""
-        # Prompts that ended before are then not lost with those that are computed. It may take too long: a purge has
-        # what still waits refused.
+        from the shared tier. Waits for all of that. Raises `CacheError` if the store cannot be written."""
+        # Complete prompts are saved first, because the store refuses them after the purge.
         self.writer.flush(_PURGE_S)
         purged = purge(self.store, purge_filter, self.store.clock())
         for forget in self.on_forget:
@@ -142,9 +140,7 @@ class PrefixCache:
 
     def warm_up(self, sequence: KVSequence) -> None:
         """Starts the reading threads and runs their code once, so that the first restore is as fast as any other.
-
-        Overwrites the beginning of the sequence.
-        """
+        Overwrites the beginning of the sequence."""
         num_tokens = self.settings.block_size
         if not self.payload_layout.groups:
             return
@@ -160,14 +156,14 @@ class PrefixCache:
 
         list(self.readers.map(read, range(READER_THREADS)))
 
-    def count(self, what: str) -> None:
+    def count(self, name: str) -> None:
         """Adds one to a counter. For any thread."""
         with self._counting:
-            self.counters[what] += 1
+            self.counters[name] += 1
 
     def spending(self, tenant: Tenant = SHARED) -> Spending | None:
-        """Returns the state of `--kv-cache-write-budget`, None without one. What waits to be written counts too. With
-        API keys, that of the `tenant`'s key. Reads nothing from the disk."""
+        """Returns the use of `--kv-cache-write-budget`, None without a budget. Bytes that wait to be written count too.
+        With API keys, the share of the `tenant`'s key is part of the result. Reads nothing from the disk."""
         limit, now = self.store.meter.budget_bytes, self.store.clock()
         if not limit:
             return None
@@ -184,7 +180,7 @@ class PrefixCache:
         )
 
     def spend(self, tenant: Tenant, num_bytes: int) -> None:
-        """Counts what is to be written for the `tenant`'s API key. For the engine's thread."""
+        """Counts bytes to be written for the `tenant`'s API key. For the engine's thread."""
         if self.settings.api_keys is not None:
             self.tiered.spent.add(tenant.ids[:1], num_bytes, self.store.clock())
 
@@ -192,37 +188,38 @@ class PrefixCache:
         self, root: bytes, record: RootRecord, ttl_s: float | None = None, epoch: Epoch | None = None
     ) -> TenantNotes:
         """Returns the notes of a root, for any thread. `ttl_s` is the time to live of new notes, in seconds; with None
-        the daemon's `--kv-cache-ttl` holds. `epoch` is that in which their request began; with None it begins now."""
+        the daemon's `--kv-cache-ttl` holds. `epoch`: when their request began; None is now."""
         lasts_s = ttl_s or self.settings.kv_cache_ttl or _NOTE_TTL_S
         return TenantNotes(self.writer.notes, epoch or self.store.epoch, root, record, lasts_s)
 
     def lasts_s(self, ttl_s: float | None) -> float:
-        """Returns the time to live, in seconds, of what a request asks to keep for `ttl_s`."""
+        """Returns the time to live, in seconds, of state that a request asks to keep for `ttl_s`."""
         return ttl_s or self.settings.kv_cache_ttl or math.inf
 
     def expires_at(self, ttl_s: float | None) -> float:
         """Returns when state expires that ends now, on the clock of `time.monotonic`. `ttl_s` as in `lasts_s`."""
         return time.monotonic() + self.lasts_s(ttl_s)
 
-    def run_aside(self, work: Callable[[], None]) -> None:
+    def run_aside(self, work: Callable[[], object]) -> None:
         """Runs small work on the thread `kv-aside`."""
+
+        def end(future: Future[object]) -> None:
+            self._aside.discard(future)
+            if (error := future.exception()) is not None:
+                self.count("errors")
+                log.error("[disk-cache] not saved: %r", error)
+
         future = self.aside.submit(work)
         self._aside.add(future)
-        future.add_done_callback(self._end_aside)
-
-    def _end_aside(self, future: Future[None]) -> None:
-        self._aside.discard(future)
-        if (error := future.exception()) is not None:
-            self.count("errors")
-            log.error("[disk-cache] not saved: %r", error)
+        future.add_done_callback(end)
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Waits until all is with the writer. Returns False if the time runs out first."""
+        """Waits for `run_aside`. Returns False if the time runs out first."""
         return not wait(list(self._aside), timeout_s).not_done
 
     @property
     def health(self) -> tuple[str, str | None]:
-        """`ok`, `unsupported` or `degraded`, and why it is degraded. Reads nothing from the disk."""
+        """`ok`, `unsupported` or `degraded`, and the reason for the last. Reads nothing from the disk."""
         error = self.store.problem or self.tiered.stalled or self.writer.error
         return "degraded" if error else "unsupported" if self.layout.unsupported else "ok", error
 
@@ -240,6 +237,10 @@ class PrefixCache:
             counts = dict.fromkeys((*names, "room_bytes"), 0)
             state, error = "degraded", str(failure)
             savings, written = None, self.store.written_lately()
+        totals = None
+        if savings is not None and savings.total.requests:
+            today = savings.today(self.store.clock())
+            totals = {"since": savings.since, "total": asdict(savings.total), "today": asdict(today)}
         return {
             "scope": str(parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")),
             "dir": str(self.store.path),
@@ -271,24 +272,18 @@ class PrefixCache:
             "expired_blocks": self.writer.housekeeping.expired,
             "quarantined": self.writer.housekeeping.quarantined,
             "saved_s": self.writer.savings.saved_s,
-            "savings": _savings_dict(savings, self.store.clock()),
+            "savings": totals,
             "gate": self.cost_model.as_dict(),
             "remote": None if self.remote is None else self.remote.stats(),
         }
 
     def close(self, timeout_s: float) -> bool:
-        """Flushes the writer and closes the store. Returns False if time ran out before everything was saved. A cache
-        that is `beside` another leaves the store to that one."""
+        """Flushes the writer and closes the store. Returns False if time ran out before everything was saved. Does
+        nothing for a cache `beside` another one."""
         if not self.has_own_threads:
             return True
         self.settle(timeout_s)
-        # Before the threads, which may take long to end: what waits is written within the time.
-        is_written = self.tiered.end_writing(timeout_s)
-        for threads in (self.readers, self.aside):
-            # A read that hangs is not waited for.
-            threads.shutdown(wait=False)
-        self.tiered.close_store()
-        return is_written
+        return self.tiered.close(timeout_s)
 
     def root_record(self, tenant: Tenant) -> RootRecord:
         """Returns the record of a tenant's root; for any thread."""
@@ -301,10 +296,3 @@ class PrefixCache:
             tenant=str(tenant),
             tokenizer=self._tokenizer,
         )
-
-
-def _savings_dict(savings: Savings | None, now: float) -> dict[str, Any] | None:
-    """Returns None if the store cannot be read, or no request asked it yet."""
-    if savings is None or not savings.total.requests:
-        return None
-    return {"since": savings.since, "total": asdict(savings.total), "today": asdict(savings.today(now))}

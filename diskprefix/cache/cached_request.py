@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -22,19 +22,19 @@ from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import TokenIds
-from diskprefix.values import Break, CacheOptions, CacheReport, MissReason, Prompt, Selection, outcome_of
+from diskprefix.values import Break, CacheOptions, CacheReport, MissReason, Prompt, Saved, Selection, outcome_of
 
 log = logging.getLogger("diskprefix")
 
 _STORE_FAILS = "the store has no room, is full or fails: /health and the log say why"
-"""Its own message names folders, which are nothing for those who send requests."""
+"""The reason for clients, who should not see the folders that the store's own messages name."""
 
 
 class CachedRequest:
     """One request's way through the cache. Call `close` when the request ends, however it ends.
 
-    It is made on the engine's thread, and does not wait. `goes_on`: the prompt ends at a grid point and is only a
-    beginning, so its next-token logits are neither needed nor kept.
+    For the engine's thread: making one does not wait. `goes_on`: the prompt ends at a grid point and is only a
+    beginning, so its next-token logits are neither needed nor saved.
     """
 
     def __init__(self, cache: PrefixCache, prompt: Prompt, options: CacheOptions, *, goes_on: bool = False) -> None:
@@ -44,6 +44,8 @@ class CachedRequest:
         self._bypass = context.bypass
         num_tokens, reason = len(prompt.token_ids), self._bypass or "off"
         self._saver = Saver(context, Selection(scope=options.scope, prompt_tokens=num_tokens, reason=reason))
+        self._pins = ExitStack()
+        """The pins of the nodes that the fetch found."""
         self.is_published = False
         """The prompt was computed to its end."""
         self.reply = self.prompt.token_ids[:0]
@@ -54,14 +56,14 @@ class CachedRequest:
         self._load_s = 0.0
         """Seconds that the fetch took to load state."""
         self._miss_reason: MissReason | None = self._bypass
-        self._asks_why = False
-        """The reason of a miss is still to be found."""
+        self._lacks_reason = False
+        """The reason of a miss is not known yet."""
         self._broken: Future[Break | None] | None = None
-        """Where the prompt leaves an earlier one although most of what follows is the same."""
+        """A search for the place that breaks an earlier prompt's prefix."""
 
     @property
     def epoch(self) -> Epoch:
-        """That of the store when the request began."""
+        """The store's epoch when the request began."""
         return self._context.epoch
 
     @property
@@ -71,11 +73,11 @@ class CachedRequest:
 
     @property
     def selection(self) -> Selection:
-        """The part of the prompt that is kept. Set by `choose`."""
+        """The part of the prompt to save. Set by `choose`."""
         return self._saver.selection
 
     def restore(self, sequence: KVSequence, have: int = 0) -> RestoreResult:
-        """Runs all steps of a fetch, and `choose`, for a sequence that has the first `have` tokens."""
+        """Runs all steps of a fetch into a sequence that has the first `have` tokens, and `choose`."""
         fetch = self.begin_fetch(sequence, self.prompt.token_ids, have)
         fetch.run_step("prefetch")
         fetch.run()
@@ -84,7 +86,7 @@ class CachedRequest:
         return self.restored
 
     def fetch(self, sequence: KVSequence, have: int = 0, logits: torch.Tensor | None = None) -> None:
-        """Runs the steps of a fetch, except for the shared tier's. See `Fetch`."""
+        """Runs the steps of a fetch but `prefetch`. See `Fetch`."""
         fetch = self.begin_fetch(sequence, self.prompt.token_ids, have, logits)
         fetch.run()
         self.take(fetch)
@@ -99,8 +101,8 @@ class CachedRequest:
         on_block: Callable[[int], None] = lambda _: None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Fetch:
-        """Returns a fetch for `take`, of the prompt, or for a reply that lost its memory, of the prompt and the tokens
-        of the reply: of these the last one is left to compute. Does not wait."""
+        """Returns a fetch for `take`; does not wait. `token_ids` are the prompt. For a reply that lost its memory, they
+        are the prompt and the tokens of the reply, of which the last one is left to compute."""
         context = self._context
         if len(token_ids) > len(self.prompt.token_ids):
             options = replace(self.options, computes_last=True)
@@ -109,120 +111,115 @@ class CachedRequest:
         return Fetch(context, nodes, sequence, have, logits, on_logits, on_block, is_wanted)
 
     def take(self, fetch: Fetch, *, gave_up: bool = False) -> RestoreResult:
-        """Takes over the result of a fetch, no step of which runs any more, and returns it. What replies restore after
-        `choose` shows in their sequences alone. With `gave_up`, the sequence has what it had before: any step but
-        `load` may still run. For the engine's thread."""
-        restored = fetch.held if gave_up else fetch.restored
+        """Takes over the result of a fetch, none of whose steps runs any more, and returns it. The first result before
+        `choose` is the request's, later results are the replies'. With `gave_up`, any step but `load` may still run,
+        and the result is what the sequence had before. For the engine's thread."""
+        restored = fetch.in_memory if gave_up else fetch.restored
         fetch.sequence.truncate(restored.num_tokens)
         if not self._is_chosen:
             self.restored, self._load_s = restored, fetch.load_s
             self._miss_reason = "error" if gave_up else fetch.miss_reason
-        if not gave_up and self._is_chosen:
-            fetch.close()
+            if not gave_up:
+                self._pins.callback(fetch.close)
         elif not gave_up:
-            self._saver.pins.callback(fetch.close)
+            fetch.close()
         return restored
 
     def choose(self, sequence: KVSequence | None) -> None:
-        """Chooses what to save, and counts the result of `fetch`. For the engine thread, before the first step. The
+        """Selects what to save, given the result of the fetch. For the engine's thread, before the first step. The
         sequence is None for a model that computes in memory of its own."""
         restored, self._is_chosen = self.restored, True
         if restored.last_node is not None:
             ttl_s = self._context.ttl_at(restored.stored_tokens)
             self.cache.writer.touch(restored.last_node, time.time(), ttl_s)
-        self._saver.begin(restored)
-        if self._bypass is None:
-            self._saver.choose(self._context.choose(self.nodes, restored))
+        self._saver.begin(restored, self._context.choose(self.nodes, restored) if self._bypass is None else None)
         if self._bypass is None and self.prompt.source is not None:
-            # It compares whole prompts, and is only reported.
+            # The search compares whole prompts, and its result is only reported.
             self._broken = self.cache.aside.submit(self._context.find_break, restored, self.selection)
-        if restored.num_tokens and outcome_of(len(self.prompt.token_ids), restored.num_tokens) != "miss":
+        is_miss = not restored.num_tokens or outcome_of(len(self.prompt.token_ids), restored.num_tokens) == "miss"
+        self._lacks_reason = is_miss and self._miss_reason is None
+        if not is_miss:
             self._miss_reason = None
-        else:
-            self._asks_why = self._miss_reason is None
-        if sequence is not None and self._bypass is None:
+        if sequence is not None and self._saves:
             with self._context.guarded("not all of the prompt is saved"):
-                self._saver.save_what_slides(sequence)
+                self._saver.save_sliding_blocks(sequence)
 
     def after_step(self, sequence: KVSequence) -> None:
-        """Queues the wanted blocks that the prefill has completed. Takes a checkpoint if one is wanted here, because
-        the next step overwrites the states."""
-        if self._is_not_saved:
+        """Queues the selected blocks that the prefill has completed, and the checkpoint if one is selected here."""
+        if not self._saves:
             return
         self.cache.writer.pause_writing()
         with self._context.guarded("not all of the prompt is saved"):
             self._saver.after_step(sequence)
 
     def publish(self, sequence: KVSequence, logits: torch.Tensor | None, prefill_s: float) -> None:
-        """Queues the rest of what is kept of the prompt, with the entry and the prompt as seen.
+        """Queues the rest of the selected part of the prompt, with the entry and the prompt as seen.
 
-        `logits` are the next-token logits at the prompt's end, shape [vocab], as the model gave them (None if the
-        prompt is only a beginning and was restored). If they are not finite, nothing more is saved. `prefill_s` is the
-        time of computing the tokens that were not restored, in seconds.
+        `logits` are the next-token logits at the prompt's end, shape [vocab], in the model's dtype; None if the prompt
+        is only a beginning and was restored. If logits are not finite, nothing more is saved. `prefill_s` is the time
+        of computing the tokens that were not restored, in seconds.
         """
         self.cache.writer.resume_writing()
         self.is_published = True
         if self._bypass is not None:
             return
         assert sequence.num_tokens == len(self.prompt.token_ids), "state length must equal key length"
-        self._record_restore()
+        if self.restored.source == "disk":
+            self.cache.cost_model.record_restore(self.restored.num_bytes, self._load_s)
         if self.cache.store.problem is not None:
-            # Which is logged once, not for every prompt.
-            self._saver.fail("")
+            # The problem is logged once, not for every prompt.
+            self.cache.writer.fail(self._saver.save, "")
             return
         if logits is not None and not logits.max().isfinite():
-            self._saver.fail("its next-token logits are not finite")
+            self.cache.writer.fail(self._saver.save, "its next-token logits are not finite")
             return
         with self._context.guarded("the prompt is not saved"):
             self._saver.publish(sequence, logits, prefill_s)
 
     def publish_reply(self, sequence: KVSequence, token_ids: TokenIds) -> None:
-        """Queues the part of the reply that is kept with its prompt, if the model is exact at every token: decoding
-        then computes the same bits as a prefill. `token_ids` are the prompt and the tokens of the reply that are in the
-        sequence."""
+        """Queues the selected part of the reply, if the model is exact at every token: decoding then computes the same
+        bits as a prefill. `token_ids` are the tokens in the sequence, of the prompt and the reply."""
         assert sequence.num_tokens == len(token_ids), "state length must equal key length"
         self.reply = token_ids[len(self.prompt.token_ids) :]
-        if self._is_not_saved or self.cache.layout.state_kind not in AT_ANY_TOKEN:
+        if not self._saves or self.cache.layout.state_kind not in AT_ANY_TOKEN:
             return
         with self._context.guarded("the reply is not saved"):
             sequence.settle()
             self._saver.publish_reply(sequence, self.nodes.extended(token_ids))
 
     def save_partial(self, sequence: KVSequence, token_ids: TokenIds) -> None:
-        """Queues what was computed so far for a request that is cancelled, or waits for memory. It continues there when
-        it comes again. `token_ids` are those in the sequence. What the policy would not keep is kept for at least ten
-        minutes."""
+        """Queues the state of a request that is cancelled or waits for memory, so that the request continues there when
+        it comes again. `token_ids` are the tokens in the sequence. State that the policy did not select is kept for at
+        least ten minutes."""
         is_exact = len(token_ids) <= len(self.prompt.token_ids) or self.cache.layout.state_kind in AT_ANY_TOKEN
-        if self._bypass is not None or not is_exact or not self._saver.may_leave(sequence):
+        if not self._saves or not is_exact or not self._saver.may_save_unselected(sequence):
             # On the grid, decoding computes other bits than a prefill.
             return
-        with self._context.guarded("what was computed is not kept"):
+        with self._context.guarded("the state of the cancelled or waiting request is not saved"):
             sequence.settle()
-            self._saver.leave(sequence, self.restored, self.nodes.extended(token_ids))
+            self._saver.save_partial(sequence, self.nodes.extended(token_ids))
 
     def save_idle(self, sequence: KVSequence) -> None:
-        """Queues what a sequence holds of the prompt and the store lacks, and ends the request, which counts as none.
+        """Queues all that a sequence has of the prompt and the store lacks, and ends the request without counting it.
         The prompt has one token more than the sequence. For a thread that has the sequence for itself."""
         if self._bypass is None:
             self.fetch(sequence, have=sequence.num_tokens)
-            stored = replace(self.restored, num_tokens=self.restored.stored_tokens)
-            self._saver.begin(stored)
-            if self._saver.may_leave(sequence):
-                with self._context.guarded("what is only in memory is not kept"):
-                    self._saver.leave(sequence, stored, self.nodes, least_s=0.0)
-        self._saver.close()
+            self._saver.begin(replace(self.restored, num_tokens=self.restored.stored_tokens))
+            if self._saves and self._saver.may_save_unselected(sequence):
+                with self._context.guarded("idle state is not saved"):
+                    self._saver.save_partial(sequence, self.nodes, min_ttl_s=0.0)
+        self._end_save()
 
     def close(self) -> CacheReport:
         """Releases what the request holds, counts it, and returns the report."""
-        # One that has not begun is not waited for.
+        # A search that has not begun is not waited for.
         broken = None if self._broken is None or self._broken.cancel() else self._broken.result()
         restored = self.restored
-        if self._asks_why:
+        if self._lacks_reason:
             self._miss_reason = self._context.why_missed(restored, self.selection, broken)
-        if self.cache.remote is not None and self._bypass is None:
-            self._saver.close(partial(self._context.upload, self.nodes, self.selection, restored))
-        else:
-            self._saver.close()
+        self._end_save()
+        if self._bypass is None:
+            self._context.upload(self.nodes, self.selection, restored)
         self.cache.counters["prompt_tokens"] += len(self.prompt.token_ids)
         if restored.num_tokens:
             self.cache.restored_tokens[restored.source] += restored.num_tokens
@@ -230,8 +227,10 @@ class CachedRequest:
         if self._miss_reason is not None:
             self.cache.misses[self._miss_reason] += 1
         if self._bypass is None and self.cache.has_own_threads:
-            # What is kept beside another model's state was no request of its own.
+            # The state of a draft model belongs to another request, which is counted.
             self._context.record_savings(restored)
+        save = self._saver.save
+        saved: Saved = "queued" if save.has_nodes else "stored" if self._saver.is_stored else "none"
         report = CacheReport(
             selection=self.selection,
             restored=restored.num_tokens,
@@ -240,8 +239,8 @@ class CachedRequest:
             matched=restored.matched,
             refused=restored.refused,
             restore_ms=restored.restore_ms,
-            saved=self._saver.saved,
-            dropped_because=None if (lost := self._saver.save.lost) is None else lost or _STORE_FAILS,
+            saved=saved if save.lost is None else "dropped",
+            dropped_because=None if save.lost is None else save.lost or _STORE_FAILS,
             broken=broken,
             broken_line=self.prompt.source.line_at(broken.at) if broken and self.prompt.source else "",
             rewriting=self.prompt.rewriting,
@@ -251,21 +250,21 @@ class CachedRequest:
             log.debug("%s", report.log_line())
         return report
 
-    def _record_restore(self) -> None:
-        """Records the time of the restore, until its last byte was decoded."""
-        if self.restored.source == "disk":
-            self.cache.cost_model.record_restore(self.restored.num_bytes, self._load_s)
-
     @property
-    def _is_not_saved(self) -> bool:
-        return self._bypass is not None or self._saver.has_failed
+    def _saves(self) -> bool:
+        """Returns whether state is saved: the request uses the cache, the store works, and nothing has failed."""
+        return self._bypass is None and self.cache.store.problem is None and not self._saver.save.has_failed
+
+    def _end_save(self) -> None:
+        self.cache.writer.finish(self._saver.save)
+        self._pins.close()
 
 
 def save_idle(
     cache: PrefixCache, sequence: KVSequence, token_ids: TokenIds, options: CacheOptions, owner: Owner
 ) -> None:
-    """Queues the state of a sequence of `owner` that has ended, as far as it is not stored, and its scope leaves to the
-    policy how much is kept. The sequence holds the `token_ids`."""
+    """Queues the state of an idle sequence of `owner`, which has the `token_ids`, as far as the store lacks it. Does
+    nothing if the scope of its request limits what is saved."""
     is_long = len(token_ids) >= max(1, cache.settings.kv_cache_min_tokens)
     if is_long and options.save and options.scope.most is None:
         request = CachedRequest(cache, Prompt(np.append(token_ids, token_ids[-1:])), options)

@@ -1,4 +1,4 @@
-"""One request and the cache that serves it: what every step of the request needs."""
+"""The context of one request: its prompt, its tenant and the cache, which every step of the request needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Literal
 
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.choosing import choose_kept, sighting_of, ttl_at
+from diskprefix.cache.choosing import selection_of, sighting_of, ttl_at
 from diskprefix.cache.cost_model import Use
 from diskprefix.cache.matching import RestoreResult
 from diskprefix.cache.namespaces import TenantNamespace
@@ -18,14 +18,15 @@ from diskprefix.cache.policy.breaks import find_break, same_behind
 from diskprefix.cache.policy.seen import Sighting
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.write_budget import Spending, within_budget
-from diskprefix.cache.tiers.local import publisher
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Upload
 from diskprefix.errors import CacheError
 from diskprefix.kv.layout import is_out_of_memory
+from diskprefix.store.changes import NewNode
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.save import Save
 from diskprefix.store.savings import Tally
+from diskprefix.store.store import Publication
 from diskprefix.tokens import LEAST_TOKENS
 from diskprefix.values import Break, CacheOptions, MissReason, Prompt, Selection
 
@@ -46,13 +47,13 @@ class RequestContext:
     def __post_init__(self) -> None:
         # A purge reaches the state in memory, which the request may begin with, a moment after the store.
         self.epoch = self.cache.store.epoch._replace(purged_at=self.cache.namespaces.purged_at)
-        """That of the store and of the state in memory when the request began."""
+        """The epoch of the store and of the state in memory when the request began."""
         self.spending: Spending | None = None
         """The state of the write budget when the prompt was chosen."""
         self._sighting = Sighting()
-        """What earlier prompts say about this one. Set by `choose`."""
+        """Set by `choose`."""
         self._let_through: dict[Use, bool] = {}
-        """Whether the uses that do not pay are allowed."""
+        """The cost model's answers for the uses that do not pay."""
 
     @property
     def bypass(self) -> Literal["unsupported", "off"] | None:
@@ -62,8 +63,7 @@ class RequestContext:
         return "off" if self.options.scope.kind == "off" else None
 
     def allows(self, use: Use, *, pays: bool) -> bool:
-        """Returns whether a use is allowed. One that does not pay may be let through, which the cost model is asked
-        once."""
+        """Returns whether a use is allowed, which `pays`, or which the cost model lets through. That is asked once."""
         if not pays and use not in self._let_through:
             self._let_through[use] = self.cache.cost_model.lets_through(use)
         return pays or self._let_through[use]
@@ -74,7 +74,8 @@ class RequestContext:
 
     @contextmanager
     def guarded(self, consequence: str) -> Iterator[None]:
-        """Turns cache errors into a request without the cache. No other place does."""
+        """Logs and counts errors of the cache inside, and goes on: the request does without the cache. No other place
+        does so."""
         try:
             yield
         except Exception as error:
@@ -84,27 +85,26 @@ class RequestContext:
             log.warning("[disk-cache] going on without the cache, %s: %s", consequence, error or type(error).__name__)
 
     def ttl_at(self, position: int) -> float | None:
-        """Returns the time to live of what ends at a position; see `planning.ttl_at`."""
+        """Returns the time to live of a node that ends at a position; see `choosing.ttl_at`."""
         return ttl_at(position, self.prompt.marks, self.options.ttl_s)
 
     def notes(self, ttl_s: float | None = None) -> TenantNotes:
-        """Returns the notes of the tenant; see `PrefixCache.notes_of`."""
+        """Returns the tenant's notes; see `PrefixCache.notes_of`."""
         return self.cache.notes_of(self.namespace.root, self.namespace.record, ttl_s, self.epoch)
 
     def choose(self, nodes: PromptNodes, restored: RestoreResult) -> Selection:
-        """Returns the part of the prompt to keep, by the policy and by the measured speeds. For the engine thread."""
+        """Returns the part of the prompt to save, by the policy, the write budget and the measured speeds. For the
+        engine's thread."""
         cache = self.cache
         rules = Rules.of(cache.settings, cache.layout.state_kind, cache.layout.state_bytes)
         self.spending = cache.spending(self.options.tenant)
         prompt, options, stored = self.prompt, self.options, restored.stored_tokens
         self._sighting = sighting_of(self.namespace.seen, prompt, options, nodes.path.block_names)
-        selection = choose_kept(self._sighting, rules, prompt, options, stored)
-        had = max(restored.num_tokens, stored)
-        selection = within_budget(
-            selection, prompt, self.spending, rules, stored=stored, had=had, is_asked=options.is_asked
-        )
+        selection = selection_of(self._sighting, rules, prompt, options, stored)
+        had, is_asked = max(restored.num_tokens, stored), options.is_asked
+        selection = within_budget(selection, prompt, self.spending, rules, stored=stored, had=had, is_asked=is_asked)
         if self.goes_on and selection.keep_tail:
-            # Of the tail only the states are kept, as a checkpoint.
+            # Only the states of the tail are kept, as a checkpoint.
             points = (*selection.checkpoints, selection.aligned) if cache.layout.states else ()
             selection = replace(selection, keep_tail=False, checkpoints=points, votes=())
         if selection.kept and not self.allows_saving(selection.kept):
@@ -116,20 +116,17 @@ class RequestContext:
         return selection
 
     def find_break(self, restored: RestoreResult, selection: Selection) -> Break | None:
-        """Returns the break that kept more of the prompt from being found. None if there is none, or if the prompt has
-        no source text."""
-        if self.prompt.source is None:
-            return None
+        """Returns the break without which more of the prompt would have been restored; None if there is none."""
         known = max(selection.common, selection.seen, restored.num_tokens)
-        recent = (one.prompt.token_ids for one in self._sighting.recent if one.prompt.num_tokens > known)
+        earlier_prompts = (earlier.prompt for earlier in self._sighting.recent)
+        recent = (prompt.token_ids for prompt in earlier_prompts if prompt.num_tokens > known)
         return find_break(self.prompt.token_ids, recent, known)
 
     def why_missed(self, restored: RestoreResult, selection: Selection, broken: Break | None) -> MissReason:
-        """Returns the reason why no more was restored. `not_stored` if the next block was seen before, which could
-        have been restored if it were stored. `image` if the prompt leaves an earlier one before that, and each has
-        another picture there. `diverged` if it leaves one within the system message, or if it is `broken`. Every prompt
-        of a template shares a few tokens: one that leaves another so early has diverged from it if they are the same
-        again behind that."""
+        """Returns the reason why no more was restored: `not_stored` if the next block was seen before; `image` if the
+        prompt and an earlier one differ in a picture; `diverged` if they differ within the system message, or if there
+        is a `broken` place. All prompts of a template share a few tokens: prompts that differ right behind these have
+        diverged if they are equal again later."""
         prompt, settings = self.prompt, self.cache.settings
         num_tokens = len(prompt.token_ids)
         if restored.refused is not None:
@@ -138,24 +135,20 @@ class RequestContext:
             return "too_short"
         if max(selection.common, selection.seen) >= min(restored.num_tokens + settings.block_size, num_tokens):
             return "not_stored"
-        leaves_early = selection.common < (prompt.system_end or settings.block_size)
-        is_like = selection.common >= LEAST_TOKENS or any(
-            same_behind(prompt.token_ids, earlier.prompt.token_ids) >= LEAST_TOKENS for earlier in self._sighting.recent
-        )
-        if self._leaves_at_picture(selection.common):
+        common, recent = selection.common, self._sighting.recent
+        here = prompt.token_ids[common : common + 1]
+        others = (other.prompt.token_ids[common : common + 1] for other in recent if other.common == common)
+        if (here < 0).any() and any((there < 0).any() for there in others):
+            # Tokens of pictures are negative.
             return "image"
+        leaves_early = common < (prompt.system_end or settings.block_size)
+        is_like = common >= LEAST_TOKENS or any(
+            same_behind(prompt.token_ids, earlier.prompt.token_ids) >= LEAST_TOKENS for earlier in recent
+        )
         return "diverged" if broken is not None or (leaves_early and is_like) else "new"
 
-    def _leaves_at_picture(self, common: int) -> bool:
-        """Returns whether the prompt leaves an earlier one behind `common` tokens, each with a token of a picture."""
-        earlier = (one.prompt.token_ids for one in self._sighting.recent if one.common == common)
-        return any(
-            all((token_ids[common : common + 1] < 0).any() for token_ids in (self.prompt.token_ids, other))
-            for other in earlier
-        )
-
     def record_savings(self, restored: RestoreResult) -> None:
-        """Counts a request that asked the cache, with the seconds that it saved."""
+        """Counts the request, with the seconds that the cache saved."""
         cache, namespace, num_tokens = self.cache, self.namespace, restored.num_tokens
         prefill_s = restored.prefill_s or num_tokens * (cache.cost_model.prefill_s_per_token or 0.0)
         blocks = [node.name for node in restored.blocks if node.end <= num_tokens]
@@ -170,21 +163,28 @@ class RequestContext:
         )
 
     def prefetch(self, nodes: PromptNodes, is_cancelled: Callable[[], bool], have: int) -> Prefetched:
-        """Fetches the nodes that the shared tier has and nearer tiers lack into the writer's buffer. Restores read them
-        from there, and the writer puts them on the disk. Waits for up to `Settings.remote_deadline`. The first `have`
-        tokens are in memory: the shared tier is not asked if hardly more is missing."""
+        """Fetches the nodes that the shared tier has and nearer tiers lack into the writer's buffer, where restores
+        find them, and from where they go to the disk. Waits for up to `Settings.remote_deadline`. The first `have`
+        tokens are in memory: for a few more, the shared tier is not asked."""
         cache, namespace, cost_model = self.cache, self.namespace, self.cache.cost_model
         if cache.remote is None or cache.store.problem is not None:
             return Prefetched()
         if (spending := cache.spending()) is not None and spending.is_spent:
-            # What is fetched is written to the disk too.
+            # Fetched nodes are written to the disk too.
             return Prefetched()
         save = Save(self.epoch)
-        wish = PrefetchRequest(
+
+        def publish(new_nodes: tuple[NewNode, ...]) -> bool:
+            publication = Publication(self.epoch, namespace.root, namespace.record, new_nodes)
+            if (room := cache.writer.reserve(publication.payload_bytes)) is not None:
+                cache.writer.add(save, publication, [room])
+            return room is not None
+
+        request = PrefetchRequest(
             nodes=nodes,
             tiers=cache.tiers,
-            publish=publisher(cache.writer, save, namespace.root, namespace.record),
-            most_s=cache.settings.remote_deadline,
+            publish=publish,
+            max_s=cache.settings.remote_deadline,
             have=have,
             pays=lambda *sizes: self.allows("fetch", pays=cost_model.pays_remote(*sizes)),
             is_cancelled=is_cancelled,
@@ -193,14 +193,14 @@ class RequestContext:
             replaces=cache.layout.state_kind == "token",
         )
         try:
-            prefetched = cache.remote.prefetch(wish)
+            prefetched = cache.remote.prefetch(request)
         finally:
             cache.writer.finish(save)
         cost_model.record_prefetch(prefetched)
         return prefetched
 
     def upload(self, nodes: PromptNodes, selection: Selection, restored: RestoreResult) -> None:
-        """Queues the stored part of the prompt and its reply for the shared tier, as `--remote-write` says."""
+        """Queues the stored part of the prompt and its reply for the shared tier, by `--remote-write`."""
         cache = self.cache
         if cache.remote is None or not self.options.save:
             return

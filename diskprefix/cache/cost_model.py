@@ -1,9 +1,9 @@
 """Decides whether restoring is worth it: the time to compute a prompt against the time to read it from disk.
 
 The last timings give two straight lines: seconds to compute by tokens, seconds to restore by bytes. Restoring pays if
-it takes less time. The fixed part of computing is left out: the rest of the prompt pays it in any case. A wrong no
-costs a prefill, and nothing is saved that would show the mistake. So the answer is yes while the lines are not known,
-and in every sixteenth case after that.
+it takes less time. The fixed part of computing is left out, as the rest of the prompt costs it in any case. A wrong
+refusal costs a prefill, and would never show. So the answer is yes until both lines are known, and in every sixteenth
+case after that.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ Use: TypeAlias = Literal["restore", "save", "fetch"]
 Sample: TypeAlias = tuple[int, float]
 """A size in tokens or bytes, and the seconds that it took."""
 _RECENT, _ENOUGH = 32, 4
-"""Samples of each kind that are used, and before anything is decided. The first ones include costs that occur once."""
-_FEWEST_TOKENS, _TELLING_TOKENS = 16, 128
-"""Computing fewer tokens takes as long as one step. One prefill of the latter length tells how long others take."""
+"""The maximum number of samples of each kind, and the minimum before anything is decided: the first samples include
+costs that occur once."""
+_MIN_TOKENS, _TELLING_TOKENS = 16, 128
+"""Shorter prefills do not count, as they take a whole step. One prefill of the latter length tells the speed."""
 _LET_THROUGH = 16
-_MOST_TOKENS, _MOST_UNITS, _LONGEST_S = 2**31, 2**50, 1e6
+_MAX_TOKENS, _MAX_UNITS, _MAX_S = 2**31, 2**50, 1e6
 
 
 class CostLine(NamedTuple):
-    """Seconds by size: `fixed_s` + `s_per_unit` × size. Below `holds_from`, the smallest size that was seen where the
-    samples do not tell the two parts apart, proportionally less."""
+    """Seconds by size: `fixed_s` + `s_per_unit` × size; below the size `holds_from`, proportionally less. That is the
+    smallest sample where the samples do not tell the two parts apart, else 0."""
 
     fixed_s: float
     s_per_unit: float
     holds_from: int = 0
 
     def at(self, size: int) -> float:
-        least = max(size, self.holds_from)
-        return (self.fixed_s + self.s_per_unit * least) * (size / least if least else 1.0)
+        on_line = max(size, self.holds_from)
+        return (self.fixed_s + self.s_per_unit * on_line) * (size / on_line if on_line else 1.0)
 
     @classmethod
     def through(cls, samples: Sequence[Sample], *, has_fixed: bool = True) -> CostLine | None:
-        """Returns the line through the samples by medians (Theil and Sen): a quarter of them may be far off. Sizes
-        within a factor of two say more about noise than about the slope; if all are, the time is a fixed one, or none
-        of it (`has_fixed`). None for too few samples."""
+        """Returns the line through the samples by medians (Theil and Sen): a quarter of them may be far off. None for
+        too few samples. Sizes within a factor of two say more about noise than about the slope. If all are, the whole
+        time is fixed, or without `has_fixed` proportional."""
         if len(samples) < _ENOUGH:
             return None
         pairs = combinations(sorted(samples), 2)
@@ -58,11 +59,11 @@ class CostLine(NamedTuple):
 
 
 class CostModel:
-    """Decides by measured times whether to save and to restore. For the engine's thread; any may ask, and record a
-    prefetch.
+    """Decides by measured times whether to save and to restore. For the engine's thread; questions and
+    `record_prefetch` are for any thread.
 
-    `mode` is `--kv-cache-gate`: `off` measures too, but allows everything. `loaded_bytes` returns the bytes that
-    restoring a number of tokens loads, which grow with it. `prefill_s_per_token` is known after one long prefill.
+    `mode` is `--kv-cache-gate`: `off` measures too, but allows everything. `loaded_bytes` returns the bytes that a
+    restore of so many tokens loads. `prefill_s_per_token` is known after one long prefill.
     """
 
     def __init__(self, mode: str, loaded_bytes: Callable[[int], int]) -> None:
@@ -76,7 +77,7 @@ class CostModel:
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:
         """Records a prefill of `num_tokens`. Call it after every completed prefill."""
-        if num_tokens >= _FEWEST_TOKENS:
+        if num_tokens >= _MIN_TOKENS:
             self._record("prefill", num_tokens, seconds)
 
     def record_restore(self, num_bytes: int, seconds: float) -> None:
@@ -84,7 +85,7 @@ class CostModel:
         self._record("restore", num_bytes, seconds)
 
     def record_prefetch(self, prefetched: Prefetched) -> None:
-        """Records what was fetched from the shared tier for one prompt."""
+        """Records a fetch from the shared tier for one prompt."""
         self._record("fetch", prefetched.telling_bytes, prefetched.seconds)
 
     def allows(self, num_tokens: int) -> bool:
@@ -92,20 +93,21 @@ class CostModel:
         return self.mode == "off" or self._is_faster(num_tokens)
 
     def lets_through(self, use: Use) -> bool:
-        """Counts a use that does not pay. Returns whether it is allowed: each sixteenth is, so it is measured again."""
+        """Counts a use that does not pay. Returns True for every sixteenth, which is allowed and measured."""
         self._below[use] += 1
         return self._below[use] % _LET_THROUGH == 0
 
     def pays(self, num_tokens: int, num_bytes: int) -> bool:
-        """Returns whether loading `num_bytes` more takes less time than computing `num_tokens` more tokens. True while
-        that is unknown."""
+        """Returns whether loading `num_bytes` more takes less time than computing `num_tokens` more tokens; True if
+        unknown."""
         prefill, restore = self._lines["prefill"], self._lines["restore"]
         if self.mode == "off" or prefill is None or restore is None:
             return True
         return restore.s_per_unit * num_bytes < prefill.s_per_unit * num_tokens
 
     def pays_remote(self, num_tokens: int, num_bytes: int) -> bool:
-        """Returns the same of fetching `num_bytes` from the shared tier, and restoring them."""
+        """Returns whether fetching `num_bytes` from the shared tier and restoring them takes less time than computing
+        `num_tokens` tokens; True if unknown."""
         prefill, restore, remote = (self._lines[kind] for kind in ("prefill", "restore", "fetch"))
         if self.mode == "off" or prefill is None or remote is None:
             return True
@@ -113,8 +115,8 @@ class CostModel:
         return remote.at(num_bytes) + restore_s < prefill.s_per_unit * num_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the figures for `/props`. `closed`: restoring pays for no prompt; `open`: it pays for some. Times in
-        seconds; None is unknown."""
+        """Returns the figures for `/props`. `closed`: restoring pays for no prompt; `open`: it pays for some. Unknown
+        times are None."""
         lines = {"restore": self._lines["restore"], "remote": self._lines["fetch"]}
         names: dict[Use, str] = {"restore": "skipped_restores", "save": "skipped_saves", "fetch": "skipped_fetches"}
         return {
@@ -133,17 +135,17 @@ class CostModel:
         return restore.at(self._loaded_bytes(num_tokens)) < prefill.s_per_unit * num_tokens
 
     def _record(self, kind: str, size: int, seconds: float) -> None:
-        if not (0 < size < _MOST_UNITS and 0 < seconds < _LONGEST_S):
+        if not (0 < size < _MAX_UNITS and 0 < seconds < _MAX_S):
             return
         self._samples[kind].append((size, seconds))
         line = self._lines[kind] = CostLine.through(tuple(self._samples[kind]), has_fixed=kind != "prefill")
         if kind == "prefill":
             longest, longest_s = max(self._samples[kind])
-            a_token_s = longest_s / longest if longest >= _TELLING_TOKENS else None
-            self.prefill_s_per_token = (line and line.s_per_unit) or a_token_s
+            mean_s = longest_s / longest if longest >= _TELLING_TOKENS else None
+            self.prefill_s_per_token = (line and line.s_per_unit) or mean_s
         if self._lines["prefill"] is not None and self._lines["restore"] is not None:
-            # Once restoring pays, it pays for all that is longer.
-            state = "open" if self.mode == "off" or self._is_faster(_MOST_TOKENS) else "closed"
+            # If restoring pays for a prompt, it pays for all longer ones.
+            state = "open" if self.mode == "off" or self._is_faster(_MAX_TOKENS) else "closed"
             if state != self._state and "closed" in (state, self._state):
                 log.info("[disk-cache] gate=%s", self.as_dict() | {"state": state})
             self._state = state

@@ -1,4 +1,4 @@
-"""The encoder's outputs for pictures, in the store. Each is computed once for all prompts that hold it."""
+"""The encoder's outputs for pictures, in the store: one for all prompts with the same picture."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _BATCH_BYTES = 16 << 20
 
 
 def are_saved(options: CacheOptions) -> bool:
-    """Returns whether outputs are saved for a request: not if it saves nothing, or only the beginning of its prompt."""
+    """Returns False if a request saves nothing, or only the beginning of its prompt."""
     return options.save and options.scope.most is None
 
 
 class EncodedPictures:
-    """Loads and saves the encoder's outputs of one model, as blocks of the ids of their tokens.
+    """Loads and saves the encoder's outputs of one model, as blocks of the pictures' token ids.
 
-    The blocks of each tenant are under a root of their own, and continue each other as those of a prompt do. So they
-    count in the budget, are evicted from their end on, expire, and are purged as all blocks. What goes wrong is logged
-    and counted, never raised: a picture that is not found is encoded again.
+    The blocks continue each other like those of a prompt, below a root for the pictures of each tenant. So they count
+    in the budget, are evicted from the end on, expire, and are purged like all blocks. Errors are logged and counted,
+    never raised: without its output, a picture is encoded again.
     """
 
     def __init__(self, cache: PrefixCache, levels: int, hidden: int, dtype: torch.dtype) -> None:
-        """An output has the shape [levels, tokens of the picture, hidden] and this dtype."""
+        """Outputs have the shape [levels, tokens of the picture, hidden] and this dtype."""
         self._cache, self._shape, self._dtype = cache, (levels, hidden), dtype
         group = LayoutGroup(levels, hidden, str(dtype).removeprefix("torch."), ("rows",))
         self._text = LayoutText(LAYOUT_VERSION, (group,), (0, "float32")).text()
@@ -55,8 +55,8 @@ class EncodedPictures:
     def load(
         self, picture: Picture, options: CacheOptions, is_wanted: Callable[[], bool] = lambda: True
     ) -> torch.Tensor | None:
-        """Returns the output for a picture; None if it is not stored whole, or the request's scope is off. A damaged
-        block is removed. Waits for the disk. `is_wanted` is called before each block; if it returns False, no more is
+        """Returns the output for a picture; None if some of its blocks are not stored, or with the scope `off`. Removes
+        damaged blocks. Waits for the disk. `is_wanted` is called before each block; if it returns False, no more is
         read. For any thread."""
         if options.scope.kind == "off":
             return None
@@ -79,14 +79,14 @@ class EncodedPictures:
 
     @property
     def epoch(self) -> Epoch:
-        """That of the store now. `save` needs the one in which the output was asked for."""
+        """The store's epoch now. `save` needs the epoch in which the request began."""
         return self._cache.store.epoch
 
     def save(
         self, picture: Picture, rows: torch.Tensor, options: CacheOptions, epoch: Epoch, encode_s: float = 0.0
     ) -> None:
-        """Has a copy of an output written, if those of the request `are_saved`.
-        `encode_s` is how long computing it took. For the engine's thread; the copy is made on another one."""
+        """Has a copy of an output written, if outputs of the request `are_saved`. `encode_s` is how long computing the
+        output took. For the engine's thread; the copy is made on another thread."""
         cache, num_bytes, writer = self._cache, rows.nbytes, self._cache.writer
         spending = cache.spending(options.tenant)
         if not are_saved(options) or cache.store.problem is not None:
@@ -103,31 +103,31 @@ class EncodedPictures:
     def _submit(
         self, picture: Picture, rows: torch.Tensor, options: CacheOptions, epoch: Epoch, encode_s: float, room: Room
     ) -> None:
-        """Gives copies of the rows to the writer, which take the `room`."""
+        """Gives copies of the rows, for which `room` is reserved, to the writer."""
         cache, writer, save = self._cache, self._cache.writer, Save(epoch, "a picture")
         try:
             record, nodes = self._root_of(picture, options.tenant, epoch)
             token_s, token_bytes = encode_s / picture.num_tokens, rows.nbytes // picture.num_tokens
             at_once = max(1, _BATCH_BYTES // (nodes.block_size * token_bytes))
-            for some in batches(_path(nodes), at_once):
-                captured = tuple(self._captured(nodes, node, rows, token_s, options.ttl_s) for node in some)
+            for batch in batches(_path(nodes), at_once):
+                captured = tuple(self._capture(nodes, node, rows, token_s, options.ttl_s) for node in batch)
                 is_last = captured[-1].end == picture.num_tokens
                 publication = Publication(epoch=epoch, root=nodes.path.root, root_record=record, nodes=captured)
                 writer.add(save, publication, [room] if is_last else [])
-            told = f"{picture.size} {picture.name.hex()}".encode()
+            content = f"{picture.size} {picture.name.hex()}".encode()
             notes = cache.notes_of(nodes.path.root, record, options.ttl_s, epoch)
-            notes.put(NoteKind.PICTURE, picture.name.hex(), told, nodes.token_ids)
+            notes.put(NoteKind.PICTURE, picture.name.hex(), content, nodes.token_ids)
         except BaseException:
             room.release()
             raise
         finally:
             writer.finish(save)
-            # It may be saved twice at once; then the other copy, which is the same, has ended first.
+            # If the output is saved twice at once, the other thread may have removed it.
             self._copied.pop((options.tenant, picture.name), None)
 
     def _root_of(self, picture: Picture, tenant: Tenant, epoch: Epoch) -> tuple[RootRecord, PromptNodes]:
-        """Returns the record of a tenant's root of pictures, which differs from that of its prompts in the payloads,
-        and the nodes of a picture there."""
+        """Returns the record of the root for a tenant's pictures, and the nodes of a picture below this root. The root
+        of the tenant's prompts has other payloads."""
         record = self._cache.root_record(tenant)
         record = replace(record, layout=self._text, identity=f"{ENCODED_PICTURES}{self._text} {record.identity}")
         ids, root = picture_ids(picture.name, picture.num_tokens), root_hash(record.identity)
@@ -147,7 +147,7 @@ class EncodedPictures:
             return False
         return True
 
-    def _captured(
+    def _capture(
         self, nodes: PromptNodes, node: Node, rows: torch.Tensor, token_s: float, ttl_s: float | None
     ) -> NewNode:
         pieces = tuple(cut.piece for cut in nodes.cuts(node))
@@ -157,6 +157,6 @@ class EncodedPictures:
 
 
 def _path(nodes: PromptNodes) -> list[Node]:
-    """Returns the blocks of a picture: full ones, and one of the tokens behind them."""
+    """Returns the blocks of a picture. The last one may not be full."""
     num_tokens = len(nodes.token_ids)
     return [*nodes.blocks, *([nodes.partial_block(num_tokens)] if num_tokens % nodes.block_size else [])]

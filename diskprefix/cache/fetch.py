@@ -1,4 +1,4 @@
-"""One restore of a prompt: its steps, which threads of their own may run, and its result, which is a value."""
+"""One restore of a prompt, in steps for threads that may wait. The result is a value."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.store.note_record import NoteKind
-from diskprefix.values import MissReason
+from diskprefix.values import MissReason, StateSource
 
 Step: TypeAlias = Literal["prefetch", "seen", "match", "load"]
 
 
 class Fetch:
-    """Restores the longest stored prefix of a prompt into `sequence`, whose first `have` tokens are the prompt's
-    already, with their exact state. The sequence has room for the prompt.
+    """Restores the longest stored prefix of a prompt into `sequence`, which has room for the prompt, and already the
+    exact state of its first `have` tokens.
 
-    The steps run one after the other, on any threads. Only `load` changes the sequence. With other requests they share
-    what has a lock of its own (the writer's queues, the pins, the counters), the cost model's count of refused
+    The steps run one after the other, on any threads. Only `load` changes the sequence. The steps share with other
+    requests: objects with locks (the writer's queues, the pins, the counters), the cost model's count of refused
     restores, and the namespace's `seen`, which one thread at a time may read. The request takes the result over with
     `CachedRequest.take`, or leaves it. Then call `close` when no step runs any more.
 
-    `logits` are the next-token logits at the prompt's end (shape [vocab]). They are required if the sequence has the
+    `logits` are the next-token logits at the prompt's end, shape [vocab]. They are required if the sequence has the
     whole prompt, unless that is only a beginning. `on_logits` is called with the logits, on any thread, as soon as they
-    are loaded. Loading the rest may still fail; computing it gives the same logits. For `on_block` see `Loader`. Steps
-    call `is_wanted` again and again; they end soon after it returned False.
+    are loaded. Loading the rest may still fail; the logits are right all the same. For `on_block` see `Loader`. Steps
+    call `is_wanted` again and again, and end soon after it returned False.
     """
 
     def __init__(
@@ -41,25 +41,27 @@ class Fetch:
         context: RequestContext,
         nodes: PromptNodes,
         sequence: KVSequence,
-        have: int = 0,
-        logits: torch.Tensor | None = None,
-        on_logits: Callable[[torch.Tensor], None] = lambda _: None,
-        on_block: Callable[[int], None] = lambda _: None,
-        is_wanted: Callable[[], bool] = lambda: True,
+        have: int,
+        logits: torch.Tensor | None,
+        on_logits: Callable[[torch.Tensor], None],
+        on_block: Callable[[int], None],
+        is_wanted: Callable[[], bool],
     ) -> None:
         assert have < len(nodes.token_ids) or logits is not None or context.goes_on, (
             "there must be something to sample from"
         )
         self.sequence, self.have = sequence, have
-        self.held = RestoreResult(num_tokens=have, logits=logits, matched=have, source="memory" if have else "none")
-        """The result if nothing is found."""
-        self.restored = self.held
+        source: StateSource = "memory" if have else "none"
+        self.in_memory = RestoreResult(num_tokens=have, logits=logits, matched=have, source=source)
+        """The result if nothing is restored."""
+        self.restored = self.in_memory
         """The result."""
         self.miss_reason: MissReason | None = context.bypass or "error"
         """None once the match has an answer."""
         self.load_s = 0.0
         """Seconds that `load` took, without the wait for `prefetch`."""
         self.needs_load = False
+        """Set by `match`."""
         self._context, self._nodes, self._logits, self._is_wanted = context, nodes, logits, is_wanted
         self._prefetched = Prefetched()
         self._pins = ExitStack()
@@ -87,50 +89,40 @@ class Fetch:
 
     def run(self) -> None:
         """Runs all steps but `prefetch`, on this thread."""
-        self._read_seen()
-        self._match()
+        self.run_step("seen")
+        self.run_step("match")
         if self.needs_load:
-            self._load()
+            self.run_step("load")
 
     def run_step(self, step: Step) -> None:
         """Runs one step. `prefetch` fetches the nodes that only the shared tier has, and waits for the network. `seen`
-        reads what the store knows of the tenant's earlier prompts, once for a tenant, which may take a second. `match`
-        finds what is stored, and sets `needs_load` if some of that is to be loaded. `load` copies it into the
-        sequence."""
-        {"prefetch": self._prefetch, "seen": self._read_seen, "match": self._match, "load": self._load}[step]()
+        reads the tenant's earlier prompts from the store, once for a tenant, which may take a second. `match` finds the
+        stored nodes, and sets `needs_load` if some of them are to be loaded. `load` copies these into the sequence."""
+        context = self._context
+        if context.bypass is not None:
+            return
+        if step == "prefetch":
+            with context.guarded("nothing is fetched from the shared tier"):
+                self._prefetched = context.prefetch(self._nodes, lambda: not self._is_wanted(), self.have)
+                self._restoration.prefetched = self._prefetched.names
+        elif step == "seen":
+            with context.guarded("the tenant's earlier prompts are not known"):
+                context.cache.namespaces.read(context.namespace, self._is_wanted)
+        else:
+            self._restore(loads=step == "load")
 
     def close(self) -> None:
-        """Unpins the nodes that were found."""
+        """Unpins the matched nodes."""
         self._pins.close()
 
-    def _prefetch(self) -> None:
-        if self._context.bypass is None and self._context.cache.remote is not None:
-            with self._context.guarded("nothing is fetched from the shared tier"):
-                self._prefetched = self._context.prefetch(self._nodes, lambda: not self._is_wanted(), self.have)
-                self._restoration.prefetched = self._prefetched.names
-
-    def _read_seen(self) -> None:
-        if self._context.bypass is None:
-            with self._context.guarded("what was seen before is not known"):
-                self._context.cache.namespaces.read(self._context.namespace, self._is_wanted)
-
-    def _match(self) -> None:
-        self.needs_load = self._restore(loads=False)
-
-    def _load(self) -> None:
-        self._restore(loads=True)
-
-    def _restore(self, *, loads: bool) -> bool:
-        """Returns whether something is left to load."""
-        restoration, restored, is_cut = self._restoration, None, False
-        if self._context.bypass is None:
-            with self._context.guarded("nothing is restored"):
-                restored = restoration.run(self.sequence, self.have, self._logits, loads=loads)
-                is_cut = restored is None
-            if restored is not None:
-                self.load_s, waited_ms = restored.restore_ms / 1e3, self._prefetched.seconds * 1e3
-                self.restored = replace(restored, restore_ms=restored.restore_ms + waited_ms)
-                self.miss_reason = None
-            elif restoration.kept < self.have:
-                self.restored = RestoreResult()
-        return is_cut
+    def _restore(self, *, loads: bool) -> None:
+        restored, self.needs_load = None, False
+        with self._context.guarded("nothing is restored"):
+            restored = self._restoration.run(self.sequence, self.have, self._logits, loads=loads)
+            self.needs_load = restored is None
+        if restored is not None:
+            self.load_s, waited_ms = restored.restore_ms / 1e3, self._prefetched.seconds * 1e3
+            self.restored = replace(restored, restore_ms=restored.restore_ms + waited_ms)
+            self.miss_reason = None
+        elif self._restoration.num_intact < self.have:
+            self.restored = RestoreResult()

@@ -1,7 +1,4 @@
-"""One namespace for each tenant: its root, and what was seen of its prompts.
-
-The memory of all tenants together is bounded; README.md says how.
-"""
+"""One namespace for each tenant: its root, and its earlier prompts. README.md has the bounds on their memory."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ from diskprefix.values import Tenant
 
 _MAX_BYTES = 128 << 20
 _MAX_TENANTS = 256
-"""Bounds over all tenants. The tenant that was used last is kept whatever its size, which `SeenPrompts` bounds."""
+"""Bounds over all tenants, except for the tenant that was used last: `SeenPrompts` bounds its size."""
 
 
 @dataclass(eq=False)
 class TenantNamespace:
-    """One tenant's part of the cache. `root` names everything that is stored for it. `is_read`: what the store knows of
-    earlier prompts is in memory. Their first one expires at `expires_at`, and their last one came at `latest_at`, both
-    in seconds since the epoch."""
+    """One tenant's part of the cache. `root` names everything that is stored for it. `is_read`: the prompts that the
+    store knows were read. The first prompt expires at `expires_at`, and the last one came at `latest_at`, both in
+    seconds since the epoch."""
 
     root: bytes
     record: RootRecord
@@ -41,20 +38,20 @@ class TenantNamespace:
     def remember(
         self, token_ids: TokenIds, group: bytes, block_names: Sequence[bytes], came_at: float, lasts_s: float
     ) -> None:
-        """Adds a prompt as the newest. `block_names` are the names of its full blocks. It came at `came_at`, and
-        expires `lasts_s` seconds later."""
+        """Adds a prompt as the newest, which came at `came_at` and expires `lasts_s` seconds later. `block_names` are
+        the names of its full blocks."""
         self.seen.remember(token_ids, block_names, group)
         self._note_times(came_at, lasts_s)
 
     def has_expired(self, now: float) -> bool:
-        """Returns whether some prompt has expired, or came at a time that is not yet: the clock was wrong then."""
+        """Returns whether some prompt has expired, or came in the future: then the clock was wrong."""
         return not self.latest_at <= now < self.expires_at
 
     def replace(self, seen: SeenPrompts, times: Iterable[tuple[float, float]]) -> None:
-        """Takes over what was read from the store, with `came_at` and `lasts_s` of each prompt."""
+        """Takes over the prompts that were read from the store, with `came_at` and `lasts_s` of each."""
         for came_at, lasts_s in times:
             self._note_times(came_at, lasts_s)
-        # One reference is replaced: the engine's thread uses the one before or this one.
+        # The engine's thread uses the earlier object or this one.
         self.seen, self.is_read = seen, True
 
     def _note_times(self, came_at: float, lasts_s: float) -> None:
@@ -82,40 +79,42 @@ class TenantNamespaces:
         self._on_prompts = on_prompts
         self._ttl_s = ttl_s
         self._used: OrderedDict[Tenant, TenantNamespace] = OrderedDict()
-        """The one that was used longest ago comes first."""
+        """The least recently used first."""
         self._lock = threading.Lock()
         """Guards `_used` and `purged_at`. Never held while the store is read."""
         self.on_forget: Callable[[], None] = lambda: None
-        """Called when prompts that `on_prompts` got may be gone."""
+        """Called when prompts that `on_prompts` got may have been deleted."""
         self._epoch = store.epoch
-        """That of which memories are kept."""
+        """The epoch of the namespaces in memory."""
         self.purged_at = self._epoch.purged_at
         """The time of the last `diskprefix purge`, as the store had it when `forget_deleted` looked."""
 
     def get(self, tenant: Tenant) -> TenantNamespace:
-        """Returns the tenant's namespace, and marks it as used. Others are dropped if there are too many."""
+        """Returns the tenant's namespace, and marks it as used. Drops others if there are too many."""
         with self._lock:
             if tenant not in self._used:
-                self._used[tenant] = self._new(tenant)
+                record = self._record_of(tenant)
+                seen = SeenPrompts(record.block_size, is_trusting=not tenant.is_salted)
+                self._used[tenant] = TenantNamespace(root_hash(record.identity), record, seen)
             self._used.move_to_end(tenant)
-            total = sum(one.seen.num_bytes for one in self._used.values())
+            total = sum(namespace.seen.num_bytes for namespace in self._used.values())
             while len(self._used) > 1 and (total > _MAX_BYTES or len(self._used) > _MAX_TENANTS):
                 total -= self._used.popitem(last=False)[1].seen.num_bytes
             return self._used[tenant]
 
     def read(self, namespace: TenantNamespace, on_prompt: Callable[[], object] = lambda: None) -> None:
-        """Reads what the store knows of the tenant's earlier prompts, unless that is in memory. May take a second, once
-        for a tenant. Calls `on_prompt` after each prompt. Raises `CacheError`; then the next call tries again.
+        """Reads the tenant's earlier prompts from the store, unless they were read. May take a second. Calls
+        `on_prompt` after each prompt. Raises `CacheError`; then the next call reads again.
 
-        For one thread at a time, which need not be the engine's. Prompts that still wait to be written are not read, so
-        they are missing from a tenant that was dropped and is read again soon.
+        For one thread at a time, which need not be the engine's. If a tenant is dropped and read again soon, prompts
+        that still wait to be written are missing.
         """
         if namespace.is_read:
             return
         seen = SeenPrompts(namespace.record.block_size, is_trusting=namespace.seen.is_trusting)
         prompts = deque[SeenRecord]()
         with self._store.snapshot() as snapshot:
-            for prompt in newest_first(snapshot, namespace.root, most_bytes=MAX_PROMPT_BYTES):
+            for prompt in newest_first(snapshot, namespace.root, max_bytes=MAX_PROMPT_BYTES):
                 prompts.appendleft(prompt)
                 on_prompt()
         if self._on_prompts is not None:
@@ -123,26 +122,21 @@ class TenantNamespaces:
         for prompt in prompts:
             seen.remember(prompt.token_ids, tuple(prompt.blocks), prompt.record.group)
         records = (prompt.record for prompt in prompts)
-        namespace.replace(seen, ((one.came_at, one.ttl_s or self._ttl_s or math.inf) for one in records))
+        namespace.replace(seen, ((record.came_at, record.ttl_s or self._ttl_s or math.inf) for record in records))
 
     def forget_deleted(self) -> None:
-        """Drops the tenants with purged or expired prompts. They are read again when needed. Reads the store: to be
-        called whenever another process may have purged something, but not by the engine's thread."""
+        """Drops the tenants with purged or expired prompts, which are read again when needed. Call it whenever another
+        process may have purged something. Reads the store, so it is not for the engine's thread."""
         with suppress(CacheError):
-            self._store.look_for_purge()
+            self._store.read_epoch()
         epoch, now = self._store.epoch, self._store.clock()
         with self._lock:
             if epoch != self._epoch:
-                # Something was purged, or the names of blocks are those of another store.
+                # Something was purged, or another store has other names.
                 self._epoch, self.purged_at = epoch, epoch.purged_at
                 self._used.clear()
                 self.on_forget()
-            for tenant, one in list(self._used.items()):
-                if one.has_expired(now):
+            for tenant, namespace in list(self._used.items()):
+                if namespace.has_expired(now):
                     del self._used[tenant]
                     self.on_forget()
-
-    def _new(self, tenant: Tenant) -> TenantNamespace:
-        record = self._record_of(tenant)
-        seen = SeenPrompts(record.block_size, is_trusting=not tenant.is_salted)
-        return TenantNamespace(root_hash(record.identity), record, seen)

@@ -1,4 +1,4 @@
-"""The store with its writer and tiers, and the threads that read: prefix caches of one store share them."""
+"""The resources that prefix caches of one store share: the store, its writer and tiers, and the reading threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from diskprefix import hooks
 from diskprefix.cache.policy.write_budget import SpentByKey
-from diskprefix.cache.tiers.loading import MOST_LOADS, READER_THREADS
+from diskprefix.cache.tiers.loading import MAX_LOADS, READER_THREADS
 from diskprefix.cache.tiers.local import BufferTier, DiskTier
 from diskprefix.cache.tiers.tier import SharedTier, Tier
 from diskprefix.errors import StoreUnavailable
@@ -49,7 +49,7 @@ def open_store(settings: Settings, on_wait: Callable[[str], None] = lambda _why:
 
 
 class TieredStore:
-    """An open store with its writer, the tiers that can be read at once, and the tier that machines share."""
+    """An open store with its writer, the tiers of this machine, and the tier that machines share."""
 
     def __init__(self, settings: Settings, store: Store) -> None:
         """Raises `SettingsError` if the shared tier cannot be opened."""
@@ -58,9 +58,9 @@ class TieredStore:
         self.writer = Writer(store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl)
         self.spent = SpentByKey()
         self.stalled: str | None = None
-        """A read of the disk does not end. Until it does, nothing else is read. Set by `note_stall`."""
-        # One load more is that of a draft model.
-        num_readers = READER_THREADS * (MOST_LOADS + 1)
+        """The message that a read of the disk does not end. Until it ends, nothing else is read. See `note_stall`."""
+        # A draft model has one load more.
+        num_readers = READER_THREADS * (MAX_LOADS + 1)
         self.readers = ThreadPoolExecutor(num_readers, thread_name_prefix="kv-reader")
         self.aside = ThreadPoolExecutor(1, thread_name_prefix="kv-aside")
         """The thread for small work that reads nothing from the disk."""
@@ -68,28 +68,24 @@ class TieredStore:
         """The nearest first."""
 
     def close(self, timeout_s: float) -> bool:
-        """Does `end_writing`, and closes the store."""
-        is_written = self.end_writing(timeout_s)
-        self.close_store()
-        return is_written
-
-    def end_writing(self, timeout_s: float) -> bool:
-        """Uploads and writes what waits. Returns False if time ran out before everything was written."""
+        """Uploads and writes what waits, ends the threads, and closes the store. Returns False if time ran out before
+        everything was written. The store stays open if something still reads or writes it."""
         if self.remote is not None:
-            # It reads what it uploads from the store.
+            # The shared tier reads its uploads from the store.
             self.remote.close(min(timeout_s, _REMOTE_CLOSE_S))
-        return self.writer.close(timeout_s)
-
-    def close_store(self) -> None:
-        """Closes the store, if nothing writes any more. It stays open if a read does not end."""
+        is_written = self.writer.close(timeout_s)
+        for threads in (self.readers, self.aside):
+            # A read that hangs is not waited for.
+            threads.shutdown(wait=False)
         if not self.writer.is_alive:
             try:
                 self.store.close()
             except StoreUnavailable as error:
                 log.warning("[disk-cache] not closed: %s", error)
+        return is_written
 
     def note_stall(self, waited_s: float | None) -> None:
-        """Records, and logs once, that a read has not ended for `waited_s` seconds; with None, that all have ended."""
+        """Records, and logs once, that a read has hung for `waited_s` seconds; with None, that no read hangs."""
         if waited_s is not None and self.stalled is None:
             self.stalled = (
                 f"the disk of --kv-cache-dir {self.store.path} has not answered for {waited_s:.0f} s: "

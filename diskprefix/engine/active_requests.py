@@ -23,7 +23,7 @@ from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import DeviceLost
-from diskprefix.kv.page_cache import Later, NoRoom, held_up
+from diskprefix.kv.page_cache import MemoryWait, PrefixWait, memory_held
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.runner import State
@@ -81,9 +81,9 @@ class ActiveRequests:
                     continue
             try:
                 memory = self._memory_for(waiter)
-                if isinstance(memory, NoRoom):
+                if isinstance(memory, MemoryWait):
                     return
-                if memory is None or isinstance(memory, Later):
+                if memory is None or isinstance(memory, PrefixWait):
                     continue
                 reply = waiter if isinstance(waiter, Reply) else self._accept(waiter, memory)
             except Exception as error:  # noqa: BLE001 (the client gets it, and the thread must outlive any request)
@@ -110,10 +110,9 @@ class ActiveRequests:
                 return
             yield item[1]
 
-    def _memory_for(self, waiter: Ticket | Reply) -> State | Later | NoRoom | None:
-        """Returns memory, which begins with what is there of the tokens. Returns a `NoRoom` if others must end first, a
-        `Later` or None if only this waiter must wait. What it waits for is remembered, so nothing is matched again
-        before that has changed.
+    def _memory_for(self, waiter: Ticket | Reply) -> State | PrefixWait | MemoryWait | None:
+        """Returns memory that begins with the longest prefix there; a `MemoryWait` if others must end first; a
+        `PrefixWait` or None if only this waiter must wait. Until its `wait` may be over, nothing is matched again.
 
         Raises `InvalidRequest` for an empty prompt, and `ContextTooLong` for one that exceeds the positions or the
         memory.
@@ -123,17 +122,17 @@ class ActiveRequests:
         if self._cache.layout.unsupported:
             is_taken = any(reply.state is not None for reply in self.replies)
             return None if is_taken else TransformersState(self._served.model)
-        if waiter.waits_for is None or not self._pages.is_later(waiter.waits_for):
+        if waiter.wait is None or not self._pages.must_wait(waiter.wait):
             memory = self._start_sequence(waiter)
             if isinstance(memory, KVSequence):
-                waiter.waits_for = None
+                waiter.wait = None
                 return memory
-            waiter.waits_for = memory or self._pages.no_room()
-        if isinstance(waiter.waits_for, NoRoom):
+            waiter.wait = memory
+        if isinstance(waiter.wait, MemoryWait):
             self._cache.writer.resume_writing()
-        return waiter.waits_for
+        return waiter.wait
 
-    def _start_sequence(self, waiter: Ticket | Reply) -> KVSequence | Later | None:
+    def _start_sequence(self, waiter: Ticket | Reply) -> KVSequence | PrefixWait | MemoryWait:
         ticket = waiter if isinstance(waiter, Ticket) else waiter.running.ticket
         options, token_ids = ticket.request.cache, ticket.request.prompt.token_ids
         computes_last = options.computes_last
@@ -146,10 +145,10 @@ class ActiveRequests:
             owner = self._cache.owner_of(options, ticket.private)
         expires_at = self._cache.expires_at(options.ttl_s)
         begin = partial(self._pages.begin, owner, token_ids, computes_last=computes_last, expires_at=expires_at)
-        sequence = begin()
-        while sequence is None and not self._pages.running and self._free_written_pages():
-            sequence = begin()
-        return sequence
+        memory = begin()
+        while isinstance(memory, MemoryWait) and not self._pages.running and self._free_written_pages():
+            memory = begin()
+        return memory
 
     def _accept(self, ticket: Ticket, memory: State) -> Reply:
         """Returns the first reply to a request. All of its replies are `waiting`."""
@@ -220,7 +219,7 @@ class ActiveRequests:
             with self.failing(youngest.running):
                 if self._pages.disk_hangs and len(self._pages.running) == 1:
                     # It would lack the same memory when it begins again.
-                    raise held_up()
+                    raise memory_held()
                 self.preempt(youngest)
             if youngest.state is not None:
                 # The reply failed, and another one of its request is being fetched.

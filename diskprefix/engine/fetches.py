@@ -23,7 +23,7 @@ import torch
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.fetch import Fetch, Step
-from diskprefix.cache.tiers.loading import MOST_LOADS
+from diskprefix.cache.tiers.loading import MAX_LOADS
 from diskprefix.kv.page_cache import PageCache
 
 log = logging.getLogger("diskprefix")
@@ -115,7 +115,7 @@ class Fetches:
             "prefetch": ThreadPoolExecutor(cache.settings.max_sequences, thread_name_prefix="kv-prefetch"),
             "seen": ThreadPoolExecutor(1, thread_name_prefix="kv-seen"),
             "match": ThreadPoolExecutor(1, thread_name_prefix="kv-match"),
-            "load": ThreadPoolExecutor(MOST_LOADS, thread_name_prefix="kv-load"),
+            "load": ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="kv-load"),
             "draft": ThreadPoolExecutor(1, thread_name_prefix="draft-fetch"),
             "picture": ThreadPoolExecutor(1, thread_name_prefix="picture-load"),
         }

@@ -18,7 +18,7 @@ from diskprefix.model.load.memory import trim_heap
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
-    from diskprefix.kv.page_cache import Later, NoRoom
+    from diskprefix.kv.page_cache import MemoryWait, PrefixWait
 
 log = logging.getLogger("diskprefix")
 
@@ -39,8 +39,8 @@ class Ticket:
     cancelled: bool = False
     private: bytes = field(default_factory=partial(os.urandom, 16))
     """The key of its state in memory, if it shares nothing (`kv.sequence.Owner`)."""
-    waits_for: Later | NoRoom | None = None
-    """The memory that it waits for, or another request that computes the same beginning. Set by the engine."""
+    wait: PrefixWait | MemoryWait | None = None
+    """What it waits for: memory, or another request that computes the same beginning. Set by the engine."""
 
     def cancel(self) -> None:
         self.cancelled = True

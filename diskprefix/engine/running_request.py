@@ -35,7 +35,7 @@ from diskprefix.engine.sampler import Ask, Drawn, Sampler
 from diskprefix.engine.scheduler import Chunk, Sequence
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import NonFiniteLogits
-from diskprefix.kv.page_cache import Later, NoRoom, PageCache
+from diskprefix.kv.page_cache import MemoryWait, PageCache, PrefixWait
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.runner import State
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -92,8 +92,8 @@ class Reply(Sequence):
     """The last hidden state of the last computed token, or the sum of those so far, for a request with a `Reading`."""
     held: HeldLogits | None = None
     """The logits to sample from, while the reply is `waiting`."""
-    waits_for: Later | NoRoom | None = None
-    """Like `Ticket.waits_for`, while the reply has no memory."""
+    wait: PrefixWait | MemoryWait | None = None
+    """What it waits for while it has no memory; see `Ticket`."""
     has_begun: bool = False
     """True if it has or had memory."""
     is_fetching: bool = False

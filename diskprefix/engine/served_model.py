@@ -168,7 +168,7 @@ class ServedModel:
     def drop_gone(self) -> None:
         """Forgets the state of sequences that have expired or were purged. For the engine's thread."""
         for cache, pages in self._caches():
-            pages.drop_gone(cache.namespaces.purged_at)
+            pages.forget_expired(cache.namespaces.purged_at)
         if self.draft is not None:
             self.draft.drop_gone()
 
@@ -191,7 +191,7 @@ class ServedModel:
         for cache, _ in self._caches():
             cache.namespaces.forget_deleted()
         self.drop_gone()
-        ended = [(cache, pages, block) for cache, pages in self._caches() for block in pages.kept.ended()]
+        ended = [(cache, pages, block) for cache, pages in self._caches() for block in pages.kept.sequence_ends()]
         with torch.inference_mode():
             for number, (cache, pages, block) in enumerate(ended):
                 if time.monotonic() > deadline:

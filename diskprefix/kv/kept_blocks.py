@@ -1,8 +1,8 @@
 """The blocks that memory keeps by name, and the logits at ends of prompts.
 
-The names are those of the store (`tokens.TokenPath`). What no sequence uses stays until its memory is needed: the
-least recently used block goes first. A use of a block is one of all blocks before it, as in the store
-(`store.eviction`), so a block that continues another one goes before it.
+Blocks have the names of the store (`tokens.TokenPath`). Blocks that no sequence uses stay until their memory is needed.
+Then the least recently used block goes first. A use of a block is a use of all blocks before it too, as in the store
+(`store.eviction`), so a child goes before its parent.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from diskprefix.kv.sequence import Owner
 from diskprefix.tokens import TokenIds, TokenPath, block_hash
 from diskprefix.values import CacheOptions
 
-_MOST_LOGITS = 64
-"""The logits at ends of prompts that are kept for exact repeats."""
-_LOOK_S = 1.0
-"""Seconds between two searches for expired blocks: a block that is in use expires later."""
-_RECLAIMED = 8
-"""Pages that are made free at a time: looking for them takes time."""
+_MAX_LOGITS = 64
+"""The maximum number of prompts whose final logits are kept for exact repeats."""
+_SEARCH_INTERVAL_S = 1.0
+"""The time between two searches for expired blocks: a block that is in use expires later."""
+_MIN_RECLAIMED = 8
+"""The minimum number of pages that are made free at a time, because the search takes time."""
 
 
 class KeptSums(NamedTuple):
-    """Sums over blocks: the bytes of pages that nobody else uses, and the bytes and tokens of blocks that no sequence
+    """Sums over blocks: the bytes of pages that can be made free, and the bytes and tokens of blocks that no sequence
     uses."""
 
     idle_bytes: int = 0
@@ -42,8 +42,8 @@ class KeptSums(NamedTuple):
 
 @dataclass(eq=False)
 class KeptBlock:
-    """A block in memory. The end of a sequence, behind its last complete block, is one too: it has fewer tokens or
-    none, and the states there. A block is a user of its pages, which are None for groups of which it has none."""
+    """A block in memory, which is a user of its pages; groups without a page have None. The end of a sequence, behind
+    the last complete block, is a block with fewer tokens or none, and with the states there."""
 
     owner: Owner
     name: bytes
@@ -55,9 +55,9 @@ class KeptBlock:
     """The time on the clock of `time.monotonic`."""
     states: list[Page] = field(default_factory=list)
     options: CacheOptions | None = None
-    """The options of the request, for the end of a sequence that is saved when the process ends."""
+    """The options of the request, if the block is the end of a sequence that is saved when the process ends."""
     counted: KeptSums = field(default_factory=KeptSums)
-    """What the block adds to the sums over all blocks."""
+    """The part of this block in the sums over all blocks."""
 
     @property
     def end(self) -> int:
@@ -73,28 +73,28 @@ class KeptBlocks:
     def __init__(self, layout: Layout, pool: PagePool) -> None:
         self._layout, self._pool, self._block_size = layout, pool, pool.block_size
         self._sums = KeptSums()
-        """Of all blocks but those in `pool.changed`, which are counted again when the sums are asked for."""
+        """The sums over all blocks. `sums` counts the blocks in `pool.changed` again."""
         self.blocks: OrderedDict[tuple[Owner, bytes], KeptBlock] = OrderedDict()
         """The least recently used first."""
         self._children: dict[tuple[Owner, bytes], list[KeptBlock]] = {}
-        """Blocks by the name of the block that they continue."""
+        """Blocks by the owner and the name of the block that they continue."""
         self._private: dict[bytes, set[KeptBlock]] = {}
         """The blocks of requests that share nothing."""
         self._logits: OrderedDict[tuple[Owner, bytes], tuple[torch.Tensor, float]] = OrderedDict()
         """Next-token logits at ends of prompts, shape [vocab], and when they expire."""
         self.expires_at = math.inf
-        """A time before which nothing expires, on the clock of `time.monotonic`."""
+        """The earliest time at which something expires, on the clock of `time.monotonic`."""
 
     # Look-up.
 
     def find(self, owner: Owner, name: bytes) -> KeptBlock | None:
-        """Returns the block that a prompt of `owner` may begin with; None if it is not there or has expired."""
+        """Returns the block with this name for prompts of `owner`; None if there is none or it has expired."""
         now = time.monotonic()
-        found = (self.blocks.get((source, name)) for source in owner.sources)
-        return next((block for block in found if block is not None and block.expires_at > now), None)
+        blocks = (self.blocks.get((source, name)) for source in owner.sources)
+        return next((block for block in blocks if block is not None and block.expires_at > now), None)
 
-    def continuing(self, owner: Owner, parent: bytes) -> list[KeptBlock]:
-        """Returns the blocks that continue a block."""
+    def children(self, owner: Owner, parent: bytes) -> list[KeptBlock]:
+        """Returns the blocks that continue a block, for prompts of `owner`."""
         now = time.monotonic()
         return [
             block
@@ -105,40 +105,40 @@ class KeptBlocks:
 
     def first_blocks(self, owner: Owner, path: TokenPath) -> list[KeptBlock]:
         """Returns the blocks that a prompt begins with. A name is no proof: tokens are compared."""
-        found: list[KeptBlock] = []
+        blocks: list[KeptBlock] = []
         for number, name in enumerate(path.block_names):
             block, start = self.find(owner, name), number * self._block_size
             if block is None or not np.array_equal(block.token_ids, path.token_ids[start : start + self._block_size]):
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def logits(self, owner: Owner, name: bytes) -> torch.Tensor | None:
         """Returns the next-token logits, shape [vocab], at the end of a prompt."""
-        found = (self._logits.get((source, name)) for source in owner.sources)
-        return next((one[0] for one in found if one is not None), None)
+        entries = (self._logits.get((source, name)) for source in owner.sources)
+        return next((entry[0] for entry in entries if entry is not None), None)
 
-    def ended(self) -> list[KeptBlock]:
+    def sequence_ends(self) -> list[KeptBlock]:
         """Returns the ends of sequences that have not expired, the latest first."""
         now = time.monotonic()
-        return [one for one in reversed(self.blocks.values()) if one.options is not None and one.expires_at > now]
+        return [end for end in reversed(self.blocks.values()) if end.options is not None and end.expires_at > now]
 
     def token_ids_of(self, block: KeptBlock) -> TokenIds | None:
-        """Returns the tokens up to the end of a block; None if not all blocks before it are there."""
+        """Returns the tokens up to the end of a block; None if a block before it is missing."""
         parts = [block.token_ids]
         while block.position:
-            before = self.blocks.get((block.owner, block.parent))
-            if before is None:
+            parent = self.blocks.get((block.owner, block.parent))
+            if parent is None:
                 return None
-            block = before
+            block = parent
             parts.append(block.token_ids)
         return np.concatenate(parts[::-1])
 
-    # Blocks come and go.
+    # Changes.
 
     def add(self, block: KeptBlock) -> None:
-        """Adds a block, which becomes a user of its pages. If the block is there already, only the pages that it lacks
-        are added to it."""
+        """Adds a block, which becomes a user of its pages. If the name is known, the known block gets the pages that it
+        lacks."""
         key = block.owner, block.name
         known = self.blocks.get(key)
         if known is None:
@@ -157,7 +157,7 @@ class KeptBlocks:
                 known.pages[number] = page
 
     def use(self, owner: Owner, name: bytes, expires_at: float) -> None:
-        """Records a use of a block, if it is there."""
+        """Records a use of a block, unless it is missing."""
         for key in ((source, name) for source in owner.sources):
             if key in self.blocks:
                 self.blocks.move_to_end(key)
@@ -168,7 +168,7 @@ class KeptBlocks:
         self._logits[owner, name] = logits, expires_at
         self.expires_at = min(self.expires_at, expires_at)
         self._logits.move_to_end((owner, name))
-        if len(self._logits) > _MOST_LOGITS:
+        if len(self._logits) > _MAX_LOGITS:
             self._logits.popitem(last=False)
 
     def remove(self, block: KeptBlock) -> None:
@@ -179,17 +179,17 @@ class KeptBlocks:
             del self._children[block.owner, block.parent]
         if block.owner.private:
             self._private[block.owner.private].remove(block)
-        self._let_go(block.all_pages())
+        self._release(block.all_pages())
         self._pool.changed.discard(block)
         self._sums = self._sum(KeptSums(), block.counted)
 
     def remove_names(self, owner: Owner, names: Iterable[bytes]) -> None:
-        """Removes the blocks that have these names."""
+        """Removes the blocks with these names."""
         for block in [self.blocks[owner, name] for name in names if (owner, name) in self.blocks]:
             self.remove(block)
 
     def remove_private(self, private: bytes) -> None:
-        """Removes all of a request that shares nothing."""
+        """Removes the blocks and logits of a request that shares nothing."""
         for block in list(self._private.get(private, ())):
             self.remove(block)
         self._private.pop(private, None)
@@ -197,48 +197,45 @@ class KeptBlocks:
             del self._logits[key]
 
     def remove_unused(self, used: set[Page | None]) -> None:
-        """Removes all blocks none of whose pages is among the `used` ones, and the logits."""
-        for block in [one for one in self.blocks.values() if used.isdisjoint(one.all_pages())]:
+        """Removes the blocks without a page among `used`, and all logits."""
+        for block in [block for block in self.blocks.values() if used.isdisjoint(block.all_pages())]:
             self.remove(block)
         self._logits.clear()
 
-    def remove_gone(self, purged_at: bytes | None) -> None:
-        """Removes what has expired, and what is of before the last purge. Its content does not stay in memory when its
-        last user has ended."""
+    def remove_expired(self, purged_at: bytes | None) -> None:
+        """Removes what has expired, or is older than the last purge. The content of its pages is wiped once their last
+        users have ended."""
         now = time.monotonic()
         for block in list(self.blocks.values()):
             # The time counts from the end of the last use. Until then an expired block is not found.
-            is_over = block.expires_at <= now and not self._is_used(block)
-            if is_over or block.owner.purged_at != purged_at:
+            is_used = any(page.users > page.num_holds + 1 for page in block.all_pages())
+            if (block.expires_at <= now and not is_used) or block.owner.purged_at != purged_at:
                 make_secret(block.all_pages())
                 self.remove(block)
         for key, (_, expires_at) in list(self._logits.items()):
             if key[0].purged_at != purged_at or expires_at <= now:
                 del self._logits[key]
         times = [*(block.expires_at for block in self.blocks.values()), *(at for _, at in self._logits.values())]
-        self.expires_at = max(min(times, default=math.inf), now + _LOOK_S)
+        self.expires_at = max(min(times, default=math.inf), now + _SEARCH_INTERVAL_S)
 
     def reclaim(self, num_pages: int) -> bool:
-        """Makes about so many idle pages free, of the least recently used blocks. Returns False if there are none."""
-        num_free, found = 0, list[tuple[KeptBlock, list[Page], bool]]()
+        """Makes about so many idle pages of the least recently used blocks free. Returns False if there are none."""
+        num_free, idle_pages = 0, list[tuple[KeptBlock, list[Page]]]()
         for block in self.blocks.values():
-            idle = self._idle(block)
-            is_whole = len(idle) == len(block.all_pages())
-            if idle or is_whole:
-                found.append((block, idle, is_whole))
-            num_free += len(idle)
-            if num_free >= max(num_pages, _RECLAIMED):
+            idle_pages.append((block, self._idle(block)))
+            num_free += len(idle_pages[-1][1])
+            if num_free >= max(num_pages, _MIN_RECLAIMED):
                 break
-        for block, idle, is_whole in found:
-            if is_whole:
+        for block, idle in idle_pages:
+            if len(idle) == len(block.all_pages()):
                 self.remove(block)
-            else:
+            elif idle:
                 block.pages = [None if page in idle else page for page in block.pages]
-                self._let_go(idle)
+                self._release(idle)
         return num_free > 0
 
     def sums(self) -> KeptSums:
-        """Returns the sums over all blocks. Counts again only blocks whose pages got or lost a user."""
+        """Returns the sums over all blocks. Counts only blocks again whose pages got or lost a user."""
         while self._pool.changed:
             block: KeptBlock = self._pool.changed.pop()
             before, block.counted = block.counted, self._count(block)
@@ -246,38 +243,33 @@ class KeptBlocks:
         return self._sums
 
     def check(self) -> list[str]:
-        """Returns what is wrong: lists that differ, names against tokens, and the sums."""
-        blocks, found = list(self.blocks.values()), list[str]()
-        listed = [block for of in self._children.values() for block in of]
+        """Returns the errors found: lists that differ, names against tokens, and the sums."""
+        blocks, errors = list(self.blocks.values()), list[str]()
+        listed = [block for children in self._children.values() for block in children]
         if len(listed) != len(blocks) or set(listed) != set(blocks):
-            found.append(f"{len(listed)} blocks continue others, of {len(blocks)}")
+            errors.append(f"{len(listed)} blocks continue others, of {len(blocks)}")
         for block in blocks:
             mark = b"" if len(block.token_ids) == self._block_size else b"e"
             if block.name != block_hash(block.owner.secret, block.parent, block.token_ids, mark):
-                found.append("a block has the name of other tokens")
+                errors.append("a block has the name of other tokens")
         counted, exact = self.sums(), KeptSums(*map(sum, zip(*map(self._count, blocks), strict=True)))
         if counted != exact:
-            found.append(f"the blocks are counted as {counted}, and are {exact}")
-        return found
+            errors.append(f"the blocks are counted as {counted}, and are {exact}")
+        return errors
 
     def _keep(self, block: KeptBlock, pages: Iterable[Page]) -> None:
         """Makes a block a user of pages."""
-        # Of states alone, blocks have no pages.
+        # A block with no tokens and no states has no pages.
         self._pool.changed.add(block)
         for page in pages:
             page.kept_in = block
             self._pool.hold([page])
 
-    def _let_go(self, pages: Iterable[Page]) -> None:
+    def _release(self, pages: Iterable[Page]) -> None:
         """Ends the use of pages by their block."""
         for page in pages:
             self._pool.release([page])
             page.kept_in = None
-
-    @staticmethod
-    def _is_used(block: KeptBlock) -> bool:
-        """Returns whether a sequence uses some page of a block."""
-        return any(page.users > page.num_holds + 1 for page in block.all_pages())
 
     def _sum(self, more: KeptSums, less: KeptSums) -> KeptSums:
         return KeptSums(*(at + new - old for at, new, old in zip(self._sums, more, less, strict=True)))
@@ -289,8 +281,8 @@ class KeptBlocks:
         return KeptSums(idle_bytes, sum(page.num_bytes for page in block.all_pages()), len(block.token_ids))
 
     def _idle(self, block: KeptBlock) -> list[Page]:
-        """Returns the pages of a block that can be made free. That is all of them if nobody else uses one. Otherwise it
-        is the unused pages of windows: the sequences that use the rest have gone on behind these."""
+        """Returns the pages of a block that can be made free: all of them, if nobody else uses one; else the unused
+        pages of windows, which the sequences that use the other pages have passed."""
         pages, groups = block.all_pages(), self._layout.groups
         idle = [page for page in pages if page.users == 1]
         if len(idle) == len(pages):
@@ -299,7 +291,7 @@ class KeptBlocks:
 
 
 def make_secret(pages: Iterable[Page | None]) -> None:
-    """Has the content of pages not stay when their last users have ended."""
+    """Has the content of pages wiped once their last users have ended."""
     for page in pages:
         if page is not None:
             page.is_secret = True

@@ -1,6 +1,6 @@
-"""The cache layers for transformers over the memory of a `kv.sequence.KVSequence`, one class for each kind of state.
+"""Cache layers for transformers over the memory of a `kv.sequence.KVSequence`, one class for each kind of state.
 
-Each inherits from transformers' own class, and stands for one in a forward.
+Each class inherits from transformers' own class, in whose place it is used.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,25 +28,25 @@ from diskprefix.kv.step import Run, Step, current_step
 class TokenLayer:
     """The keys and values of a layer in the pages of a sequence, up to position `length`. `window` is in tokens.
 
-    Our own attention (`model.exact.attention`) reads the pages of all sequences of a step, and `update` returns where
-    they are. Any other gets a copy of what it may look at, side by side.
+    Our own attention (`model.exact.attention`) reads the pages of all sequences of a step, whose rows `update` returns.
+    Any other attention gets a copy side by side of the tokens that it may look at.
     """
 
     keys: LayerRows
-    """With latent attention (MLA), a row of memory is a latent, which is in the place of the key, and a rotary key,
-    which is in that of the value."""
+    """With latent attention (MLA), a row of memory is a latent in place of the key, and a rotary key in place of the
+    value."""
     values: LayerRows
     length = 0
     window: int | None = None
     sequences: Sequence[TokenLayer] = ()
-    """The layers of several sequences that this layer stands for, in the order of the step's runs."""
+    """The layers of the sequences of a step, for which this layer stands, in the order of the step's runs."""
 
     def bind(self, keys: LayerRows, values: LayerRows, device: torch.device) -> None:
         self.keys, self.values, self.dtype, self.device = keys, values, keys.dtype, device
         self.is_initialized = True
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the sequence binds the layer before its first use."""
+        """Does nothing, because the sequence binds the layer before its first use."""
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
         """Appends [1, heads, n, head_dim]. Returns all keys and values that the n tokens may look at."""
@@ -78,8 +77,7 @@ class FullAttentionLayer(TokenLayer, DynamicLayer):  # type: ignore[misc]
 
 
 class SlidingWindowLayer(TokenLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A layer whose tokens look at the last `window` tokens, with themselves. Chunked attention keeps the same
-    tokens."""
+    """A layer whose tokens look at the last `window` tokens, themselves included. Chunked attention keeps as many."""
 
     def __init__(self, window: int) -> None:
         DynamicSlidingWindowLayer.__init__(self, sliding_window=window)
@@ -96,7 +94,7 @@ class ConvolvedRows:
 
 class StateLayer:
     """A layer with convolution and recurrent states, each in memory of its own that is updated in place. In a step with
-    guesses the states before it stay, in `spares`.
+    guesses, `spares` keep the states from before the step.
 
     In a step, the functions of `model.exact.recurrent` update the states of all its sequences.
     """
@@ -104,12 +102,12 @@ class StateLayer:
     conv_states: dict[int, torch.Tensor | None]
     recurrent_states: dict[int, torch.Tensor | None]
     spares: dict[tuple[str, int], torch.Tensor | None]
-    """By part and index."""
+    """States by part and index."""
     sequences: Sequence[StateLayer] = ()
-    """As that of `TokenLayer`."""
+    """See `TokenLayer`."""
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **others: Any) -> Any:
-        """Returns what the convolution takes for the inputs `conv_states`, [1, channels, n]."""
+        """Returns the argument of the convolution for the inputs `conv_states`, [1, channels, n]."""
         step = current_step()
         if step is None:
             return super().update_conv_state(conv_states, state_idx, **others)  # type: ignore[misc]
@@ -123,14 +121,14 @@ class StateLayer:
         return recurrent_states
 
     def states_in(self, step: Step, part: str, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns the states of the step's sequences before their rows, zeros at the beginning of a sequence, each with
-        the place of the one behind them."""
+        """Returns for each sequence of the step the state before its rows, which is zero at the beginning of a
+        sequence, and the memory for the state behind them."""
         states = []
         for layer, run in zip(self.sequences or (self,), step.runs, strict=True):
             state = layer._states(part)[index]
             before = state if run.replays is None else layer.spares[part, index]
             assert state is not None, "the sequence binds all states"
-            assert before is not None, "and those before a step with guesses"
+            assert before is not None, "and the spares before a step with guesses"
             states.append((before if run.start else before.zero_(), state))
         return states
 
@@ -196,20 +194,17 @@ def make_layer(spec: LayerSpec) -> Any:
 
 def packed(layers: Sequence[Any], step: Step) -> Any:
     """Returns one layer for several sequences that share a forward. The rows of each sequence go to its own memory, and
-    `update` returns the memory of all for our own attention. Everything else is that of the first layer."""
+    `update` returns the memory of all for our own attention. All else is taken from the first layer."""
     layer = copy.copy(layers[0])
     vars(layer)["sequences"] = layers
-    if isinstance(layer, TokenLayer):
-        vars(layer)["update"] = partial(_update, layers, step)
-    return layer
-
-
-def _update(
-    layers: Sequence[TokenLayer], step: Step, keys: torch.Tensor, values: torch.Tensor, *_args: Any, **_kwargs: Any
-) -> tuple[list[LayerRows], list[LayerRows]]:
     sizes = [run.num_rows for run in step.runs]
-    for layer, key, value, run in zip(
-        layers, torch.split(keys, sizes, 2), torch.split(values, sizes, 2), step.runs, strict=True
-    ):
-        layer.put(key, value, run)
-    return [layer.keys for layer in layers], [layer.values for layer in layers]
+
+    def update(keys: torch.Tensor, values: torch.Tensor, *_: Any, **_named: Any) -> tuple[Any, Any]:
+        parts = zip(layers, torch.split(keys, sizes, 2), torch.split(values, sizes, 2), step.runs, strict=True)
+        for each, key, value, run in parts:
+            each.put(key, value, run)
+        return [each.keys for each in layers], [each.values for each in layers]
+
+    if isinstance(layer, TokenLayer):
+        vars(layer)["update"] = update
+    return layer

@@ -1,8 +1,8 @@
-"""The tensors that the state of a model consists of, and their form in payloads.
+"""The tensors of a model's state, and their form in payloads.
 
-Per-token tensors (keys, values) can be cut into blocks anywhere. States (of convolutions and
-recurrences) exist at one position only, and are stored at checkpoints. Tensors of the same form make one *group*, which
-is copied at once. `model.exact.state_layout` finds the layout of a model.
+Per-token tensors (keys, values) can be cut into blocks anywhere. States (of convolutions and recurrences) exist at one
+position only, and are stored at checkpoints. Tensors of equal form make one *group*, which is copied at once.
+`model.exact.state_layout` finds the layout of a model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LayerKind: TypeAlias = Literal["full", "sliding", "linear", "linear+full", "line
 """The kind of a layer. `sliding` includes chunked attention, `linear` also Mamba and short convolutions. `none` keeps
 nothing."""
 ExactAt: TypeAlias = Literal["token", "grid"]
-"""The exactness of a model. `token`: a token's state has the same bits however the prompt is cut into steps. `grid`:
-only in steps of one grid."""
+"""The exactness of a model. `token`: the bits of a token's state do not depend on how the prompt is cut into steps.
+`grid`: all steps must be steps of one grid."""
 CacheArgument: TypeAlias = Literal["past_key_values", "cache_params"]
 
 
@@ -43,8 +43,8 @@ class TensorSpec:
     """The per-token state of one layer: shape [1, heads, tokens, head_dim] in the model's run.
 
     `part` is keys, values, latent or hidden. A latent has its rotary key behind it. Only a draft layer has hidden: the
-    hidden states of the layer before, behind the norm, from which it goes on. A layer looks at no more than `window`
-    tokens, the current one among them.
+    hidden states of the layer before it, behind the norm. A layer looks at no more than `window` tokens, the current
+    one included.
     """
 
     layer: int
@@ -149,8 +149,8 @@ class StateGroup:
 class Layout:
     """The layout of one model's state. `unsupported` lists the reasons why it cannot be cached.
 
-    `options` are those of `position_ids` and `logits_to_keep` that its forward takes. `packs`: one forward computes
-    several sequences, each with the bits that it has alone.
+    `options` are the arguments out of `position_ids` and `logits_to_keep` that its forward takes. `packs`: one forward
+    computes several sequences, each with the bits that it has alone.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -166,7 +166,7 @@ class Layout:
 
     @cached_property
     def has_draft_layer(self) -> bool:
-        """True if the last layer is one that guesses (`model.exact.drafts`)."""
+        """True if the last layer is a draft layer (`model.exact.drafts`)."""
         return any(spec.part == "hidden" for group in self.groups for spec in group.specs)
 
     @property
@@ -183,8 +183,7 @@ class Layout:
         return "token" if self.exact_at == "token" else "sliceable"
 
     def loaded_bytes(self, num_tokens: int) -> int:
-        """Returns the bytes that a restore of `num_tokens` tokens loads. Of layers with a window, it loads the
-        window."""
+        """Returns the bytes that a restore of `num_tokens` tokens loads: of layers with a window, only the window."""
         loaded = (g.bytes_per_token * (num_tokens - min(g.first_needed(num_tokens), num_tokens)) for g in self.groups)
         return sum(loaded) + self.state_bytes
 
@@ -201,7 +200,7 @@ class Layout:
         return self.vocab_size * self.logits_dtype.itemsize
 
     def describe(self) -> str:
-        """Returns a canonical text, which is a part of the root and is stored beside it."""
+        """Returns a canonical text, which is a part of the root's identity and of its record."""
         text = LayoutText(
             version=LAYOUT_VERSION,
             groups=tuple(group.described() for group in self.groups),
@@ -212,20 +211,21 @@ class Layout:
 
     def record(self) -> dict[str, Any]:
         """Returns all fields as JSON values, from which `of_record` makes the layout again."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=dtype_name))
-        return found
+        record: dict[str, Any] = json.loads(json.dumps(asdict(self), default=dtype_name))
+        return record
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Layout:
-        """Raises `AttributeError`, `LookupError`, `TypeError` or `ValueError` if it is none."""
-        layers = tuple(LayerSpec(**_fields(one)) for one in record["layers"])
-        groups = tuple(Group(tuple(TensorSpec(**_fields(s)) for s in one["specs"])) for one in record["groups"])
-        states = tuple(StateGroup(tuple(StateSpec(**_fields(s)) for s in one["specs"])) for one in record["states"])
+        """Returns the layout of a record. Raises `AttributeError`, `LookupError`, `TypeError` or `ValueError` for
+        another record."""
+        layers = tuple(LayerSpec(**_fields(layer)) for layer in record["layers"])
+        groups = tuple(Group(tuple(TensorSpec(**_fields(s)) for s in group["specs"])) for group in record["groups"])
+        states = tuple(StateGroup(tuple(StateSpec(**_fields(s)) for s in group["specs"])) for group in record["states"])
         return cls(**(_fields(record) | {"layers": layers, "groups": groups, "states": states}))
 
 
 def _fields(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a record, with tuples and dtypes as they were."""
+    """Returns the fields of a record, with tuples and dtypes."""
     return {
         name: getattr(torch, value) if name.endswith("dtype") else tuple(value) if isinstance(value, list) else value
         for name, value in record.items()
@@ -237,9 +237,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns True if Python, torch or a driver reports with `error` that no memory is left, on any device."""
+    """Returns whether `error` of Python, torch or a driver says that no memory is left, on any device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     # cuBLAS, cuDNN and the like allocate memory of their own, and torch raises a plain RuntimeError when that fails.
-    said = ("can't allocate memory", "out of memory", "_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+    phrases = ("can't allocate memory", "out of memory", "_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)

@@ -14,15 +14,15 @@ from diskprefix.kv.pages import Page
 
 @dataclass(eq=False)
 class PageTable:
-    """The pages of one group of a sequence, in the order of its tokens; None for one that is not there. `first` is the
-    first of those that are there up to the end."""
+    """The pages of one group of a sequence, in the order of its tokens; None for a missing page. From the page `first`
+    on, no page is missing."""
 
     group: Group
     block_size: int
     pages: list[Page | None] = field(default_factory=list)
     first: int = 0
     addresses: array[int] = field(default_factory=lambda: array("Q"))
-    """Of each page, for operators; 0 for one that is not there."""
+    """The address of each page, for operators; 0 for a missing page."""
 
     def set(self, number: int, page: Page | None) -> None:
         """Puts a page in its place."""
@@ -31,10 +31,10 @@ class PageTable:
         self.pages[number] = page
         self.addresses[number] = 0 if page is None else page.tensor.data_ptr()
 
-    def to_take(self, first: int, end: int) -> list[int]:
-        """Returns which pages from `first` to `end` are not there, or are used by others too."""
+    def unwritable(self, first: int, stop: int) -> list[int]:
+        """Returns the numbers of pages from `first` to `stop` that are missing, or that others use too."""
         pages = self.pages
-        return [n for n in range(first, end) if n >= len(pages) or (page := pages[n]) is None or page.users > 1]
+        return [n for n in range(first, stop) if n >= len(pages) or (page := pages[n]) is None or page.users > 1]
 
     def clear(self) -> None:
         self.pages.clear()
@@ -43,14 +43,14 @@ class PageTable:
 
     @property
     def complete_from(self) -> int:
-        """The first token from which on all are there."""
+        """The position from which on no token is missing."""
         return self.first * self.block_size
 
 
 @dataclass(frozen=True, eq=False)
 class LayerRows:
-    """The rows of tensor number `index` of a table's group, [heads, tokens, dim]; of each the numbers from `start` to
-    `end`."""
+    """The rows of tensor number `index` of a table's group, [heads, tokens, dim]: the elements from `start` to `end` of
+    each row."""
 
     table: PageTable
     index: int
@@ -75,13 +75,13 @@ class LayerRows:
         return (self.index * group.heads * of_head + self.start) * group.dtype.itemsize, of_head, group.head_dim
 
     def described(self) -> tuple[int, int, int, int]:
-        """Returns `Rows` of `native/source/interface.h`: an address of addresses, bytes, two numbers of elements. It
-        holds until the table changes."""
+        """Returns `Rows` of `native/source/interface.h`: an address of addresses, bytes, two numbers of elements. Valid
+        until the table changes."""
         return self.table.addresses.buffer_info()[0], *self._in_page
 
-    def holds(self, first: int, end: int) -> bool:
-        """Returns whether there is memory for the tokens from `first` to `end`."""
-        return self.table.complete_from <= first and end <= len(self.table.pages) * self.table.block_size
+    def holds(self, first: int, stop: int) -> bool:
+        """Returns whether there is memory for the tokens from `first` to `stop`."""
+        return self.table.complete_from <= first and stop <= len(self.table.pages) * self.table.block_size
 
     def part(self, number: int) -> torch.Tensor:
         """Returns the rows in a page, [heads, block_size, dim]."""
@@ -90,7 +90,7 @@ class LayerRows:
         return page.tensor[self.index, :, :, self.start : self.end]
 
     def put(self, position: int, rows: torch.Tensor) -> None:
-        """Writes [heads, n, dim] from a position on."""
+        """Writes rows, [heads, n, dim], from a position on."""
         size, done = self.table.block_size, 0
         while done < rows.shape[1]:
             number, at = divmod(position + done, size)
@@ -98,12 +98,12 @@ class LayerRows:
             self.part(number)[:, at : at + count] = rows[:, done : done + count]
             done += count
 
-    def gathered(self, position: int, end: int) -> torch.Tensor:
-        """Returns a copy of the rows from `position` to `end`, [1, heads, n, dim]."""
+    def gathered(self, position: int, stop: int) -> torch.Tensor:
+        """Returns a copy of the rows from `position` to `stop`, [1, heads, n, dim]."""
         size, parts = self.table.block_size, []
-        while position < end:
+        while position < stop:
             number, at = divmod(position, size)
-            count = min(size - at, end - position)
+            count = min(size - at, stop - position)
             parts.append(self.part(number)[:, at : at + count])
             position += count
         return torch.cat(parts, dim=1)[None]

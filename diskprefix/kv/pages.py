@@ -1,7 +1,7 @@
 """Pages: the memory of blocks. A page holds one block of one group of tensors, byte for byte as the block's payload.
 
-Sequences that begin with the same tokens share pages, and so do what is kept by name (`kv.page_cache`) and what waits
-to be written. Each of them counts as a user. A page that has more than one is never written to.
+Sequences with equal prefixes, blocks that are kept by name (`kv.kept_blocks`) and payloads that wait to be written
+share pages. Each of them counts as a user. Nobody writes to a page with several users.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from diskprefix.store.pieces import Cut
 from diskprefix.units import format_size
 
 _SLAB_BYTES = 64 << 20
-"""Main memory is taken for many pages at once: the kernel gives large pages to large pieces only."""
+"""Main memory is taken for many pages at once, because the kernel gives huge pages to large areas only."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,24 +38,24 @@ class Page:
     group: int
     tensor: torch.Tensor
     num_rows: int
-    """Rows as in payloads: one head of one tensor, or a part of a state."""
+    """The number of rows as in payloads: a row is one head of one tensor, or a part of a state."""
     rows: Bytes | None = None
-    """Its bytes in main memory, [num_rows, bytes]. None on a device."""
+    """The bytes in main memory, [num_rows, bytes]. None on a device."""
     users: int = 0
     num_holds: int = 0
-    """How many of the users are holds."""
+    """The number of users that are holds."""
     is_secret: bool = False
-    """What it holds was purged, and must not stay when its last user is gone."""
+    """The content was purged, and must be wiped once the last user has ended."""
     kept_in: object = None
-    """The block that keeps it by name (`kv.page_cache`)."""
+    """The block that keeps the page by name (`kv.kept_blocks`)."""
 
     @property
     def num_bytes(self) -> int:
         return self.tensor.numel() * self.tensor.itemsize
 
     def payload(self, rows: slice = slice(None), row_bytes: int | None = None) -> memoryview:
-        """Returns the bytes of rows, of each the first `row_bytes`: where they lie, or a copy if there are gaps between
-        them or they are on a device."""
+        """Returns the first `row_bytes` bytes of each of these rows: the memory itself, or a copy if there are gaps
+        between the rows or they are on a device."""
         if self.rows is not None:
             return np.ascontiguousarray(self.rows[rows, :row_bytes]).reshape(-1).data
         width = None if row_bytes is None else row_bytes // self.tensor.itemsize
@@ -66,11 +66,11 @@ class Page:
 
 
 class PagePool:
-    """The pages of one model within `limit_bytes`, and within what `free_bytes` says that its device has. For any
+    """The pages of one model, within `limit_bytes` and the bytes that `free_bytes` finds free on the device. For any
     thread.
 
-    `reclaim` is called when no page is left: it makes some pages free, or returns False. `idle_bytes` returns how much
-    it can free.
+    `reclaim` is called when no page is left: it makes about so many pages free, or returns False. `idle_bytes` returns
+    how many bytes it can make free.
     """
 
     def __init__(
@@ -85,32 +85,32 @@ class PagePool:
         self.layout, self.device = layout, device
         self.block_size, self.limit_bytes = block_size, limit_bytes
         self.lock = threading.RLock()
-        """Guards the pages, their users, and what is kept by name."""
+        """Guards the pages, their users, and the blocks that are kept by name."""
         self.reclaim: Callable[[int], bool] = lambda _num_pages: False
         self.idle_bytes: Callable[[], int] = lambda: 0
         self.on_free: Callable[[], None] = lambda: None
-        """Called when pages were released that were not those of a sequence or a name, on any thread."""
+        """Called on any thread when a hold was released."""
         self.holds: set[Captured] = set()
-        """What holds pages beside sequences and names."""
+        """The users of pages beside sequences and kept blocks."""
         self.changed: set[Any] = set()
-        """The blocks whose pages got or lost a user. Emptied by who counts what they take."""
+        """The kept blocks whose pages got or lost a user. `KeptBlocks.sums` counts them again."""
         self._free_bytes = free_bytes
         self._forms = [
-            *(((len(one.specs), one.heads, block_size, one.head_dim), one.dtype) for one in layout.groups),
-            *(((len(one.specs), 1, *one.shape), one.dtype) for one in layout.states),
+            *(((len(group.specs), group.heads, block_size, group.head_dim), group.dtype) for group in layout.groups),
+            *(((len(group.specs), 1, *group.shape), group.dtype) for group in layout.states),
         ]
         self._num_rows = [
-            *(len(one.specs) * one.heads for one in layout.groups),
-            *(len(one.specs) * one.rows_each for one in layout.states),
+            *(len(group.specs) * group.heads for group in layout.groups),
+            *(len(group.specs) * group.rows_each for group in layout.states),
         ]
         self.page_bytes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._forms]
-        """By group."""
+        """The size of a page, by group."""
         self._free: list[list[Page]] = [[] for _ in self._forms]
-        """Pages without users that were used before: these are faster to fill."""
+        """Pages without users that were used before, which are faster to fill."""
         self._blank: list[list[Page]] = [[] for _ in self._forms]
-        """Pages whose memory was given back."""
+        """Pages whose memory was given back to the kernel."""
         self._unused: list[Iterator[Page]] = [iter(()) for _ in self._forms]
-        """The pages of the last slab that nobody has taken. An object is made when one is taken."""
+        """The pages of the last slab that were never taken. Their objects are made when they are taken."""
         self.taken_bytes = 0
         """The bytes of all pages but the blank and the unused ones."""
 
@@ -121,12 +121,12 @@ class PagePool:
 
     @property
     def room_bytes(self) -> int:
-        """The bytes that are left for more pages with users."""
-        unused = self.taken_bytes - self.used_bytes
-        return max(0, min(self.limit_bytes - self.used_bytes, self._free_bytes() + unused))
+        """The bytes that more pages with users may take."""
+        unused_bytes = self.taken_bytes - self.used_bytes
+        return max(0, min(self.limit_bytes - self.used_bytes, self._free_bytes() + unused_bytes))
 
     def sequence_bytes(self, num_tokens: int) -> int:
-        """Returns the most bytes that a sequence of so many tokens takes."""
+        """Returns the maximum size of a sequence of so many tokens."""
         sizes = zip(self.layout.groups, self.page_bytes, strict=False)
         return self.layout.state_bytes + sum(
             num_pages(num_tokens, self.block_size, group.window) * size for group, size in sizes
@@ -140,19 +140,19 @@ class PagePool:
         )
 
     def take(self, groups: Sequence[int]) -> list[Page] | None:
-        """Returns a page of each of these groups, with one user and with any content; None if there are not as many."""
+        """Returns a page for each of these groups, with one user and any content; None if there are too few."""
         taken: list[Page] = []
         if not groups:
             return taken
         with self.lock:
-            # What is taken is missing there only when it is written to.
-            most_bytes = min(self.limit_bytes, self.taken_bytes + self._free_bytes())
-            excess = self.used_bytes + sum(self.page_bytes[group] for group in groups) - most_bytes
+            # Memory that is taken but not written to yet still counts as free there.
+            limit_bytes = min(self.limit_bytes, self.taken_bytes + self._free_bytes())
+            excess = self.used_bytes + sum(self.page_bytes[group] for group in groups) - limit_bytes
             if excess > 0 and excess > self.idle_bytes():
-                # Nothing is reclaimed in vain.
+                # No page is reclaimed in vain.
                 return None
             for group in groups:
-                page = self._take_page(group, most_bytes, len(groups) - len(taken))
+                page = self._take_page(group, limit_bytes, len(groups) - len(taken))
                 if page is None:
                     self.release(taken)
                     return None
@@ -163,18 +163,15 @@ class PagePool:
     def hold(self, pages: Iterable[Page | None]) -> None:
         """Adds a user to each page."""
         with self.lock:
-            for page in pages:
-                if page is not None:
-                    page.users += 1
-                    if page.kept_in is not None:
-                        self.changed.add(page.kept_in)
+            for page in filter(None, pages):
+                page.users += 1
+                if page.kept_in is not None:
+                    self.changed.add(page.kept_in)
 
     def release(self, pages: Iterable[Page | None]) -> None:
-        """Takes a user from each page. A page without users is used again."""
+        """Removes a user from each page. A page without users becomes free."""
         with self.lock:
-            for page in pages:
-                if page is None:
-                    continue
+            for page in filter(None, pages):
                 page.users -= 1
                 if page.kept_in is not None:
                     self.changed.add(page.kept_in)
@@ -185,44 +182,42 @@ class PagePool:
                         self._give_back(self._free[page.group])
 
     def wipe(self) -> None:
-        """Gives the memory of free pages back: they may hold what was purged."""
+        """Wipes free pages, whose content may have been purged, and gives their memory back."""
         with self.lock:
-            for of_group in self._free:
-                while of_group:
-                    of_group[-1].is_secret = True
-                    self._give_back(of_group)
+            for pages in self._free:
+                while pages:
+                    pages[-1].is_secret = True
+                    self._give_back(pages)
 
     def make_ahead(self, num_tokens: int, is_wanted: Callable[[], bool]) -> None:
-        """Makes the pages of a sequence of so many tokens on a thread of its own while `is_wanted`: fresh memory would
-        slow down the first restore."""
+        """Has the kernel make the memory of a sequence of so many tokens, on a thread of its own and while `is_wanted`
+        returns True: fresh memory would slow down the first restore."""
         counts = (num_pages(num_tokens, self.block_size, group.window) for group in self.layout.groups)
         taken = self.take([number for number, count in enumerate(counts) for _ in range(count)])
         if taken:
             self.release(taken)
-            # The last one is taken first.
+            # The last page is taken first.
             made = ([page.tensor for page in reversed(taken)], is_wanted)
             threading.Thread(target=populate, args=made, name="kv-memory", daemon=True).start()
 
     def check(self, users: Iterable[Page | None]) -> list[str]:
-        """Returns what is wrong with the pages. `users` are the pages of all sequences and names."""
+        """Returns the errors found. `users` are the pages of all sequences and kept blocks."""
         with self.lock:
-            held = Counter(page for page in users if page is not None)
-            held.update(page for hold in self.holds for page in hold.pages)
-            free = [page for of in (*self._free, *self._blank) for page in of]
-            found = [
-                f"a page has {page.users} users, not {count}" for page, count in held.items() if page.users != count
-            ]
-            found += ["a free page is used" for page in free if page in held or page.users]
-            found += ["a page is free twice"] * (len(free) != len(set(free)))
-            used_bytes = sum(page.num_bytes for page in held)
+            counts = Counter(filter(None, users))
+            counts.update(page for hold in self.holds for page in hold.pages)
+            free = [page for pages in (*self._free, *self._blank) for page in pages]
+            errors = [f"a page has {page.users} users, not {n}" for page, n in counts.items() if page.users != n]
+            errors += ["a free page is used" for page in free if page in counts or page.users]
+            errors += ["a page is free twice"] * (len(free) != len(set(free)))
+            used_bytes = sum(page.num_bytes for page in counts)
             if used_bytes != self.used_bytes:
-                found.append(f"{self.used_bytes} bytes are used, of which {used_bytes} have known users")
-            return found
+                errors.append(f"{self.used_bytes} bytes are used, of which {used_bytes} have known users")
+            return errors
 
-    def _take_page(self, group: int, most_bytes: int, num_missing: int) -> Page | None:
+    def _take_page(self, group: int, limit_bytes: int, num_missing: int) -> Page | None:
         while not self._free[group]:
             size = self.page_bytes[group]
-            if self.taken_bytes + size <= most_bytes and (page := self._make_blank(group)) is not None:
+            if self.taken_bytes + size <= limit_bytes and (page := self._make_blank(group)) is not None:
                 self.taken_bytes += size
                 return page
             others = next((of for of in self._free if of), None)
@@ -233,7 +228,7 @@ class PagePool:
         return self._free[group].pop()
 
     def _make_blank(self, group: int) -> Page | None:
-        """Returns a page that takes no memory yet, or None if the device refuses a slab."""
+        """Returns a page that takes no memory yet; None if the device refuses memory for a slab."""
         if self._blank[group]:
             return self._blank[group].pop()
         page = next(self._unused[group], None)
@@ -247,18 +242,17 @@ class PagePool:
                     raise
                 return None
             num_rows = self._num_rows[group]
-            is_here = slab.device.type == "cpu"
-            rows = bytes_of(slab.view(count, num_rows, -1)) if is_here else [None] * count
+            rows = bytes_of(slab.view(count, num_rows, -1)) if slab.device.type == "cpu" else [None] * count
             self._unused[group] = (Page(group, slab[index], num_rows, rows[index]) for index in range(count))
             page = next(self._unused[group])
         return page
 
     def _give_back(self, free: list[Page]) -> None:
-        """Gives the memory of the last free page of a group back. Its content is lost."""
+        """Gives the memory of the last of some free pages back. The content is lost."""
         page = free.pop()
         self.taken_bytes -= page.num_bytes
         if page.is_secret or page.num_bytes % mmap.PAGESIZE:
-            # At both ends, pages of the kernel hold a part of others.
+            # The first and the last page of the kernel may be shared with a neighbour, and stay.
             page.tensor.zero_()
         page.is_secret = False
         if self.device.type == "cpu":
@@ -267,9 +261,9 @@ class PagePool:
 
 
 class Captured(Sequence[memoryview]):
-    """The payload of a node, in the pages that it lies in, by group. It is a user of these pages until `release`, so
-    they neither change nor go. Its pieces are the rows of the pages, cut to the node's tokens; `logits` come last. A
-    piece is read when it is asked for, so of a device one at a time is copied. For any thread."""
+    """The payload of a node in its `pages`, by group. It is a user of these pages until `release`, so they do not
+    change. The pieces are the rows of the pages, cut to the node's tokens, and then `logits`. A piece is read when it
+    is indexed, so from a device one piece at a time is copied. For any thread."""
 
     def __init__(self, pool: PagePool, pages: Mapping[int, Page], cuts: Sequence[Cut], logits: memoryview) -> None:
         self.pages = list(pages.values())
@@ -289,11 +283,11 @@ class Captured(Sequence[memoryview]):
         return self._logits if page is None else page.payload(rows, cut.piece.row_bytes)
 
     def frees(self) -> bool:
-        """Returns whether a release makes pages free, or leaves them to no user but their name."""
+        """Returns whether some page has no users but holds and its name."""
         return any(page.users <= page.num_holds + 1 for page in self.pages)
 
     def release(self) -> None:
-        """Ends the use of the pages. May be called twice."""
+        """Ends the use of the pages. A second call does nothing."""
         with self._pool.lock:
             is_held = self in self._pool.holds
             if is_held:
@@ -306,12 +300,12 @@ class Captured(Sequence[memoryview]):
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # Reading threads are not in inference mode, and may not write to tensors that were made in it.
+    # Reading threads are not in inference mode, and may not write to tensors made in inference mode.
     with torch.inference_mode(False):
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
-        # numpy asks the kernel for huge pages, torch does not: without them a restore loses a quarter of its speed. The
-        # kernel gives pages of zeros, and only when they are written.
+        # numpy asks the kernel for huge pages, torch does not: without them, a restore loses a quarter of its speed.
+        # The kernel fills pages with zeros when they are first written.
         num_bytes = math.prod(shape) * dtype.itemsize
         memory = np.zeros(num_bytes + mmap.PAGESIZE, dtype=np.uint8)
         first = -memory.ctypes.data % mmap.PAGESIZE

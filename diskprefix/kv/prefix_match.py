@@ -1,4 +1,4 @@
-"""Finding the beginning of a prompt among blocks that are kept by name and sequences that run."""
+"""Finding the longest prefix of a prompt among the blocks that are kept by name and the sequences that run."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ class SharedPrefix:
     """The part of a running sequence that others may begin with."""
 
     owner: Owner | None
-    """Whose prompts may begin with it; nobody's without."""
+    """The owner whose prompts may begin with it; None for no others."""
     path: TokenPath
-    """The first tokens that have, or will have, the state that a prefill computes."""
+    """The first tokens whose state is, or will be, the state that a prefill computes."""
     expires_at: float
-    """The time on the clock of `time.monotonic` at which what is computed expires."""
+    """The time on the clock of `time.monotonic` at which the state expires."""
     num_ready: int = 0
-    """The tokens that others may begin with. 0 during a fetch, because a damaged block may shorten the sequence."""
+    """The number of tokens that others may begin with. 0 during a fetch, because a damaged block may shorten the
+    sequence."""
     num_named: int = 0
-    """The blocks that are kept by name."""
+    """The number of blocks that are kept by name."""
     logits: torch.Tensor | None = None
-    """The next-token logits behind all tokens of the prompt, shape [vocab], if it began with all of them."""
+    """The next-token logits at the end of the prompt, shape [vocab], if the sequence began with the whole prompt."""
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """The beginning of a prompt that is in memory. `later`: how many tokens of the prompt will be, once the sequence
-    `awaited` has computed them. `logits` are those at the prompt's end, shape [vocab]."""
+    """The prefix of a prompt that is in memory. `later` tokens of the prompt will be in memory once the sequence
+    `awaited` has computed them. `logits` are the next-token logits at the prompt's end, shape [vocab]."""
 
     prefix: Prefix = field(default_factory=Prefix)
     later: int = 0
@@ -45,7 +46,7 @@ class PrefixMatch:
 
 
 class PrefixMatcher:
-    """Finds the beginnings of prompts. The caller holds the pool's lock."""
+    """Finds the prefixes of prompts. The caller holds the pool's lock."""
 
     def __init__(
         self, layout: Layout, block_size: int, kept: KeptBlocks, running: Mapping[KVSequence, SharedPrefix]
@@ -54,45 +55,44 @@ class PrefixMatcher:
         self._kept, self._running = kept, running
 
     def match(self, owner: Owner, prompt: TokenPath, *, computes_last: bool = False) -> PrefixMatch:
-        """Returns the longest beginning of a prompt that a sequence can go on from. With `computes_last`, the last
-        token is computed in any case."""
+        """Returns the longest prefix of a prompt that a sequence can begin with. With `computes_last`, the last token
+        is left to compute."""
         size, state_kind, token_ids = self._block_size, self.layout.state_kind, prompt.token_ids
         path = self._kept.first_blocks(owner, prompt)
         logits = None if computes_last else self._kept.logits(owner, end_name(prompt))
-        most = len(token_ids) - (logits is None)
+        limit = len(token_ids) - (logits is None)
         if self.layout.states:
-            found = self._with_states(owner, path, token_ids, most)
-            logits = logits if found.num_tokens == len(token_ids) else None
-            return PrefixMatch(found, found.num_tokens, logits=logits)
-        common, part, later, awaited = self._part(owner, path, token_ids)
+            prefix = self._match_states(owner, path, token_ids, limit)
+            logits = logits if prefix.num_tokens == len(token_ids) else None
+            return PrefixMatch(prefix, prefix.num_tokens, logits=logits)
+        num_common, last_pages, later, awaited = self._partial_block(owner, path, token_ids)
         if state_kind != "token" and logits is not None and len(token_ids) % size:
-            # On the grid, only an equal prompt has its last tokens from the same step.
-            equal = self._end_of(owner, prompt)
-            part, most = (part, most - 1) if equal is None else (equal, most)
-        points = [len(path) * size + common, *range(len(path) * size, 0, -size)]
-        for point in points:
-            end = min(point, most)
-            if state_kind != "token" and end < len(token_ids):
-                end = floor_to_grid(min(end, len(token_ids) - 1), size)
-            pages = self._pages(path, part, end)
+            # On the grid, only an equal prompt has computed these last tokens in one step.
+            equal = self._last_block(owner, prompt)
+            last_pages, limit = (last_pages, limit - 1) if equal is None else (equal, limit)
+        for point in (len(path) * size + num_common, *range(len(path) * size, 0, -size)):
+            stop = min(point, limit)
+            if state_kind != "token" and stop < len(token_ids):
+                stop = floor_to_grid(min(stop, len(token_ids) - 1), size)
+            pages = self._pages(path, last_pages, stop)
             if pages is not None:
                 break
         else:
-            end, pages = 0, []
+            stop, pages = 0, []
         later = min(later, len(token_ids) - 1)
         later = later if state_kind == "token" else floor_to_grid(later, size)
-        logits = logits if end == len(token_ids) else None
-        return PrefixMatch(Prefix(end, pages), max(end, later), awaited, logits)
+        logits = logits if stop == len(token_ids) else None
+        return PrefixMatch(Prefix(stop, pages), max(stop, later), awaited, logits)
 
-    def _part(
+    def _partial_block(
         self, owner: Owner, path: Sequence[KeptBlock], token_ids: TokenIds
     ) -> tuple[int, Sequence[Page | None], int, KVSequence | None]:
-        """Returns how many tokens behind the path of a prompt are there, in part of a block, the pages with them, how
-        many tokens of the prompt will be there, and the sequence that will have them."""
+        """Returns, for the block behind the path of a prompt: the number of its first tokens in memory, and the pages
+        with them; and the number of the prompt's tokens that a running sequence will have, and this sequence."""
         parent, start = path[-1].name if path else owner.root, len(path) * self._block_size
         rest, later, awaited = token_ids[start:], 0, None
-        found: list[tuple[int, Sequence[Page | None]]] = [
-            (common_prefix_length(block.token_ids, rest), block.pages) for block in self._kept.continuing(owner, parent)
+        candidates: list[tuple[int, Sequence[Page | None]]] = [
+            (common_prefix_length(block.token_ids, rest), block.pages) for block in self._kept.children(owner, parent)
         ]
         for sequence, shares in self._running.items():
             if shares.owner in owner.sources:
@@ -101,36 +101,36 @@ class PrefixMatcher:
                     later, awaited = common, sequence
                 ready = min(common, shares.num_ready, start + self._block_size - 1) - start
                 if ready > 0:
-                    found.append((ready, sequence.block(len(path))))
-        common, pages = max(found, key=lambda one: one[0], default=(0, ()))
-        return common, pages, later, awaited
+                    candidates.append((ready, sequence.block(len(path))))
+        num_common, pages = max(candidates, key=lambda candidate: candidate[0], default=(0, ()))
+        return num_common, pages, later, awaited
 
-    def _end_of(self, owner: Owner, prompt: TokenPath) -> Sequence[Page | None] | None:
-        """Returns the last page of an equal prompt, whose end is not that of a block; None if there is none."""
+    def _last_block(self, owner: Owner, prompt: TokenPath) -> Sequence[Page | None] | None:
+        """Returns the pages of the last block, which is not full, of an equal prompt; None if there is none."""
         token_ids = prompt.token_ids
         if (block := self._kept.find(owner, end_name(prompt))) is not None:
             return block.pages
         for sequence, shares in self._running.items():
-            is_there = shares.owner in owner.sources and len(token_ids) <= shares.num_ready
-            if is_there and np.array_equal(shares.path.token_ids, token_ids):
+            is_ready = shares.owner in owner.sources and len(token_ids) <= shares.num_ready
+            if is_ready and np.array_equal(shares.path.token_ids, token_ids):
                 return sequence.block(prompt.num_blocks)
         return None
 
-    def _with_states(self, owner: Owner, path: Sequence[KeptBlock], token_ids: TokenIds, most: int) -> Prefix:
-        """Returns the longest prefix, of at most `most` tokens, at whose end the states are. Models on the grid go on
-        from the end of a block, or from that of the prompt, as its logits are there."""
+    def _match_states(self, owner: Owner, path: Sequence[KeptBlock], token_ids: TokenIds, limit: int) -> Prefix:
+        """Returns the longest prefix, of at most `limit` tokens, at whose end there are states. A model on the grid
+        continues from the end of a block, or from the end of the prompt, whose logits are there."""
         is_exact = self.layout.exact_at == "token"
         for num_blocks in range(len(path), -1, -1):
             parent, start = path[num_blocks - 1].name if num_blocks else owner.root, num_blocks * self._block_size
             ends = [
                 block
-                for block in self._kept.continuing(owner, parent)
+                for block in self._kept.children(owner, parent)
                 if block.states
-                and block.end <= most
+                and block.end <= limit
                 and (is_exact or block.end in (start, len(token_ids)))
                 and np.array_equal(block.token_ids, token_ids[start : block.end])
             ]
-            for block in sorted(ends, key=lambda one: -one.end):
+            for block in sorted(ends, key=lambda end: -end.end):
                 pages = self._pages(path[:num_blocks], block.pages, block.end)
                 if pages is not None:
                     self._kept.blocks.move_to_end((block.owner, block.name))
@@ -138,19 +138,19 @@ class PrefixMatcher:
         return Prefix()
 
     def _pages(
-        self, path: Sequence[KeptBlock], part: Sequence[Page | None], end: int
+        self, path: Sequence[KeptBlock], last_pages: Sequence[Page | None], stop: int
     ) -> list[list[Page | None]] | None:
-        """Returns the pages of the first `end` tokens, by group; None if some are missing. `part` has those behind the
-        path."""
-        num_pages, found = -(-end // self._block_size), list[list[Page | None]]()
+        """Returns the pages of the first `stop` tokens, by group; None if some are missing. `last_pages` are the
+        pages of the block behind the path."""
+        num_pages, by_group = -(-stop // self._block_size), list[list[Page | None]]()
+        blocks = [*(block.pages for block in path), last_pages]
         for number, group in enumerate(self.layout.groups):
-            first = group.first_needed(end) // self._block_size
-            pages: list[Page | None] = [None] * min(first, num_pages)
-            pages += [path[at].pages[number] if at < len(path) else part[number] for at in range(first, num_pages)]
-            if None in pages[first:]:
+            first = group.first_needed(stop) // self._block_size
+            pages = [block[number] for block in blocks[first:num_pages]]
+            if None in pages:
                 return None
-            found.append(pages)
-        return found
+            by_group.append([*([None] * min(first, num_pages)), *pages])
+        return by_group
 
 
 def end_name(path: TokenPath) -> bytes:

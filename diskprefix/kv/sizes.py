@@ -1,4 +1,4 @@
-"""The memory that sequences take, by their tokens. Free of torch: a model's needs are estimated before it is loaded."""
+"""The memory that sequences of so many tokens take. Free of torch: it is estimated before a model is loaded."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 STEP_TOKENS = 256
-"""The rows of a step: while it computes, a window has the pages of its first row and those of its last one."""
+"""The rows of a step. A window has the pages from the first row of a step to the last one."""
 
-MOST_TAKEN_BACK = 64
-"""The last tokens of a sequence that may be taken back: a window keeps the pages for that."""
+MAX_TAKEN_BACK = 64
+"""The maximum number of last tokens that may be taken back. A window keeps their pages."""
 
 
 def num_pages(num_tokens: int, block_size: int, window: int | None = None) -> int:
-    """Returns the most pages of one group that a sequence of so many tokens holds. Those behind a window are given
-    back."""
+    """Returns the maximum number of pages of one group that a sequence of so many tokens has. Pages that a window has
+    passed are given back."""
     pages = -(-num_tokens // block_size)
-    return pages if window is None else min(pages, (window + MOST_TAKEN_BACK + STEP_TOKENS - 2) // block_size + 2)
+    return pages if window is None else min(pages, (window + MAX_TAKEN_BACK + STEP_TOKENS - 2) // block_size + 2)
 
 
-def longest_within(num_bytes: int, bytes_for: Callable[[int], int], most: int, step: int) -> int:
-    """Returns the longest sequence, at most `most` tokens, that fits in so many bytes: a multiple of `step`, or `most`.
-    `bytes_for` returns the bytes of the memory of a sequence."""
-    lengths = [*range(step, most, step), most]
+def longest_within(num_bytes: int, bytes_for: Callable[[int], int], max_tokens: int, step: int) -> int:
+    """Returns the length of the longest sequence that fits in so many bytes: a multiple of `step`, or `max_tokens`.
+    `bytes_for` returns the bytes of a sequence of so many tokens."""
+    lengths = [*range(step, max_tokens, step), max_tokens]
     num_fitting: int = bisect_right(lengths, num_bytes, key=bytes_for)
     return lengths[num_fitting - 1] if num_fitting else 0

@@ -15,10 +15,11 @@ import torch
 
 @dataclass(frozen=True)
 class Run:
-    """A run of consecutive tokens of one sequence in a step: positions `start` … `start + num_rows`. `spans`: positions
-    [begin, end) of the pictures in it, in order, for models whose pictures see themselves whole. It may begin within
-    one, but ends in none: the last tokens of a picture are seen by its first ones. `replays`: of a step with guesses in
-    a sequence with states. Each recurrence adds a function that computes its state behind the first so many rows again.
+    """A run of consecutive tokens of one sequence in a step: positions `start` … `start + num_rows`. `spans` are the
+    positions [begin, end) of the pictures in it, in order, for models whose pictures see themselves whole. A run may
+    begin within a picture but not end in it, as the first tokens of a picture see its last ones. `replays` is for a
+    step with guesses in a sequence with states: each recurrence adds a function that computes its state behind the
+    first so many rows again.
     """
 
     start: int
@@ -32,15 +33,16 @@ class Run:
 
     @cached_property
     def flat_spans(self) -> array[int]:
-        """The spans for an operator, which gets the address of this memory."""
+        """The spans as memory for an operator."""
         return array("q", chain.from_iterable(self.spans))
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The rows of a forward, in order. `states` has the recurrent states that a layer has just asked for, for each run
-    that before its rows and the place of that behind them: its recurrence takes them. `gathers`: the model uses the
-    memory of a layer before attention does, so it gets a copy of it side by side. Then there is one run."""
+    """The rows of a forward, in order. `states` has for each run the recurrent state before its rows, and the memory
+    for the state behind them: `get_recurrent_state` sets it, and the next recurrence takes it. `gathers`: the model
+    uses the keys and values of a layer before attention does, so it gets a copy of them side by side. Then there is one
+    run."""
 
     runs: tuple[Run, ...]
     gathers: bool = False
@@ -55,13 +57,13 @@ _current: ContextVar[Step | None] = ContextVar("step", default=None)
 
 
 def current_step() -> Step | None:
-    """Returns the step that is being computed: a model passes to layers and attention only its own arguments."""
+    """Returns the step that is being computed. Models do not pass it to layers and attention."""
     return _current.get()
 
 
 @contextmanager
 def computing(step: Step | None) -> Iterator[None]:
-    """Sets the step that a model computes inside; None if its attention is not ours."""
+    """Sets the step that a model computes inside; None if the attention is not ours."""
     token = _current.set(step)
     try:
         yield

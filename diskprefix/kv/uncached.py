@@ -13,26 +13,24 @@ if TYPE_CHECKING:
 
 
 class TransformersState:
-    """The state of a sequence in place of a `KVSequence`, for unsupported models.
-
-    It calls the two hooks that each model class has for `generate`, so a reply is the one of `generate`.
-    """
+    """The state of a sequence in place of a `KVSequence`, for unsupported models. Calls the two hooks of a model class
+    for `generate`, so replies are those of `generate`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._accepted = inspect.signature(type(model).forward).parameters
         self._ids: torch.Tensor | None = None
-        self._carried: dict[str, Any] = {}
+        self._inputs: dict[str, Any] = {}
         self.truncate(0)
 
     def truncate(self, num_tokens: int) -> None:
         assert num_tokens == 0
         self._ids = None
-        self._carried = {"use_cache": True}
+        self._inputs = {"use_cache": True}
         if "logits_to_keep" in self._accepted:
-            self._carried["logits_to_keep"] = 1
+            self._inputs["logits_to_keep"] = 1
         if "past_key_values" in self._accepted and self._model._supports_default_dynamic_cache():
-            self._carried["past_key_values"] = DynamicCache(config=self._model.config.get_text_config(decoder=True))
+            self._inputs["past_key_values"] = DynamicCache(config=self._model.config.get_text_config(decoder=True))
 
     def forward(self, _model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
         """Runs [1, n] more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
@@ -43,9 +41,9 @@ class TransformersState:
             self._ids,
             next_sequence_length=None if is_first else token_ids.shape[1],
             is_first_iteration=is_first,
-            **self._carried,
+            **self._inputs,
         )
         output = self._model(**inputs, return_dict=True)
-        self._carried = self._model._update_model_kwargs_for_generation(output, self._carried)
+        self._inputs = self._model._update_model_kwargs_for_generation(output, self._inputs)
         logits: torch.Tensor = output.logits[0, -1]
         return logits

@@ -273,12 +273,17 @@ class ComputePlan:
     hidden: Buffer
     """The hidden states behind the last norm."""
     logits: Buffer
+    made_of: list[tuple[ctypes.Structure, tuple[Any, ...]]]
+    """Each call in order, with the weights and tables that it reads."""
+    layers: list[range]
+    """The numbers of the calls of each layer."""
 
     def __init__(self, operators: Operators, dtype: int, max_rows: int, vocab_size: int, page_tokens: int) -> None:
         self.dtype, self.max_rows, self.vocab_size = dtype, max_rows, vocab_size
         self._operators, self._page_tokens = operators, page_tokens
+        self.made_of, self.layers = [], []
         self._calls: list[tuple[int, bool, ctypes.Structure]] = []
-        self._buffers: dict[int, np.ndarray] = {}
+        self.buffers: dict[int, np.ndarray] = {}
         self._free: dict[int, list[int]] = {}
         self._kept: list[Any] = []
         self._scratch: list[tuple[int, int]] | None = None
@@ -301,14 +306,15 @@ class ComputePlan:
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Gives a context whose buffers are used again behind it."""
-        self._scratch = []
+        """Gives a context for a layer: its buffers are used again behind it."""
+        self._scratch, first = [], len(self._calls)
         try:
             yield
         finally:
             for num_bytes, address in self._scratch:
                 self._free.setdefault(num_bytes, []).append(address)
             self._scratch = None
+            self.layers.append(range(first, len(self._calls)))
 
     def rows(self, width: int, *, is_of_logits: bool = False, item_bytes: int = 0) -> Buffer:
         """Returns a buffer."""
@@ -338,8 +344,8 @@ class ComputePlan:
         ids = self._ids_below[min(table.rows, self.vocab_size)]
         out = self.rows(table.columns)
         if isinstance(table, Matrix):
-            self._kept.append(table)
-            self._add(calls.LOOK_UP, out, calls.LookupCall(ids=_at(ids), matrix=table.address, out=out.address))
+            call = calls.LookupCall(ids=_at(ids), matrix=table.address, out=out.address)
+            self._add(calls.LOOK_UP, out, call, table)
         else:
             self._pick(table.weight.address, ids, out, table.weight)
         return out
@@ -363,9 +369,8 @@ class ComputePlan:
         return out
 
     def _pick(self, source: int, numbers: np.ndarray, out: Buffer, *kept: Any) -> None:
-        self._kept += kept
         call = calls.PickCall(row_bytes=out.width * self.item_bytes, rows=source, numbers=_at(numbers), out=out.address)
-        self._add(calls.PICK, out, call)
+        self._add(calls.PICK, out, call, *kept)
 
     def norm(self, rows: Buffer, norm: WeightedNorm) -> Buffer:
         """Returns the norm of each row."""
@@ -872,7 +877,7 @@ class ComputePlan:
 
     def _add(self, kind: int, rows: Buffer, call: ctypes.Structure, *kept: Any) -> None:
         self._calls.append((kind, rows.is_of_logits, call))
-        self._kept += kept
+        self.made_of.append((call, kept))
 
     def _memory(self, num_bytes: int) -> int:
         """Returns the address of memory, which the context of `scratch` gives back."""
@@ -882,7 +887,7 @@ class ComputePlan:
         else:
             memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
             address = -(-_at(memory) // _ALIGNMENT) * _ALIGNMENT
-            self._buffers[address] = memory
+            self.buffers[address] = memory[address - _at(memory) :][:num_bytes]
         if self._scratch is not None:
             self._scratch.append((num_bytes, address))
         return address

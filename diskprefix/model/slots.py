@@ -157,7 +157,8 @@ class Slots:
         kind, epsilon = self._norm
         weights = [_of_norm(one, kind, self._width) for one in getattr(module, "norms", [module])]
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", epsilon))
-        return WeightedNorm(_weight(torch.cat(weights), self._model.dtype), _NORMS[kind], epsilon)
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return WeightedNorm(_weight(weight, self._model.dtype), _NORMS[kind], epsilon)
 
     def float_norm(self, name: str) -> WeightedNorm | None:
         """Returns a norm whose weights are float32, as they are, None if there is none."""

@@ -38,16 +38,18 @@ class Matrix:
         numbers: Sequence[float] = (),
         has_table: bool = False,
         bias: torch.Tensor | None = None,
+        form: object = torch.bfloat16,
     ) -> None:
         """`weights` are bfloat16 of that size, or with fewer bits uint8, packed as `model.quants.quant_form` describes.
         `numbers` belong to the codes; they follow each other without `has_table`. `bias` has a number for each row.
+        `form` is kept, to show it.
 
         Raises `ValueError` if the compiled product does not know the form, or if `weights` or `bias` have another
         size than it would read.
         """
         require(weights.is_contiguous() and (weights.dtype is torch.bfloat16) == (bits == 16), weights)
         require(bias is None or bias.shape == size[:1], weights, bias)
-        self.rows, self.columns = size
+        (self.rows, self.columns), self.form, self.weights = size, form, weights
         table = (
             torch.tensor([*numbers] * (_TABLE // len(numbers)), dtype=torch.float32)
             if 0 < len(numbers) <= _TABLE

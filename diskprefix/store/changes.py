@@ -1,4 +1,4 @@
-"""Changes to the store inside one write transaction. Each of them keeps the tree complete: a node has its parent, and a
+"""Changes to the store inside one write transaction. Each change keeps the tree complete: a node has its parent, and a
 parent counts its children."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import lmdb
 
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.codec.codec import Codec, Piece, encode_piece, is_finite, piece_seed
-from diskprefix.store.eviction import after_use, limits_s, longer_ttl, recorded_ttl, superseded, with_uses
+from diskprefix.store.eviction import after_use, limits_s, longer_ttl, recorded_ttl, superseded_ends, with_uses
 from diskprefix.store.note_record import used_note
 from diskprefix.store.pieces import Payload
 from diskprefix.store.schema import (
@@ -29,12 +29,13 @@ from diskprefix.store.schema import (
     RootRecord,
     UsageRecord,
     checkpoint_names,
-    decode_usage,
+    child_keys,
     encode_node,
     encode_record,
     encode_usage,
     model_key,
     node_root,
+    paged_bytes,
     piece_index,
     piece_key,
     shorter_names,
@@ -44,19 +45,14 @@ from diskprefix.tokens import HASH_BYTES, TokenIds
 
 log = logging.getLogger("diskprefix")
 
-_PAGE_BYTES = 4096
-_PAGE_HEADER_BYTES = 16
-_RECORDS_BYTES = 256
-"""Header, usage record and keys of a node, with their share of half-empty B-tree pages."""
-_TOKEN_BYTES = 16
-"""A token id in the record of its node and in the index of children, with the same share."""
-_PIECE_BYTES = 64
-"""The keys and records of one piece, with the same share."""
+_RECORDS_BYTES, _TOKEN_BYTES, _PIECE_BYTES = 256, 16, 64
+"""The records and keys of a node, of each of its tokens and of each of its pieces, with half-empty B-tree pages."""
 NODES_AT_ONCE = 64
 """Nodes deleted in one transaction. More of them copy more pages than a full file has free."""
 RECORDS_AT_ONCE = 512
 _TRIES = 8
-"""Nodes that are looked at to find a longer one. The first one that is sound is it, if there is any."""
+"""The number of similar nodes that are read to find a longer one. Only damaged nodes come before it, if there is
+one."""
 _F64 = struct.Struct("<d")
 _Item = TypeVar("_Item")
 
@@ -69,12 +65,11 @@ def batches(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
 
 @dataclass(frozen=True, eq=False)
 class NewNode:
-    """A node to be stored. The first `num_checked` pieces are written only if they are finite: state that is not
-    spreads to every token after it.
+    """A node to be stored. The first `num_checked` pieces must be finite, because other state spoils every later token.
 
-    `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown.
-    `ttl_s` is its time to live after the last use, in seconds; with None the daemon's `--kv-cache-ttl` holds.
-    `replaces`: its first tokens can be restored without the others, so it replaces nodes that hold only these.
+    `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown. `ttl_s` is its time to live after the
+    last use, in seconds; with None the daemon's `--kv-cache-ttl` holds. `replaces`: its first tokens can be restored
+    without the others, so it replaces nodes that hold only these.
     """
 
     name: bytes
@@ -103,13 +98,13 @@ class NewNode:
 
     @property
     def max_bytes(self) -> int:
-        """The maximum number of bytes that the node can take in the file, with any codec."""
+        """The maximum size of the node in the file, with any codec."""
         return node_bytes(len(self.token_ids), [piece.max_bytes for piece in self.pieces])
 
 
 class Use(NamedTuple):
-    """A number of uses (`hits`) of a node, the last one at time `when`. `ttl_s` is the time to live that they ask for,
-    in the form of `eviction.recorded_ttl`."""
+    """One or more uses (`hits`) of a node, the last one at time `when`. `ttl_s` is the time to live that they ask for,
+    as `eviction.recorded_ttl` returns it."""
 
     when: float
     hits: int = 1
@@ -120,27 +115,27 @@ class Use(NamedTuple):
 
 
 def node_bytes(num_tokens: int, piece_bytes: list[int]) -> int:
-    """Returns the bytes that a node takes in the file: whole pages for its pieces, and its records."""
-    pages = sum(-(-(size + _PAGE_HEADER_BYTES) // _PAGE_BYTES) for size in piece_bytes)
-    return pages * _PAGE_BYTES + _PIECE_BYTES * len(piece_bytes) + _TOKEN_BYTES * num_tokens + _RECORDS_BYTES
+    """Returns the approximate size of a node in the file: whole pages for its pieces, and its records."""
+    records_bytes = _RECORDS_BYTES + _TOKEN_BYTES * num_tokens + _PIECE_BYTES * len(piece_bytes)
+    return records_bytes + sum(map(paged_bytes, piece_bytes))
 
 
-class Part(NamedTuple):
-    """Small changes, which share a transaction with others. They take at most `need_bytes` of the file."""
+class SmallWrite(NamedTuple):
+    """Changes that share a transaction with others: `put` makes them. They take at most `need_bytes` of the file."""
 
     need_bytes: int
     put: Callable[[Changes], None]
 
 
-def touches(uses: Mapping[bytes, Use]) -> Part:
-    """Returns the part that records the use of nodes, given by their names, and of their ancestors. Missing nodes are
-    ignored."""
+def touches(uses: Mapping[bytes, Use]) -> SmallWrite:
+    """Returns the write that records the use of nodes, given by their names, and of their ancestors. Ignores missing
+    nodes."""
 
     def put(changes: Changes) -> None:
         for name, use in uses.items():
             changes.touch(name, use)
 
-    return Part(0, put)
+    return SmallWrite(0, put)
 
 
 class Changes(Snapshot):
@@ -164,20 +159,19 @@ class Changes(Snapshot):
         self._put("meta", key.encode(), value)
 
     def record_purge(self) -> None:
-        """Begins a new epoch: what requests of the one before keep in memory is dropped, and not stored any more."""
+        """Begins a new epoch: what requests of the previous one keep in memory is dropped and never stored."""
         before, purged_at = self.meta(PURGED_AT) or b"", self.now
         if len(before) == _F64.size and math.isfinite(last := _F64.unpack(before)[0]):
-            # Two purges at one time, or after the clock was set back, are two.
+            # Two purges have different times, even if the clock was set back.
             purged_at = max(self.now, math.nextafter(last, math.inf))
         self.put_meta(PURGED_AT, _F64.pack(purged_at))
 
     def put_root(self, root: bytes, record: RootRecord) -> None:
         """Stores the record of a root unless there is a sound one."""
-        is_stored = False
         with suppress(StoreCorrupt):
-            is_stored = self.root(root) is not None
-        if not is_stored:
-            self._put("roots", root, encode_record(root, record))
+            if self.root(root) is not None:
+                return
+        self._put("roots", root, encode_record(root, record))
 
     def put_model(self, record: ModelRecord) -> None:
         """Stores the record of a model that the store is served with."""
@@ -185,10 +179,8 @@ class Changes(Snapshot):
         self._put("meta", key, encode_record(key, record))
 
     def put_node(self, root: bytes, node: NewNode, codec: Codec) -> bytes:
-        """Stores a node with its payload, also where a ghost is. Returns the name of the node with its tokens then.
-
-        This is another node if a longer one, which would replace it, is stored already. For a node that is stored
-        already, at most its time to live becomes longer.
+        """Stores a node with its payload. Returns its name, or that of a longer node that is stored already and would
+        replace it. A ghost of this name becomes the node; a stored node of this name gets the longer time to live.
 
         Raises `PrefixGone` if the node that it continues is not stored, or if the name belongs to another prefix, and
         `StoreCorrupt` if the record under the name is damaged.
@@ -224,14 +216,14 @@ class Changes(Snapshot):
             ttl_s=recorded_ttl(node.ttl_s),
         )
         self._put("nodes", node.name, encode_node(node.name, record))
-        for key in self.child_keys(node.name, record):
+        for key in child_keys(node.name, node.parent, token_ids):
             self._put("children", key, b"")
         self.put_usage(node.name, usage)
         return node.name
 
     def remove_shorter(self, node: NewNode, secret: int) -> None:
-        """Removes the nodes that a stored node replaces, with their entries, and adds their uses to it. `secret` is the
-        store's. A node with a longer time to live stays."""
+        """Removes the nodes that a stored node replaces, with their entries, and adds their uses to its record. Keeps
+        nodes with a longer time to live. `secret` is the store's."""
         if node.position > 0:
             parent = self.usage(node.parent)
             if parent is None or parent.children < 2:
@@ -256,11 +248,11 @@ class Changes(Snapshot):
         pinned: Container[bytes],
         has_entry: bool,
     ) -> None:
-        """Removes the earlier checkpoints of a conversation that a stored one, `node`, supersedes. Pinned ones stay,
-        and those with a longer time to live, which do not count; `ttl_s` is the daemon's. `has_entry`: what is kept is
-        listed with `node`, whose entry replaces those of checkpoints. Tails keep theirs: `PrefixTree.entry` lists each
-        with its own prompt only."""
-        found: dict[int, list[tuple[Kind, bytes, bytes]]] = {node.end: []}
+        """Removes the earlier checkpoints and tails of a conversation that a stored one, `node`, supersedes. Keeps
+        pinned ones, and those with a longer time to live, which do not count; `ttl_s` is the daemon's. With
+        `has_entry`, the entry of `node` replaces those of kept checkpoints, which are listed with `node`; tails keep
+        theirs, because `PrefixTree.entry` lists a tail with its own prompt only."""
+        stored_at: dict[int, list[tuple[Kind, bytes, bytes]]] = {node.end: []}
         own_s = limits_s(recorded_ttl(node.ttl_s), ttl_s)
         parent, position, behind = node.parent, node.position, node.token_ids.tobytes()
         while True:
@@ -270,16 +262,16 @@ class Changes(Snapshot):
                     for kind, name in names:
                         stored = self.usage(name)
                         if stored is not None and limits_s(stored.ttl_s, ttl_s) <= own_s:
-                            found.setdefault(position + number, []).append((kind, name, parent))
+                            stored_at.setdefault(position + number, []).append((kind, name, parent))
             block = self.node(parent) if position else None
             if block is None:
                 break
             parent, position, behind = block.parent, block.position, block.token_ids.tobytes()
-        gone = superseded(found, anchors)
-        for end in found.keys() - {node.end} - set(anchors):
-            for kind, name, of in found[end]:
-                if end in gone and name not in pinned:
-                    self.delete_node(name, of)
+        superseded = superseded_ends(stored_at, anchors)
+        for end in stored_at.keys() - {node.end} - set(anchors):
+            for kind, name, parent in stored_at[end]:
+                if end in superseded and name not in pinned:
+                    self.delete_node(name, parent)
                 elif has_entry and kind == Kind.CHECKPOINT:
                     self.delete_record("entries", name)
 
@@ -297,28 +289,28 @@ class Changes(Snapshot):
             self._put("usage", node, record.tobytes())
 
     def delete_node(self, name: bytes, parent: bytes) -> bool:
-        """Removes a node with its payload and its entry. Returns whether it was stored. A node on the path of a prompt
-        that was seen becomes a ghost; a ghost goes."""
-        found, node = self.has_record("nodes", name), None
+        """Removes a node with its payload and its entry. Returns whether it was stored. A node on the path of a seen
+        prompt becomes a ghost; a ghost is removed."""
+        is_stored, node = self.has_record("nodes", name), None
         try:
             node = self.node_or_ghost(name)
         except StoreCorrupt as error:
             root = node_root(self.record("nodes", name))
-            if next(self.keys_under("seen", root), None) is not None:
+            if self.has_under("seen", root):
                 self.forget_seen(root, error)
         self._delete_children_keys(name, node)
         if node is None or node.kind == Kind.GHOST:
             self.delete_record("nodes", name)
         else:
             self.put_record(name, replace(node, kind=Kind.GHOST, num_pieces=0, raw_bytes=0, stored_bytes=0))
-        if found and (node is None or node.kind != Kind.GHOST):
+        if is_stored and (node is None or node.kind != Kind.GHOST):
             # A parent whose usage record cannot be read is damaged itself.
             with suppress(StoreCorrupt):
                 self._add_children(parent, -1)
         for database in ("usage", "entries"):
             self.delete_record(database, name)
         self._delete_payload(name)
-        return found
+        return is_stored
 
     def forget_notes(self, keys: Iterable[bytes]) -> None:
         """Removes notes, given by their keys, and the records of roots that have nothing left."""
@@ -326,17 +318,16 @@ class Changes(Snapshot):
 
     def delete_bare_roots(self, roots: set[bytes]) -> int:
         """Removes the records of those of `roots` under which nothing is stored. Returns how many there were."""
-        under: tuple[str, ...] = ("seen", "notes", "children")
-        bare = [root for root in roots if all(next(self.keys_under(one, root), None) is None for one in under)]
-        return sum(self.delete_record("roots", root) for root in bare)
+        in_use = {root for root in roots if any(self.has_under(name, root) for name in ("seen", "notes", "children"))}
+        return sum(self.delete_record("roots", root) for root in roots - in_use)
 
     def put_prompt(self, key: bytes, record: PromptRecord) -> None:
-        """Stores a prompt that was seen; see `ghosts`."""
+        """Stores the record of a seen prompt; see `ghosts`."""
         self._put("seen", key, encode_record(key, record))
 
     def count_seen(self, name: bytes, number: int, new: NodeRecord | None = None) -> NodeRecord:
-        """Adds to the `seen_children` of a node, which is `new` if there is none. Returns the changed record. Raises
-        `StoreCorrupt` if the node is missing, damaged, or counts too few."""
+        """Adds `number` to the `seen_children` of a node, or of `new` if there is no node of this name. Returns the
+        changed record. Raises `StoreCorrupt` if the node is missing or damaged, or its count would be negative."""
         node = self.node_or_ghost(name) or new
         if node is None or node.seen_children + number < 0:
             raise StoreCorrupt(f"the block {name.hex()} of a recent prompt is missing, or counts too few")
@@ -345,10 +336,10 @@ class Changes(Snapshot):
         return node
 
     def forget_seen(self, root: bytes, why: StoreCorrupt | str) -> int:
-        """Removes all that was seen under a root, because a record of it is damaged. Returns the number of prompts."""
+        """Removes the seen prompts and ghosts of a root, because one is damaged. Returns the number of prompts."""
         log.warning("[disk-cache] what was seen under root %s is forgotten: %s", root.hex(), why)
         for name in list(self.keys("nodes")):
-            # A damaged record is a problem of the node.
+            # A damaged record is a problem of that node.
             with suppress(StoreCorrupt):
                 node = self.node_or_ghost(name) if node_root(self.record("nodes", name)) == root else None
                 if node is not None and (node.seen_children or node.kind == Kind.GHOST):
@@ -356,21 +347,18 @@ class Changes(Snapshot):
         return sum(self.delete_record("seen", key) for key in list(self.keys_under("seen", root)))
 
     def put_record(self, name: bytes, node: NodeRecord) -> None:
-        """Stores the record of a node. A ghost that nothing continues goes."""
+        """Stores the record of a node. Removes a ghost that nothing continues."""
         if node.kind == Kind.GHOST and not node.seen_children:
             self.delete_record("nodes", name)
         else:
             self._put("nodes", name, encode_node(name, node))
 
-    def put_note(self, key: bytes, value: bytes | None) -> None:
-        """Stores an encoded note, replacing the one before. With None, removes that one."""
-        if value is not None:
-            self._put("notes", key, value)
-        else:
-            self.forget_notes([key])
+    def put_note(self, key: bytes, value: bytes) -> None:
+        """Stores an encoded note, replacing any with this key."""
+        self._put("notes", key, value)
 
     def use_note(self, key: bytes, when: float) -> None:
-        """Records the use of a note. One that is damaged is left as it is."""
+        """Records the use of a note. Leaves a damaged note as it is."""
         if (value := self.record("notes", key)) is not None:
             with suppress(StoreCorrupt):
                 self._put("notes", key, used_note(key, value, when))
@@ -379,9 +367,12 @@ class Changes(Snapshot):
         self._put("usage", name, encode_usage(usage))
 
     def _delete_children_keys(self, name: bytes, node: NodeRecord | None) -> None:
-        """Removes a node from the index of children. Without a record that can be read, all keys are searched."""
-        every = (key for key in self.keys("children") if key.endswith(name))
-        for key in list(every if node is None else self.child_keys(name, node)):
+        """Removes a node from the index of children. Without its record (None), searches all keys."""
+        if node is None:
+            keys = [key for key in self.keys("children") if key.endswith(name)]
+        else:
+            keys = child_keys(name, node.parent, node.token_ids.tobytes())
+        for key in keys:
             self.delete_record("children", key)
 
     def _keep_for(self, name: bytes, ttl_s: int) -> None:
@@ -390,8 +381,8 @@ class Changes(Snapshot):
             self.put_usage(name, usage._replace(ttl_s=longer))
 
     def _longer(self, parent: bytes, token_ids: bytes, kind: Kind) -> bytes | None:
-        """Returns the name of a node that continues `parent` with all these tokens and with more, or, if they are no
-        tail's, with the logits at their end."""
+        """Returns the name of a node that continues `parent` and has all these tokens and more, or None. For a block, a
+        tail with as many tokens counts as longer, because it has the logits at their end."""
         for name in islice(self.similar_children(parent, token_ids), _TRIES):
             try:
                 other = self.node(name)
@@ -413,28 +404,26 @@ class Changes(Snapshot):
         return sizes
 
     def _delete_payload(self, name: bytes) -> None:
-        """Removes all stored pieces. The record that counts them may be damaged, so it is not used."""
+        """Removes all stored pieces. Does not use the record that counts them, which may be damaged."""
         self._require_sound_runs(name)
         cursor = self._txn.cursor(self._databases["payloads"])
         while cursor.set_range(name) and piece_index(cursor.key(), name) is not None:
             cursor.delete()
 
     def _add_children(self, name: bytes, number: int) -> bool:
-        # A damaged record may name no parent at all; LMDB takes no empty key.
-        value = self.record("usage", name) if name else None
-        if value is None:
-            return False
-        usage = decode_usage(value)
-        self.put_usage(name, usage._replace(children=max(0, usage.children + number)))
-        return True
+        # A damaged record may name no parent at all, and LMDB takes no empty key.
+        usage = self.usage(name) if name else None
+        if usage is not None:
+            self.put_usage(name, usage._replace(children=max(0, usage.children + number)))
+        return usage is not None
 
     def _put(self, database: str, key: bytes, value: Any) -> int:
         """Stores a record. Returns the bytes of its value in the file."""
         if not self._txn.put(key, value, db=self._databases[database]):
             raise StoreFull(f"{database}: LMDB took no record for {key.hex()}")
-        self.num_bytes += -(-(len(value) + _PAGE_HEADER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        self.num_bytes += paged_bytes(len(value))
         return len(value)
 
     def delete_record(self, database: str, key: bytes) -> bool:
-        """Removes one record and nothing else. Returns whether it was stored."""
+        """Removes one record. Returns whether it was stored."""
         return bool(self._txn.delete(key, db=self._databases[database]))

@@ -1,8 +1,8 @@
-"""Compaction: writing a new file that holds the stored records and nothing else.
+"""Compaction: writing a new file with the stored records alone.
 
-LMDB never gives a page back to the disk, and the bytes of deleted records stay in its pages. So compaction copies
-record by record, where LMDB's own copy takes whole pages. The copy is written beside the file, made durable and renamed
-over it. A kill at any moment leaves the old file or the new one.
+LMDB never gives a page back to the disk, and its pages keep the bytes of deleted records. So compaction copies record
+by record; LMDB's own copy takes whole pages. The copy is written beside the file, made durable and renamed over it. A
+kill at any moment leaves the old file or the new one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from diskprefix.units import format_size
 _SPARE_BYTES = 1 << 20
 """Room for what another process adds before the copy begins."""
 _BATCH_BYTES = 64 << 20
-"""Copied in one transaction, which LMDB holds in memory until it is committed."""
+"""The bytes that one transaction copies, which LMDB holds in memory until the commit."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,8 @@ class Compacted:
 
 
 def compacted_bytes(path: Path) -> int:
-    """Returns the size in bytes of a compacted copy of the store in folder `path`.
-
-    Raises `StoreCorrupt`; `StoreUnavailable` if there is no store, or a file that is not ours.
-    """
+    """Returns the size in bytes of a compacted copy of the store in folder `path`. Raises `StoreCorrupt`, or
+    `StoreUnavailable` if there is no store."""
     with file_errors(path), _reading(path) as snapshot:
         return snapshot.used_bytes()
 
@@ -64,30 +62,30 @@ def compacted_bytes(path: Path) -> int:
 def compact_folder(path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
     """Replaces the store's file in folder `path` by a compacted copy. `advance` is called with the bytes just written.
 
-    The caller has no environment open there. Raises `StoreUnavailable` if another process has the store open, or the
-    disk has no room for both files or fails, and `StoreCorrupt` if the file is damaged. Then the old file stays.
+    The caller must have no environment open there. Raises `StoreUnavailable` if another process has the store open, or
+    the disk fails or has no room for both files, and `StoreCorrupt` if the file is damaged. Then the old file stays.
     """
-    otherwise = ", or write a compacted copy with `diskprefix backup FOLDER`"
-    with _unused(path, otherwise), _reading(path) as snapshot:
+    alternative = ", or write a compacted copy with `diskprefix backup FOLDER`"
+    with _unused(path, alternative), _reading(path) as snapshot:
         return _write_copy(snapshot, path, path, advance)
 
 
 def rewrite_folder(path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> bool:
-    """Replaces the store's file in folder `path` by a copy without what was deleted, also beside processes that have
-    the store open. These open the new file within seconds, and write nothing to the old one.
+    """Replaces the store's file in folder `path` by a compacted copy, also while other processes have the store open.
+    They open the new file within seconds, and write nothing to the old one.
 
-    Returns whether nobody has the old file open any more: its bytes are on the disk until then. The caller has no
-    environment open there. Raises as `compact_folder` does, but not because the store is open.
+    Returns whether no process has the old file open any more: until then its bytes are on the disk. The caller must
+    have no environment open there. Raises what `compact_folder` raises, but not because the store is open.
     """
     check_folder(path)
-    with closing(FolderLock(path, waits=False)), file_errors(path):
+    with closing(FolderLock(path)), file_errors(path):
         require_sound_meta(path / DATA)
         old = os.open(path / DATA, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with closing(Environment(path, budget_bytes=0, read_only=False, max_databases=len(DATABASES))) as env:
                 env.require_survivable()
                 env.open_databases(DATABASES)
-                # Until the new file is in its place, nobody else writes.
+                # The transaction keeps others from writing until the new file is in place.
                 with env.transaction(write=True) as txn:
                     if not env.is_in_place():
                         raise StoreUnavailable(f"{path}: another process has just replaced the store's file; try again")
@@ -98,13 +96,13 @@ def rewrite_folder(path: Path, advance: Callable[[int], None] = lambda _num_byte
 
 
 def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
-    """Writes a compacted copy of the store in folder `path` into `target`, which is created and holds no store.
+    """Writes a compacted copy of the store in folder `path` into `target`, which is created and must hold no store.
 
-    A daemon may have the store open. The room that it frees meanwhile is usable again after the copy. Raises as
-    `compact_folder` does.
+    A daemon may have the store open, but the pages that it frees meanwhile are not reused before the copy ends. Raises
+    what `compact_folder` raises.
     """
     check_folder(path)
-    with closing(FolderLock(path, waits=False, create=False)), file_errors(target):
+    with closing(FolderLock(path, create=False)), file_errors(target):
         make_folder(target)
         if os.path.lexists(target / DATA):
             raise StoreUnavailable(f"{target} holds a store already; choose another folder for the copy")
@@ -119,21 +117,19 @@ def require_unused(path: Path) -> None:
 
 
 @contextmanager
-def _unused(path: Path, otherwise: str = " first") -> Iterator[None]:
-    """Keeps others from opening the store in folder `path`. Raises `StoreUnavailable` if another process has it open;
-    `otherwise` ends the message."""
+def _unused(path: Path, alternative: str = " first") -> Iterator[None]:
+    """Keeps others from opening the store in folder `path`. Raises `StoreUnavailable` if another process has it open,
+    with `alternative` at the end of the message."""
     check_folder(path)
-    with closing(FolderLock(path, waits=False)) as lock, file_errors(path):
+    with closing(FolderLock(path)) as lock, file_errors(path):
         if not lock.try_exclusive("replacing the store's file"):
-            raise StoreUnavailable(f"{path}: a daemon or another command has the store open; stop it{otherwise}")
+            raise StoreUnavailable(f"{path}: a daemon or another command has the store open; stop it{alternative}")
         yield
 
 
 def replace_store(source: Path, path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
-    """Replaces the store in folder `path`, which is created, by a copy of the store in folder `source`.
-
-    Raises as `compact_folder` does; then the old file stays. `before_bytes` is the size of the file in `source`.
-    """
+    """Replaces the store in folder `path`, which is created, by a copy of the store in folder `source`. `before_bytes`
+    is the size of the file in `source`. Raises what `compact_folder` raises; then the old file stays."""
     check_folder(source)
     make_folder(path)
     if path.resolve() == source.resolve():
@@ -144,7 +140,8 @@ def replace_store(source: Path, path: Path, advance: Callable[[int], None] = lam
 
 @contextmanager
 def _reading(source: Path) -> Iterator[Snapshot]:
-    """Yields a snapshot of the store in folder `source`. Raises `StoreUnavailable` if there is none, `StoreCorrupt`."""
+    """Yields a snapshot of the store in folder `source`. Raises `StoreCorrupt`, or `StoreUnavailable` if there is no
+    store."""
     missing = StoreUnavailable(f"{source} holds no diskprefix store; give its folder with --kv-cache-dir")
     if not (source / DATA).is_file() or not (source / DATA).stat().st_size:
         raise missing
@@ -159,8 +156,8 @@ def _reading(source: Path) -> Iterator[Snapshot]:
 
 
 def _write_copy(snapshot: Snapshot, source: Path, target: Path, advance: Callable[[int], None]) -> Compacted:
-    """Writes a copy of the snapshot of the store in `source` in a folder of its own inside `target`, then moves it to
-    its place."""
+    """Writes a copy of the snapshot of the store in `source` into a folder inside `target`, then moves it to its
+    place."""
     num_bytes = snapshot.used_bytes()
     before_bytes = (source / DATA).stat().st_size
     work = target / REPLACEMENT
@@ -176,7 +173,7 @@ def _write_copy(snapshot: Snapshot, source: Path, target: Path, advance: Callabl
 
 
 def _require_room(path: Path, work: Path, num_bytes: int) -> None:
-    """Raises `StoreUnavailable`, which names `path`, if the disk under `work` has no room for that many bytes."""
+    """Raises `StoreUnavailable`, with `path`, if the disk of `work` has no room for that many bytes."""
     disk = os.statvfs(work)
     free_bytes = disk.f_bavail * disk.f_frsize
     missing_bytes = num_bytes + _SPARE_BYTES - free_bytes
@@ -188,7 +185,7 @@ def _require_room(path: Path, work: Path, num_bytes: int) -> None:
 
 
 def _copy(snapshot: Snapshot, folder: Path, num_bytes: int, advance: Callable[[int], None]) -> None:
-    """Copies all records of a snapshot into a new file, which is made durable later."""
+    """Copies all records of a snapshot into a new file, which is not durable yet."""
     with _new_file(folder, num_bytes) as (copy, databases):
         records, done_bytes = _records(snapshot), _BATCH_BYTES
         while done_bytes >= _BATCH_BYTES:
@@ -205,7 +202,7 @@ def _copy(snapshot: Snapshot, folder: Path, num_bytes: int, advance: Callable[[i
 @contextmanager
 def _new_file(folder: Path, num_bytes: int) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yields an environment in an empty folder for about `num_bytes`, and its databases. Raises `OSError`."""
-    # Address space only, more than needed. The next process that opens the file sets its own size.
+    # The map takes address space only. The next process that opens the file sets its own size.
     map_bytes = (2 * num_bytes + 2**30) // mmap.PAGESIZE * mmap.PAGESIZE
     try:
         with lmdb.open(
@@ -213,7 +210,7 @@ def _new_file(folder: Path, num_bytes: int) -> Iterator[tuple[Any, dict[str, Any
         ) as env:
             yield env, {name: env.open_db(name.encode()) for name in DATABASES}
     except lmdb.Error as error:
-        # LMDB has no better word than EIO for a disk that fills up in the middle of a write.
+        # LMDB reports EIO for a disk that fills up in the middle of a write.
         raise OSError(errno.EIO, f"the disk is full or fails ({error})") from error
 
 
@@ -222,17 +219,14 @@ def _records(snapshot: Snapshot) -> Iterator[tuple[str, bytes, bytes | memoryvie
     for database in DATABASES:
         if database != "payloads":
             yield from ((database, key, value) for key, value in snapshot.records(database))
-    for key, piece in _by_path(snapshot):
-        populate(piece)
-        yield "payloads", key, piece
-
-
-def _by_path(snapshot: Snapshot) -> Iterator[tuple[bytes, memoryview]]:
     copied = set()
     for name in PrefixTree(snapshot).depth_first():
         copied.add(name)
-        yield from ((piece_key(name, index), piece) for index, piece in snapshot.pieces(name))
-    # What no block owns goes along: a copy judges nothing.
+        for index, piece in snapshot.pieces(name):
+            populate(piece)
+            yield "payloads", piece_key(name, index), piece
+    # A copy does not judge: it takes pieces along that belong to no node.
     for key, value in snapshot.records("payloads"):
         if key[:HASH_BYTES] not in copied or piece_index(key, key[:HASH_BYTES]) is None:
-            yield key, memoryview(value)
+            populate(memoryview(value))
+            yield "payloads", key, value

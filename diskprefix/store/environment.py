@@ -1,7 +1,7 @@
 """The LMDB environment of a store: opening, transactions, readers, and the translation of LMDB's errors.
 
-Two properties of LMDB matter here. A freed page can be reused only when no reader from before is open in any process.
-And the memory map of a process does not grow by itself when another process lets the file grow.
+Two properties of LMDB matter here. A freed page is reused only when no process has a reader open from before it was
+freed. And the memory map of a process does not grow when another process lets the file grow.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
-import numpy as np
 
 from diskprefix.errors import ReaderStays, StoreCorrupt, StoreFull, StoreUnavailable
-from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable, file_errors, places
+from diskprefix.store.codec.codec import address
+from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable, file_errors, locked_names
 from diskprefix.store.survival import is_sound_run, require_survivable
 
 _DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, SystemError)
-"""The last one comes where the binding did not expect what LMDB said of a page."""
+"""Errors of a damaged file. The binding raises `SystemError` for errors of LMDB that it does not expect."""
 _PAGE_BYTES = 4096
 _DELETE_BYTES = 16 << 20
 """Room for the B-tree pages that a deletion copies, in a file that is larger than its budget."""
@@ -37,10 +37,8 @@ _CHECKS = 5
 
 
 class Environment:
-    """One process's view of a store's `data.mdb`. Safe to use from several threads.
-
-    `databases` are the named databases, by name, once `open_databases` was called.
-    """
+    """One process's view of a store's `data.mdb`. For any thread. `databases` has the databases that `open_databases`
+    opened, by name."""
 
     def __init__(self, path: Path, *, budget_bytes: int, read_only: bool, max_databases: int) -> None:
         """Creates the file unless `read_only`. Raises `OSError`, `StoreUnavailable` or `StoreCorrupt`."""
@@ -48,7 +46,7 @@ class Environment:
         self.read_only = read_only
         self.databases: dict[str, Any] = {}
         self.broken: str | None = None
-        """Why the environment cannot be used before it is closed and opened again; None if it can."""
+        """The reason why the environment must be opened again before it is used; None if it can be used."""
         self.damage: StoreCorrupt | None = None
         """The error with which LMDB found the file damaged."""
         self.is_checked = False
@@ -56,18 +54,18 @@ class Environment:
         self.is_ours = False
         """The mark in the lock file names this file."""
         self.has_lock = True
-        """True if readers are in LMDB's lock file. If this process cannot write that file, a writer in another process
-        does not know of its readers, and may overwrite the pages that they read."""
+        """LMDB's lock file lists this process's readers. If this process cannot write that file, writers do not know of
+        its readers, and may overwrite the pages that they read."""
         self._staying: tuple[int, int] | None = None
-        """The transaction and the process of the reader that nobody waits for again."""
+        """Transaction and process of a reader that `wait_for_readers` has waited for in vain."""
         self._transactions = 0
         self._closed = False
         self._idle = threading.Condition()
         with self._translated():
             self.has_lock = not read_only or os.access(path / LMDB_LOCK, os.W_OK)
-            # For reading: room for what a daemon may add meanwhile. It takes address space only.
+            # For reading: room for what a daemon adds meanwhile. The map takes address space only.
             map_bytes = 2 * (path / DATA).stat().st_size + 2**30 if read_only else _map_size(path, budget_bytes)
-            with places(path, change=False):
+            with locked_names(path, change=False):
                 self._env = lmdb.open(
                     str(path),
                     map_size=map_bytes,
@@ -76,15 +74,15 @@ class Environment:
                     create=not read_only,
                     lock=self.has_lock,
                     mode=0o600,
-                    # Otherwise the ends of pages hold what the process had in memory, also of other tenants.
+                    # Otherwise unused ends of pages hold memory of the process, also of other tenants.
                     meminit=True,
                 )
-                # Tells a process that replaces the file that this one is still open; see `is_held`.
+                # Shows a process that replaces the file that it is still open; see `is_held`.
                 self._fd = os.open(path / DATA, os.O_RDONLY | os.O_CLOEXEC)
                 fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def open_databases(self, names: Sequence[str]) -> None:
-        """Opens named databases, creating those that are missing unless the environment is read-only."""
+        """Opens named databases. Creates missing ones unless the environment is read-only."""
         with self._translated():
             if not self.read_only:
                 self._env.reader_check()
@@ -106,8 +104,8 @@ class Environment:
             return not self._env.stat()["entries"]
 
     def close(self, timeout_s: float = _READER_PATIENCE_S) -> bool:
-        """Closes as soon as no transaction of this process is open; later ones raise `StoreUnavailable`. Returns False,
-        and stays open, after `timeout_s`."""
+        """Closes once no transaction of this process is open; later ones raise `StoreUnavailable`. Returns False, and
+        stays open, after `timeout_s`."""
         with self._idle:
             self._closed = self._idle.wait_for(lambda: not self._transactions, timeout_s)
         if self._closed:
@@ -116,7 +114,7 @@ class Environment:
         return self._closed
 
     def is_in_place(self) -> bool:
-        """Returns whether the open file is still the one in the folder. It may have been removed or replaced."""
+        """Returns whether the open file is still in the folder: it may have been removed or replaced."""
         try:
             return os.path.samestat(os.stat(self.path / DATA), os.fstat(self._fd))
         except OSError:
@@ -128,11 +126,9 @@ class Environment:
         return os.fstat(self._fd).st_ino
 
     def require_survivable(self) -> None:
-        """Checks the B-trees of the file as of its last commit; see `survival.py`. For any thread, beside writers.
-
-        Raises `StoreCorrupt`. Without a place in LMDB's lock file, a reader may meet pages that a writer has just
-        written anew, so such a check is tried again.
-        """
+        """Checks the B-trees of the file as of its last commit; see `survival.py`. For any thread, also while others
+        write. Raises `StoreCorrupt`; without `has_lock` only after several attempts, because a writer may overwrite the
+        pages during the check."""
         for attempt in range(_CHECKS):
             try:
                 with self.transaction() as txn:
@@ -145,19 +141,19 @@ class Environment:
         raise StoreUnavailable(f"{self.path}: another process writes faster than the file can be checked")
 
     def require_sound_runs(self, name: bytes) -> None:
-        """Checks what LMDB relies on when it deletes the pieces of a node, and what `require_survivable` does not read:
-        the headers of their pages. Raises `StoreCorrupt`."""
+        """Checks the headers of the pages of a node's pieces: LMDB relies on them when it deletes the pieces, and
+        `require_survivable` does not read them. Raises `StoreCorrupt`."""
         with self.transaction() as txn:
             cursor = txn.cursor(self.databases["payloads"])
-            is_found = cursor.set_range(name)
-            while is_found and bytes(cursor.key()).startswith(name):
-                if not self._is_sound_run(bytes(cursor.key()), cursor.value()):
+            is_at_key = cursor.set_range(name)
+            while is_at_key and (key := bytes(cursor.key())).startswith(name):
+                if not self._is_sound_run(key, cursor.value()):
                     raise self._damaged(f"the header of a piece of node {name.hex()} is wrong")
-                is_found = cursor.next()
+                is_at_key = cursor.next()
 
     def _is_sound_run(self, key: bytes, value: memoryview) -> bool:
-        address = np.frombuffer(value, np.uint8).__array_interface__["data"][0] if len(value) else 0
-        return is_sound_run(self._fd, key, len(value), lambda before: ctypes.string_at(address - before, 2 * before))
+        start = address(value) if len(value) else 0
+        return is_sound_run(self._fd, key, len(value), lambda before: ctypes.string_at(start - before, 2 * before))
 
     def let_grow_to(self, file_bytes: int) -> None:
         """Lets the file grow to this size. No transaction of this process may be open."""
@@ -171,10 +167,8 @@ class Environment:
 
     @contextmanager
     def transaction(self, *, write: bool = False) -> Iterator[lmdb.Transaction[Any]]:
-        """A transaction that commits at the end, or is rolled back by an exception. A read returns views of the map.
-
-        LMDB's errors inside the block become `StoreFull` (no page is free), `StoreCorrupt` or `StoreUnavailable`.
-        """
+        """A transaction, committed at the end of the block and rolled back by an exception. Reads return views of the
+        map. LMDB's errors become `StoreFull` (no page is free), `StoreCorrupt` or `StoreUnavailable`."""
         with self._translated():
             txn = self._begin(write)
             try:
@@ -184,8 +178,8 @@ class Environment:
                 self._count(-1)
 
     def wait_for_readers(self) -> None:
-        """Waits until no reader from before the last commit is open. Readers of processes that ended are removed.
-        Raises `ReaderStays` if one stays open for seconds, and from then on at once until that one has ended."""
+        """Waits until no reader from before the last commit is open. Removes readers of processes that have ended.
+        Raises `ReaderStays` if a reader stays open for seconds, later at once until that reader has ended."""
         with self._translated():
             self._env.reader_check()
             deadline = time.monotonic() + _READER_PATIENCE_S
@@ -193,14 +187,12 @@ class Environment:
                 if reader == self._staying or time.monotonic() > deadline:
                     self._staying = reader
                     cure = "tried again when it has ended" if reader[1] == os.getpid() else "end it if it is suspended"
-                    raise ReaderStays(
-                        f"{self.path}: an open reader of process {reader[1]} keeps evicted pages from being reused; "
-                        + cure
-                    )
+                    problem = f"an open reader of process {reader[1]} keeps evicted pages from being reused"
+                    raise ReaderStays(f"{self.path}: {problem}; {cure}")
                 time.sleep(_READER_POLL_S)
 
     def _old_reader(self) -> tuple[int, int] | None:
-        """Returns the oldest transaction of a reader and its process, None if that transaction is the last."""
+        """Returns transaction and process of the oldest reader, None if it reads the last commit."""
         last = self._env.info()["last_txnid"]
         rows = [line.split() for line in self._env.readers().splitlines()[1:]]
         oldest = min(((int(row[-1]), int(row[0])) for row in rows if row and row[-1].isdigit()), default=(last, 0))
@@ -216,10 +208,10 @@ class Environment:
         except _DAMAGED as error:
             raise self._damaged(error) from error
         except lmdb.BadTxnError as error:
-            # An earlier read in the transaction failed.
+            # An earlier read of the transaction failed.
             raise StoreCorrupt(f"{self.path / DATA} is damaged: {error}") from error
         except lmdb.VersionMismatchError as error:
-            # Of the data file, or of the lock file of a process that has the store open.
+            # The version of the data file, or of the lock file of a process that has the store open.
             raise other_lmdb(self.path / DATA, "or its lock file is of another version") from error
         except struct.error as error:
             raise StoreCorrupt(f"{self.path}: a record has a wrong length ({error})") from error
@@ -227,7 +219,7 @@ class Environment:
             problem = f"--kv-cache-dir {self.path}: {error}; repair it or choose another folder"
             if isinstance(error, lmdb.PanicError):
                 self.broken = problem
-            # A write that a full disk cuts short is EIO here.
+            # LMDB reports EIO for a write that a full disk cut short.
             number = errno.EIO if isinstance(error, lmdb.DiskError) else getattr(error, "code", 0)
             if number in PASSING:
                 raise FolderUnavailable(self.path, OSError(number, str(error))) from error
@@ -239,7 +231,7 @@ class Environment:
         return StoreCorrupt(self.broken)
 
     def _begin(self, write: bool) -> Any:
-        """Begins a transaction. If another process let the file grow beyond the map, enlarges the map first."""
+        """Begins a transaction, after enlarging the map if another process let the file grow beyond it."""
         self._count(1)
         try:
             try:
@@ -252,10 +244,8 @@ class Environment:
             raise
 
     def _follow_growth(self) -> None:
-        """Enlarges the map. LMDB forbids that while a transaction of this process is open, so this waits until none is.
-
-        A thread that waits here does not count as a transaction. Otherwise two of them would wait for each other.
-        """
+        """Enlarges the map once no transaction of this process is open, as LMDB demands. A thread that waits here does
+        not count as a transaction, or two of them would wait for each other."""
         self._count(-1)
         with self._idle:
             try:
@@ -275,8 +265,8 @@ class Environment:
 
 
 def is_held(fd: int) -> bool:
-    """Returns whether an environment, of any process, has the file of this descriptor open. Waits a few seconds: one
-    that notices that its file was replaced lets it go."""
+    """Returns whether a process has an environment of this file open. Waits a few seconds, because a process that
+    notices that its file was replaced closes it."""
     deadline = time.monotonic() + _READER_PATIENCE_S
     while True:
         try:
@@ -289,12 +279,12 @@ def is_held(fd: int) -> bool:
             return False
 
 
-def other_lmdb(data: Path, what: str) -> StoreUnavailable:
-    """The error for a sound file that this LMDB cannot use on this machine: it is left alone."""
+def other_lmdb(data: Path, problem: str) -> StoreUnavailable:
+    """Returns the error for a sound file that this LMDB cannot use on this machine."""
     version = ".".join(map(str, lmdb.version()))
     return StoreUnavailable(
-        f"{data} {what}, which LMDB {version} cannot use on this machine; use the Python package lmdb and the kind of "
-        "machine that made it, or choose another --kv-cache-dir"
+        f"{data} {problem}, which LMDB {version} cannot use on this machine; use the Python package lmdb and the kind "
+        "of machine that made it, or choose another --kv-cache-dir"
     )
 
 

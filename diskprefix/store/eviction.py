@@ -1,7 +1,7 @@
-"""The choice of nodes to evict: pure functions of the usage records, the tree and a time that the caller gives.
+"""The choice of nodes to evict: pure functions of the usage records, the tree and the time.
 
-The least recently used leaf goes first. A node that others continue is never evicted; when its last child is chosen, it
-becomes a leaf. A use of a node is one of all that it continues, so a trunk is as young as its newest branch.
+The least recently used leaf is evicted first. A node becomes a leaf when its last child is chosen. A use of a node also
+counts for all its ancestors, so a trunk is as young as its newest branch.
 
 Clocks jump. A use after `now` counts as a use now, and the time of the last use never becomes earlier.
 """
@@ -20,12 +20,12 @@ from numpy.typing import ArrayLike, NDArray
 from diskprefix.store.schema import UsageRecord
 
 RECENT_CHECKPOINTS = 4
-"""The last checkpoints of a conversation that are kept: the ends of two prompts and of their replies."""
+"""The number of checkpoints at the end of a conversation that are kept: those of two prompts and their replies."""
 _EVICT_AHEAD = 64
-"""A full store makes room for this part of its budget at a time, because choosing reads every usage record."""
+"""A full store evicts 1/64 of its budget at a time, because choosing reads every usage record."""
 _EXPIRY_INTERVAL_S = 60.0
 _OWN_EXPIRY_INTERVAL_S = 30.0
-_LOOK_INTERVAL_S = 3600.0
+_UNKNOWN_EXPIRY_INTERVAL_S = 3600.0
 _MAX_TTL_S = 2.0**31 - 1
 _MAX_RESTORES = 2**32 - 1
 
@@ -34,8 +34,8 @@ _MAX_RESTORES = 2**32 - 1
 class UsageTable:
     """Usage records as columns: `records` has dtype `USAGE_DTYPE` and shape [len(names)], in the order of `names`.
 
-    `rows` gives the row of each name, if the caller has it already. Rows that are not in it are unused: their field
-    `children` is not 0, all others are.
+    `rows` gives the row of each name, if the caller has it already. Unused rows are not in it: all their fields are 0,
+    except `children`.
     """
 
     names: Sequence[bytes]
@@ -58,8 +58,8 @@ class UsageTable:
 
 
 def after_use(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0) -> NDArray[np.void]:
-    """Returns a copy of `records`, shape [n], after `hits` uses at time `when` with the time to live `ttl_s`, in the
-    form of `recorded_ttl`."""
+    """Returns a copy of `records`, shape [n], after `hits` uses at time `when` with the time to live `ttl_s`, as
+    `recorded_ttl` returns it."""
     used = records.copy()
     used["last_used"] = np.maximum(records["last_used"], when)
     used["restores"] = np.minimum(records["restores"].astype(np.int64) + hits, _MAX_RESTORES)
@@ -69,51 +69,50 @@ def after_use(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0)
 
 
 def with_uses(usage: UsageRecord, other: UsageRecord) -> UsageRecord:
-    """Returns the record of a node with the uses of another node, which it replaces."""
+    """Returns the record of a node with the uses of another node added, which it replaces."""
     return usage._replace(restores=min(usage.restores + other.restores, _MAX_RESTORES))
 
 
 def expiry_interval_s(ttl_s: float, *, has_own_ttls: bool) -> float:
-    """Returns the seconds between two searches for expired nodes. A node stays at most that much too long.
+    """Returns the seconds between two searches for expired nodes.
 
     `ttl_s` is the daemon's time to live, 0 for none. Times that clients choose do not shorten the interval, because a
-    search reads every usage record. Even without any, the search continues, because another process may have stored
-    some.
+    search reads every usage record. The search continues without any, because another process may have stored some.
     """
-    interval_s = _OWN_EXPIRY_INTERVAL_S if has_own_ttls else _LOOK_INTERVAL_S
+    interval_s = _OWN_EXPIRY_INTERVAL_S if has_own_ttls else _UNKNOWN_EXPIRY_INTERVAL_S
     return min(interval_s, _EXPIRY_INTERVAL_S, ttl_s / 10) if ttl_s else interval_s
 
 
 def recorded_ttl(ttl_s: float | None) -> int:
-    """Returns a time to live as usage records hold it: whole seconds; 0 for None, which leaves it to the daemon."""
+    """Returns a time to live as usage records hold it: whole seconds; 0 for None, the daemon's."""
     return 0 if ttl_s is None else math.ceil(min(max(ttl_s, 1.0), _MAX_TTL_S))
 
 
 def longer_ttl(a: int, b: int) -> int:
-    """Returns the longer of two times to live, as usage records hold them, for any setting of the daemon."""
+    """Returns the longer of two times to live, as usage records hold them, whatever the daemon's setting."""
     own = max(abs(a), abs(b))
     return own if a > 0 and b > 0 else -own
 
 
 def limits_s(recorded: ArrayLike, ttl_s: float) -> NDArray[np.float64]:
-    """Returns the seconds without a use after which nodes expire, infinite for never: one for each of the times to live
-    that usage records hold, in the shape of `recorded`. `ttl_s` is the daemon's, 0 for none."""
+    """Returns the seconds without a use after which a node expires, infinite for never, for each of the recorded times
+    to live, in their shape. `ttl_s` is the daemon's, 0 for none."""
     own = np.asarray(recorded, np.float64)
     return np.where(own > 0, own, np.maximum(-own, ttl_s or math.inf))
 
 
 def usable_bytes(limit: int) -> int:
-    """Returns the bytes that pages with data may take of a limit: all less a tenth.
+    """Returns the bytes that pages with data may take of a limit: nine tenths, less 1 MiB.
 
-    The tenth is for B-tree copies, the free list, and above all for runs of free pages that are long enough for a
-    piece. With 1/32, three of a hundred publications found none after ten times the budget had been written, and
-    with 1/12 writing became slower.
+    The rest is for B-tree copies, the free list, and above all for runs of free pages that are long enough for a piece.
+    With 1/32, three of a hundred publications found none after ten times the budget had been written, and with 1/12
+    writing became slower.
     """
     return limit - limit // 10 - 2**20
 
 
 def bytes_to_free(*, used: int, need: int, usable: int, budget: int) -> int:
-    """Returns how many bytes to evict before `need` more are stored; 0 if they fit beside the `used` ones."""
+    """Returns how many bytes to evict before `need` bytes are stored, 0 if they fit beside the `used` ones."""
     excess = used + need - usable
     return max(excess, budget // _EVICT_AHEAD) if excess > 0 else 0
 
@@ -132,16 +131,12 @@ def choose_victims(
 
     Stops when their stored bytes reach `bytes_wanted` or no more nodes may be evicted. Omits nodes that are pinned or
     that a remaining node continues. `parent_of` may return a root, which is not in `table`. `saves_nothing` tells
-    whether a node is of no use if nothing continues it; None means that none is. Equal ages are ordered by name, so the
-    result depends on the arguments alone.
+    whether a leaf of this name is useless, and so is evicted first; None if no leaf is. Nodes of equal age are ordered
+    by name, so the result depends on the arguments alone.
     """
-
-    def is_bare(row: int) -> bool:
-        return saves_nothing is not None and saves_nothing(table.names[row])
-
     victims: list[bytes] = []
-    freed = 0
-    for row in _leaves_first(table, parent_of, -table.ages_s(now), np.ones(len(table.names), bool), pinned, is_bare):
+    freed, ages = 0, table.ages_s(now)
+    for row in _leaves_first(table, parent_of, ages, np.ones(len(ages), bool), pinned, saves_nothing):
         if freed >= bytes_wanted:
             break
         victims.append(table.names[row])
@@ -149,9 +144,9 @@ def choose_victims(
     return victims
 
 
-def superseded(ends: Iterable[int], anchors: Container[int]) -> set[int]:
+def superseded_ends(ends: Iterable[int], anchors: Container[int]) -> set[int]:
     """Returns those of the `ends` (in tokens) of one conversation's checkpoints that later ones replace. A later turn
-    restores the last one. The few before serve an edited message, and `anchors` serve other prompts."""
+    restores the last one. The few before it serve an edited message, and `anchors` serve other prompts."""
     return {end for end in sorted(set(ends))[:-RECENT_CHECKPOINTS] if end not in anchors}
 
 
@@ -163,31 +158,31 @@ def expired(
     pinned: Container[bytes],
     now: float,
 ) -> list[bytes]:
-    """Returns the names of nodes that have expired, in the order in which they may be deleted: children before parents.
+    """Returns the names of expired nodes in the order in which they may be deleted: children before parents.
 
-    `ttl_s` is the time to live of nodes without one of their own; with 0 they stay. A node stays as long as a node that
+    `ttl_s` is the time to live of nodes without one of their own, 0 for no limit. A node stays as long as a node that
     continues it.
     """
     ages, limits = table.ages_s(now), limits_s(table.records["ttl_s"], ttl_s)
-    rows = _leaves_first(table, parent_of, -ages, ages >= limits, pinned, lambda _row: False)
-    return [table.names[row] for row in rows]
+    return [table.names[row] for row in _leaves_first(table, parent_of, ages, ages >= limits, pinned)]
 
 
 def _leaves_first(
     table: UsageTable,
     parent_of: Callable[[bytes], bytes],
-    rank: NDArray[np.float64],
+    ages: NDArray[np.float64],
     free: NDArray[np.bool_],
     pinned: Container[bytes],
-    goes_first: Callable[[int], bool],
+    goes_first: Callable[[bytes], bool] | None = None,
 ) -> Iterator[int]:
-    """Yields the rows of leaves that are `free` and not pinned: first those that `goes_first` names or that have NaN as
-    rank, then the lowest rank first. Yields a row with children after all its children."""
+    """Yields the rows of leaves that are `free` and not pinned: those whose names `goes_first` selects, then the
+    oldest. Yields a row with children after all its children."""
     names, children = table.names, table.records["children"]
-    ranks = np.where(np.isnan(rank), -np.inf, rank).tolist()
+    ranks = (-ages).tolist()
 
     def place(row: int) -> tuple[float, bytes, int]:
-        return -math.inf if goes_first(row) else ranks[row], names[row], row
+        name = names[row]
+        return -math.inf if goes_first is not None and goes_first(name) else ranks[row], name, row
 
     leaves = list(map(place, np.flatnonzero(free & (children == 0)).tolist()))
     heapq.heapify(leaves)

@@ -11,7 +11,7 @@ from collections import Counter
 from diskprefix.errors import CacheError, LargerThanStore, StoreCorrupt, StoreFull
 from diskprefix.store.changes import NODES_AT_ONCE, batches
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
-from diskprefix.store.folder import LEAST_FREE, FolderUnavailable, disk_full, file_errors, free_bytes
+from diskprefix.store.folder import FULL_BELOW_BYTES, FolderUnavailable, disk_full, file_errors, free_bytes
 from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget, has_expired
 from diskprefix.store.note_record import SHORT_TTL_S
 from diskprefix.store.savings import keep_counts
@@ -25,23 +25,22 @@ _ROOTS_SHARE = _SEEN_SHARE = 16
 
 
 class Evictor:
-    """Keeps a store within its budget and within the free space of its disk. Nodes that are pinned stay.
+    """Keeps a store within its budget and within the free space of its disk. Never evicts pinned nodes.
 
-    `may_have_own_ttls` tells whether a node may have a time to live of its own. Nodes that another process wrote count
-    after the next `expire`.
+    `may_have_own_ttls`: a record may have a time to live of its own. What another process wrote counts after the next
+    `expire`.
     """
 
     def __init__(self, file: StoreFile) -> None:
-        """`file.min_free_bytes` of the disk stay free; 0 for no such limit."""
+        """`file.min_free_bytes` of the disk stay free, 0 for no limit."""
         self.may_have_own_ttls = True
         self._file = file
-        self._min_free_bytes = file.min_free_bytes
         self._pins: Counter[bytes] = Counter()
         self._pins_lock = threading.Lock()
 
     def pin(self, name: bytes) -> None:
         """Keeps a node, and so all its ancestors, from eviction by this process until `unpin`. Does not wait for the
-        disk: the transaction that is being written may still delete the node. Publishing what continues it then raises
+        disk, so the running transaction may still delete the node; then `publish` of what continues it raises
         `PrefixGone`."""
         with self._pins_lock:
             self._pins[name] += 1
@@ -57,7 +56,7 @@ class Evictor:
             return frozenset(self._pins)
 
     def make_room(self, need_bytes: int, keep: frozenset[bytes]) -> int:
-        """Evicts until `need_bytes` more fit. Nodes named in `keep` stay. Returns the number of evicted nodes. If
+        """Evicts nodes, but none of `keep`, until `need_bytes` more fit. Returns the number of evicted nodes. If
         evicting all that may be evicted is not enough, evicts nothing, and raises `FolderUnavailable` if the disk is
         full, or `StoreFull` if the budget is."""
         self._bound_seen()
@@ -78,36 +77,36 @@ class Evictor:
             )
             freed = sum(int(table.records["stored_bytes"][table.row_of[name]]) for name in victims)
             if need_bytes and used + need_bytes - freed > usable:
-                busy = "what is stored is in use; raise --kv-cache-budget"
-                raise self._full(f"no room for {format_size(need_bytes)}: {busy}")
+                in_use = "what is stored is in use; raise --kv-cache-budget"
+                raise self._full(f"no room for {format_size(need_bytes)}: {in_use}")
         self._drop_roots(roots)
         self._evict(victims)
         return len(victims)
 
     def expire(self, ttl_s: float) -> int:
-        """Removes nodes that were not used for `ttl_s` seconds (0: they stay), or for the time that a request asked
-        for; prompts that came before that; and notes after their time. Returns the number of removed nodes."""
+        """Removes nodes that were not used for `ttl_s` seconds (0: no limit), or for the time that a request asked for,
+        seen prompts that are older, and expired notes. Returns the number of removed nodes."""
         with self._file.snapshot() as snapshot:
             table, now = snapshot.usages(), self._file.clock()
             names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self.pinned(), now=now)
-            came = list(snapshot.seen_times())
+            seen_times = list(snapshot.seen_times())
             notes = list(snapshot.notes())
-        prompts = [key for key, came_at, own_s in came if has_expired(now, came_at, own_s, ttl_s)]
+        prompts = [key for key, came_at, own_s in seen_times if has_expired(now, came_at, own_s, ttl_s)]
         self.may_have_own_ttls = (
             table.has_own_ttls
-            or any(own_s for _, _, own_s in came)
+            or any(own_s for _, _, own_s in seen_times)
             or any(note.times.ttl_s < SHORT_TTL_S for note in notes)
         )
         self._evict(names)
         self._forget(prompts)
-        if gone := [note.key for note in notes if note.times.is_expired(now)]:
+        if expired_notes := [note.key for note in notes if note.times.is_expired(now)]:
             with self._file.changes() as changes:
-                changes.forget_notes(gone)
+                changes.forget_notes(expired_notes)
         return len(names)
 
     def check_fits(self, need_bytes: int) -> None:
-        """Raises an error if that much could not be stored even if everything else were evicted: `LargerThanStore`, or
-        `FolderUnavailable` if the disk is full."""
+        """Raises `LargerThanStore`, or `FolderUnavailable` if the disk is full, if that much would not fit even if all
+        else were evicted."""
         if need_bytes > usable_bytes(self._file.budget_bytes):
             need, budget = format_size(need_bytes), format_size(self._file.budget_bytes)
             raise LargerThanStore(f"{need} do not fit --kv-cache-budget {budget}; raise it or save a shorter prefix")
@@ -115,13 +114,12 @@ class Evictor:
             raise self._full("")
 
     def usable_bytes(self) -> int:
-        """Returns the bytes that pages with data may take of the budget, or of the space on the disk if that is
-        less."""
+        """Returns the bytes that pages with data may take of the budget, or of the disk's space if that is less."""
         return usable_bytes(min(self._file.budget_bytes, self.disk_limit()))
 
     def may_grow(self, need_bytes: int) -> bool:
-        """Returns whether `min_free_bytes` of the disk stay free even if none of the file's free pages can be used."""
-        return not self._min_free_bytes or self._file.environment.file_bytes() + need_bytes <= self.disk_limit()
+        """Returns whether `min_free_bytes` of the disk stay free even if no free page of the file can be reused."""
+        return not self._file.min_free_bytes or self._file.environment.file_bytes() + need_bytes <= self.disk_limit()
 
     def let_freed_pages_age(self) -> None:
         """Commits an empty transaction: LMDB reuses pages only from the second one after the one that freed them."""
@@ -129,8 +127,8 @@ class Evictor:
             changes.put_meta("evicted_at", _F64.pack(self._file.clock()))
 
     def _evict(self, victims: list[bytes]) -> None:
-        """Deletes nodes, children first. A node that was continued or pinned since it was chosen stays; see `pin`.
-        Raises `StoreCorrupt` if it is not known what a node continues: that would count it forever, and never go."""
+        """Deletes nodes, children first. Keeps nodes that were continued or pinned since they were chosen. Raises
+        `StoreCorrupt` if the parent of a node is unknown: it would count the node forever, and never be evicted."""
         for some in batches(victims, NODES_AT_ONCE):
             with self._file.changes() as changes:
                 roots = set()
@@ -147,16 +145,16 @@ class Evictor:
             self.let_freed_pages_age()
 
     def _bound_seen(self) -> None:
-        """Removes the oldest prompts if what was seen takes more than its share, which is left three quarters full."""
+        """Removes the oldest seen prompts if all take more than their share, which is left three quarters full."""
         limit, now = self._file.budget_bytes // _SEEN_SHARE, self._file.clock()
         with self._file.snapshot() as snapshot:
-            # A time in the future is that of a clock that was wrong: that prompt is no younger than others.
+            # A time in the future is from a wrong clock: that prompt is no younger than others.
             times = snapshot.seen_times() if snapshot.seen_bytes() > limit else ()
             oldest_first = sorted((min(came_at, now), key) for key, came_at, _ in times)
         self._forget([key for _, key in oldest_first], until_bytes=limit * 3 // 4)
 
     def _forget(self, prompts: list[bytes], until_bytes: int = -1) -> None:
-        """Removes prompts that were seen, by their keys, until all that are left take no more than `until_bytes`."""
+        """Removes seen prompts, by their keys, until all that are left take no more than `until_bytes`."""
         for some in batches(prompts, PROMPTS_AT_ONCE):
             with self._file.changes() as changes:
                 forget(changes, some)
@@ -167,8 +165,8 @@ class Evictor:
     def _drop_roots(self, roots: list[bytes]) -> None:
         for some in batches(roots, NODES_AT_ONCE):
             with self._file.changes() as changes:
-                # Some may have got nodes since they were chosen.
-                empty = [root for root in some if not changes.has_nodes(root)]
+                # Some may have new nodes since they were chosen.
+                empty = [root for root in some if not changes.has_under("children", root)]
                 keep_counts(changes, empty)
                 forget(changes, [key for root in empty for key in changes.keys_under("seen", root)])
                 changes.forget_notes([key for root in empty for key in changes.keys_under("notes", root)])
@@ -176,34 +174,34 @@ class Evictor:
 
     def disk_limit(self) -> int:
         """Returns the size in bytes that the file may have if `min_free_bytes` of the disk are to stay free."""
-        if not self._min_free_bytes:
+        if not self._file.min_free_bytes:
             return self._file.budget_bytes
         with file_errors(self._file.path):
             disk = os.statvfs(self._file.path)
-        return self._file.environment.file_bytes() + max(0, disk.f_bavail * disk.f_frsize - self._min_free_bytes)
+        return self._file.environment.file_bytes() + max(0, disk.f_bavail * disk.f_frsize - self._file.min_free_bytes)
 
     def room_bytes(self) -> int:
         """Returns the size in bytes that the file can reach: the budget, or what the disk leaves of it."""
         free = free_bytes(self._file.path)
-        room = self._file.environment.file_bytes() + max(0, free - self._min_free_bytes)
+        room = self._file.environment.file_bytes() + max(0, free - self._file.min_free_bytes)
         return self._file.budget_bytes if free < 0 else min(room, self._file.budget_bytes)
 
     def limit(self) -> str:
-        """Returns what limits the file, for people."""
+        """Returns what limits the size of the file, for people."""
         budget = f"the budget of {format_size(self._file.budget_bytes)}"
         return f"{budget}: {self._full('')}" if self._is_limited_by_disk() else budget
 
     def full_disk(self) -> str | None:
-        """Returns the sentence for a disk that has no room for more, None for one that has. Never raises."""
-        is_full = free_bytes(self._file.path) < self._min_free_bytes + LEAST_FREE
-        return disk_full(self._file.path, self._min_free_bytes) if is_full else None
+        """Returns the message for a full disk, None if the disk has room. Never raises."""
+        is_full = free_bytes(self._file.path) < self._file.min_free_bytes + FULL_BELOW_BYTES
+        return disk_full(self._file.path, self._file.min_free_bytes) if is_full else None
 
     def _is_limited_by_disk(self) -> bool:
         return self.disk_limit() < self._file.budget_bytes
 
     def _full(self, budget_full: str) -> CacheError:
-        """Returns the error for a file that may not grow: that of a full disk if the disk limits it. If not, its
-        message is `budget_full`."""
+        """Returns the error for a file that may not grow: that of a full disk if the disk limits it, otherwise
+        `StoreFull` with the message `budget_full`."""
         if self._is_limited_by_disk():
-            return FolderUnavailable(self._file.path, OSError(errno.ENOSPC, ""), self._min_free_bytes)
+            return FolderUnavailable(self._file.path, OSError(errno.ENOSPC, ""), self._file.min_free_bytes)
         return StoreFull(budget_full)

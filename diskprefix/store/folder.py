@@ -1,8 +1,7 @@
 """The folder of a store: who may use it, and which process holds it.
 
-Every process that has the store open holds a shared lock on `diskprefix.lock`. A process that replaces `data.mdb` (to
-compact it, or to move a damaged file aside) needs the lock exclusively, because LMDB does not expect that its file is
-replaced. The kernel holds the lock (`flock`), so it ends with the process.
+Every process that has the store open holds a shared lock (`flock`) on `diskprefix.lock`. A process that replaces
+`data.mdb` needs the lock exclusively, because LMDB does not expect that its file is replaced.
 
 The owner of a folder can replace any file in it by a link, also between a check and a use, and LMDB opens its files by
 their paths. So root works in no folder that another user controls.
@@ -14,6 +13,7 @@ import ctypes
 import errno
 import fcntl
 import logging
+import math
 import os
 import stat
 import time
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -32,7 +33,7 @@ log = logging.getLogger("diskprefix")
 
 DATA, LMDB_LOCK, LOCK = "data.mdb", "lock.mdb", "diskprefix.lock"
 CRASH = "crash.log"
-"""The file in which a daemon that a signal ends says where its threads were."""
+"""The file to which a daemon writes where its threads were when a signal ended it."""
 _MAX_CRASH_BYTES = 1 << 14
 REPLACEMENT = "replacement"
 """The folder in which a new `data.mdb` is written before it replaces the old one."""
@@ -40,33 +41,34 @@ _LMDB_LOCK_BYTES = 8192
 """The size of LMDB's lock file with its default of 126 readers."""
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Links are not followed, and a pipe does not block."""
-_POLL_S, _SAY_AGAIN_S = 0.05, 60.0
+_POLL_S, _LOG_AGAIN_S = 0.05, 60.0
 _MAX_MARK_BYTES = 1 << 12
+OnWait: TypeAlias = Callable[[str], None]
+"""A function that is called before a wait, with the reason."""
 PASSING = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 """Errors that may end by themselves. A daemon serves without saving until they do."""
-LEAST_FREE = 1 << 20
+FULL_BELOW_BYTES = 1 << 20
 """With fewer free bytes, a disk is full."""
 _UNSYNCED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
-"""Errors of a folder that cannot be synced, after which nothing more can be done. File systems of networks and of FUSE
-may know no fsync of a folder, or want it open for writing; and who may create names in a folder may not be allowed to
-read it."""
+"""Ignored errors of a folder that cannot be synced: file systems of networks and FUSE may lack fsync of a folder, or
+need it open for writing, and a process that may create names in a folder may not be allowed to read it."""
 
 
 class FolderUnavailable(StoreUnavailable):
-    """The file system refuses what the store needs. `passing` tells whether this may end by itself: a read-only or full
-    file system may, a wrong path does not. `is_full`: the disk has no room, or no more than `min_free_bytes`, which
-    are to stay free."""
+    """The file system refuses what the store needs. `passing`: this may end by itself, as for a full or read-only file
+    system. `is_full`: the disk has no room, or no more than `min_free_bytes`, which are to stay free."""
 
     def __init__(self, path: Path, error: OSError, min_free_bytes: int = 0) -> None:
         self.passing = error.errno in PASSING
-        # LMDB knows no more than EIO of a write that a full disk cut short.
-        self.is_full = error.errno == errno.ENOSPC or (error.errno == errno.EIO and 0 <= free_bytes(path) < LEAST_FREE)
+        # LMDB reports EIO for a write that a full disk cut short.
+        is_cut_short = error.errno == errno.EIO and 0 <= free_bytes(path) < FULL_BELOW_BYTES
+        self.is_full = error.errno == errno.ENOSPC or is_cut_short
         why = f"--kv-cache-dir {path}: {error.strerror or error}; repair it or choose another folder"
         super().__init__(disk_full(path, min_free_bytes) if self.is_full else why)
 
 
 def free_bytes(path: Path) -> int:
-    """Returns the bytes that the disk of a folder, which need not exist, has free; -1 if that cannot be known."""
+    """Returns the free bytes on the disk of a folder, which need not exist, or -1 if they cannot be read."""
     try:
         place = next(place for place in (path, *path.absolute().parents) if place.exists())
         disk = os.statvfs(place)
@@ -76,10 +78,9 @@ def free_bytes(path: Path) -> int:
 
 
 def disk_full(path: Path, min_free_bytes: int) -> str:
-    """Returns the sentence for a disk that has no room for the store in folder `path`. Of the disk, `min_free_bytes`
-    are to stay free."""
+    """Returns the message for a disk without room for the store in folder `path`: `min_free_bytes` are to stay free."""
     free, disk = max(0, free_bytes(path)), f"the disk of --kv-cache-dir {path}"
-    if free < LEAST_FREE or free > min_free_bytes:
+    if free < FULL_BELOW_BYTES or free > min_free_bytes:
         return f"{disk} is full: {format_size(free)} are free; make room, or choose another folder"
     left = f"the store leaves {format_size(min_free_bytes)} of a disk to others"
     return f"{disk} has {format_size(free)} free, and {left}; make room, or choose a folder on a larger disk"
@@ -104,7 +105,7 @@ def make_folder(path: Path) -> None:
 
 
 def _make_durably(folder: Path, mode: int) -> None:
-    """Creates a folder. One whose name cannot be made durable is removed: the next attempt would not try that again."""
+    """Creates a folder. If its name cannot be made durable, removes it, so that the next attempt tries again."""
     folder.mkdir(mode=mode, exist_ok=True)
     try:
         sync(folder.parent)
@@ -115,10 +116,10 @@ def _make_durably(folder: Path, mode: int) -> None:
 
 
 def reserve_lmdb_lock(folder: Path, *, create: bool) -> None:
-    """Allocates the disk space of LMDB's lock file, which is created if `create`.
+    """Allocates the disk space of LMDB's lock file, which is created if `create`. Raises `OSError`.
 
-    LMDB maps the file. A write to a hole in it ends the process if the disk is full. A file without holes is not
-    opened, because closing it would drop LMDB's locks of this process on it. Raises `OSError`.
+    LMDB maps the file, and a write to a hole in it ends the process if the disk is full. A file without holes is not
+    opened, because closing it would release this process's LMDB locks on it.
     """
     file = folder / LMDB_LOCK
     try:
@@ -135,12 +136,9 @@ def reserve_lmdb_lock(folder: Path, *, create: bool) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Checks who can write to the folder and to the files of its store: that user could plant state from which a model
-    answers. For root, also checks who could replace the folder.
-
-    Raises `StoreUnavailable` if others may write to one of them, if one belongs to another user, or if a file is a link
-    or no regular file. What does not exist passes.
-    """
+    """Raises `StoreUnavailable` if another user can write to the folder or the store's files, and so plant state from
+    which a model answers, or if a file is no regular file. For root, also if another user can replace the folder. What
+    does not exist passes."""
     if problem := distrusted_by_root(path):
         raise StoreUnavailable(f"--kv-cache-dir {path}: {problem}; run this as that user, or choose another folder")
     for name in ("", DATA, LMDB_LOCK, LOCK, CRASH):
@@ -148,41 +146,41 @@ def check_folder(path: Path) -> None:
             _check_place(path, name, os.lstat(path / name) if name else os.stat(path))
 
 
-def _check_place(path: Path, name: str, found: os.stat_result) -> None:
-    """Checks the folder itself, where `name` is empty, or the file `name` in it."""
+def _check_place(path: Path, name: str, status: os.stat_result) -> None:
+    """Checks the folder itself if `name` is empty, otherwise the file `name` in it."""
     place, problem = path / name, None
-    if name and not stat.S_ISREG(found.st_mode):
+    if name and not stat.S_ISREG(status.st_mode):
         problem = f"{place} is a link or no regular file; remove it"
-    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        mode = stat.S_IMODE(found.st_mode)
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(status.st_mode)
         cure = "give a folder of your own in it" if mode & stat.S_ISVTX else f"chmod {'600' if name else '700'} it"
         problem = f"others may write to {place} (mode {mode:o}); {cure}"
-    elif found.st_uid not in (os.geteuid(), 0):
-        problem = f"{place} belongs to another user (uid {found.st_uid}); run this as that user"
+    elif status.st_uid not in (os.geteuid(), 0):
+        problem = f"{place} belongs to another user (uid {status.st_uid}); run this as that user"
     if problem:
         raise StoreUnavailable(f"--kv-cache-dir {path}: {problem}, or choose another folder")
 
 
 @cache
 def boot_id() -> str:
-    """Returns an id that the system draws each time it is started, empty if it has none."""
+    """Returns the random id of this start of the machine, empty if the system has none."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    found, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
+    boot, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
     with suppress(AttributeError):
         # macOS.
-        ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", found, ctypes.byref(size), None, 0)
-    return found.value.decode(errors="replace")
+        ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", boot, ctypes.byref(size), None, 0)
+    return boot.value.decode(errors="replace")
 
 
 _MARK_BYTES = 256
-"""A mark is filled up with spaces, so that the same mark is the same bytes whatever was there before."""
+"""A mark is padded with spaces, so that equal marks have equal bytes."""
 
 
 class FileMark(msgspec.Struct, frozen=True, omit_defaults=True):
     """The content of the lock file; see DISK.md. The data file with inode `file` was checked, or made, in the boot
-    `boot`. `openings` processes in a row have opened it for writing since, and were not proven. `holder` says
-    which process holds the lock exclusively, and why."""
+    `boot`. Since then `openings` processes in a row have opened it for writing and have not called `prove`. `holder`
+    says which process holds the lock exclusively, and why."""
 
     boot: str = ""
     file: int = 0
@@ -203,8 +201,8 @@ def _read_mark(fd: int | None) -> FileMark:
 
 
 def _write_mark(fd: int, mark: FileMark) -> None:
-    """Writes the mark at once, over all of the old one: a kill leaves one of the two. On a full disk an old mark may
-    stay, or there is none: then the file is checked once more."""
+    """Overwrites the whole mark in one write, so a kill leaves the old mark or the new one. On a full disk the old mark
+    may stay, or none: then the file is checked once more."""
     content = msgspec.json.encode(mark) if mark != FileMark() else b""
     with suppress(OSError):
         os.pwrite(fd, content.ljust(max(_MARK_BYTES, os.fstat(fd).st_size)), 0)
@@ -224,22 +222,19 @@ def mark_made(folder: Path) -> None:
 class FolderLock:
     """A lock on the folder: shared, or exclusive once `try_exclusive` returned True.
 
-    Without `create`, an object holds no lock where no lock file can be read: such a process can only read.
+    Without `create`, there is no lock if the lock file cannot be read: such a process can only read.
     """
 
-    def __init__(
-        self, path: Path, *, waits: bool, create: bool = True, on_wait: Callable[[str], None] = lambda _why: None
-    ) -> None:
-        """Takes the lock shared. With `waits`, waits as long as a process holds it exclusively, logs which one, and
-        calls `on_wait` with the reason.
+    def __init__(self, path: Path, on_wait: OnWait | None = None, *, create: bool = True) -> None:
+        """Takes the lock shared. If a process holds it exclusively, raises `StoreUnavailable`. With `on_wait`, logs
+        which process it is, calls `on_wait` with the reason, and waits for it.
 
-        Raises `FolderUnavailable` if, with `create`, the lock file cannot be written, and `StoreUnavailable` if another
-        process holds the lock exclusively and `waits` is False.
+        Raises `FolderUnavailable` if, with `create`, the lock file cannot be written.
         """
-        self._path, self._waits, self._create, self._on_wait = path, waits, create, on_wait
+        self._path, self._on_wait, self._create = path, on_wait, create
         self._fd: int | None = None
         self._is_exclusive = self._is_proven = False
-        self._found = self._began = self._left = FileMark()
+        self._mark_before = self._own_mark = self._mark_after = FileMark()
         """The mark when this process opened the file, the one that it wrote then, and the one that its end leaves."""
         self._take_shared()
 
@@ -273,16 +268,16 @@ class FolderLock:
 
         A process that is not alone leaves the mark of the others, unless it has checked the file.
         """
-        found = msgspec.structs.replace(self.mark, holder="")
-        openings = 0 if is_checked else found.openings
+        before = msgspec.structs.replace(self.mark, holder="")
+        openings = 0 if is_checked else before.openings
         if self._fd is not None and (self._is_exclusive or is_checked):
-            self._found, self._began = found, FileMark(boot_id(), file, openings + 1)
-            self._left = msgspec.structs.replace(self._began, openings=openings)
-            _write_mark(self._fd, self._began)
+            self._mark_before, self._own_mark = before, FileMark(boot_id(), file, openings + 1)
+            self._mark_after = FileMark(boot_id(), file, openings)
+            _write_mark(self._fd, self._own_mark)
         self.share()
 
     def prove(self) -> None:
-        """Records that this process has used the file and lives."""
+        """Records that this process has used the file and survived it."""
         if not self._is_proven and self._fd is not None:
             self._is_proven = True
             if (mark := self.mark).openings:
@@ -296,11 +291,10 @@ class FolderLock:
             self._is_exclusive = False
 
     def close(self, *, is_refused: bool = False) -> None:
-        """Gives the lock back. A process that opened the file and did not write to it takes its own opening out of the
-        mark, if nobody has changed that since, and all that it wrote if it refused the file. Everything else in the
-        mark stays, whoever closes."""
-        if self._fd is not None and self._began.boot and self.mark == self._began:
-            _write_mark(self._fd, self._found if is_refused else self._left)
+        """Gives the lock back. If the mark is still the one that `begin` wrote, subtracts this process's opening, or
+        restores the mark from before `begin` if this process refused the file. Leaves any other mark as it is."""
+        if self._fd is not None and self._own_mark.boot and self.mark == self._own_mark:
+            _write_mark(self._fd, self._mark_before if is_refused else self._mark_after)
         self._close()
 
     def _close(self) -> None:
@@ -311,7 +305,7 @@ class FolderLock:
             self._fd, self._is_exclusive = None, False
 
     def _take_shared(self) -> None:
-        said_at: float | None = None
+        logged_at = -math.inf
         while True:
             fd = self._open()
             if fd is None:
@@ -323,10 +317,10 @@ class FolderLock:
                     return
             holder = _read_mark(fd).holder or "another process is replacing the store's file"
             os.close(fd)
-            if not self._waits:
+            if self._on_wait is None:
                 raise StoreUnavailable(f"--kv-cache-dir {self._path}: {holder}; try again when that has ended")
-            if said_at is None or time.monotonic() >= said_at + _SAY_AGAIN_S:
-                said_at = time.monotonic()
+            if time.monotonic() >= logged_at + _LOG_AGAIN_S:
+                logged_at = time.monotonic()
                 log.warning("[disk-cache] waiting for --kv-cache-dir %s: %s", self._path, holder)
                 self._on_wait(holder)
             time.sleep(_POLL_S)
@@ -352,7 +346,7 @@ def crash_file(folder: Path) -> int:
 
 
 def read_crash(folder: Path) -> str:
-    """Returns what a daemon wrote when a signal ended it, perhaps because of the store's file; empty if none did."""
+    """Returns what a daemon wrote when a signal ended it, empty if none did."""
     with suppress(OSError):
         fd = _open_regular(folder / CRASH, os.O_RDONLY)
         try:
@@ -372,9 +366,9 @@ def _open_regular(file: Path, flags: int) -> int:
 
 
 @contextmanager
-def places(folder: Path, *, change: bool) -> Iterator[None]:
-    """Holds the names of the store's files: nobody replaces them while a process opens them, and nobody opens them
-    while one is to `change` them. Otherwise two processes could use one file with two lock files of LMDB."""
+def locked_names(folder: Path, *, change: bool) -> Iterator[None]:
+    """Locks the names of the store's files: shared to open the files, exclusively to `change` the names. Otherwise two
+    processes could use one file with two lock files of LMDB."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX if change else fcntl.LOCK_SH)
@@ -384,13 +378,13 @@ def places(folder: Path, *, change: bool) -> Iterator[None]:
 
 
 def put_in_place(folder: Path) -> None:
-    """Makes the file that was written in `REPLACEMENT` durable and replaces the store's file by it. The caller holds
-    the folder's lock exclusively, or the right to write to the old file. Raises `OSError`."""
+    """Makes the file in `REPLACEMENT` durable and replaces the store's file by it. The caller holds the folder's lock
+    exclusively, or a write transaction of the old file. Raises `OSError`."""
     new = folder / REPLACEMENT / DATA
     sync(new)
-    with places(folder, change=True):
+    with locked_names(folder, change=True):
         new.replace(folder / DATA)
-        # It counts the transactions of the old file. LMDB creates a new one.
+        # The lock file counts the transactions of the old file. LMDB creates a new one.
         (folder / LMDB_LOCK).unlink(missing_ok=True)
     mark_made(folder)
     sync(folder)

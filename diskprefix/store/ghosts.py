@@ -1,13 +1,13 @@
 """The prompts that were seen, as the store keeps them: leaves in the tree of nodes.
 
-The path of a prompt is its full blocks, whether their state is stored or not. A block of which only the token ids are
-kept is a *ghost*: a node without payload. A prompt is the name of its last full block and the token ids behind it, so
-prompts that share a beginning share its nodes. A node counts the prompts and the nodes of their paths that continue it;
-a ghost that none continues goes. The prompts of a root are numbered in the order in which they came; their times say
-how old they are. `FORMAT.md` gives the format byte by byte.
+The path of a seen prompt is its full blocks. A block of the path whose state is not stored is a *ghost*: a node with
+token ids and without payload. The record of a prompt has the name of its last full block and the token ids behind it,
+so prompts that share a beginning share its nodes. A node counts the seen prompts, and the children on their paths, that
+continue it; a ghost with count 0 is removed. The prompts of a root are numbered in the order in which they came.
+`FORMAT.md` gives the format byte by byte.
 
-If the record of a prompt or of a block on its path is damaged, everything that was seen under its root is forgotten:
-that costs no more than a few guesses.
+If the record of a prompt or of a block on its path is damaged, all seen prompts of its root are forgotten. That costs
+only a few guesses of the policy.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SeenRecord:
 
 
 def see(changes: Changes, path: TokenPath, group: bytes = b"", ttl_s: int = 0) -> None:
-    """Adds a prompt as the newest of its root. `group` has 8 bytes or none, `ttl_s` the form of
-    `eviction.recorded_ttl`. A prompt with a damaged block is not added."""
+    """Adds a prompt as the newest of its root, unless a block of it is damaged. `group` has 8 bytes or none; `ttl_s` is
+    as `eviction.recorded_ttl` returns it."""
     root, size, num_blocks = path.root, path.block_size, path.num_blocks
     try:
         for number in reversed(range(num_blocks)):
@@ -69,7 +69,7 @@ def see(changes: Changes, path: TokenPath, group: bytes = b"", ttl_s: int = 0) -
 
 def forget(changes: Changes, keys: Iterable[bytes]) -> int:
     """Removes prompts, given by their keys, with the ghosts that no other needs. Returns how many there were."""
-    gone = 0
+    num_removed = 0
     for key in keys:
         value, root = changes.record("seen", key), key[:HASH_BYTES]
         try:
@@ -77,19 +77,19 @@ def forget(changes: Changes, keys: Iterable[bytes]) -> int:
                 name = decode_record(PromptRecord, key, value).parent
                 while name != root and not (block := changes.count_seen(name, -1)).seen_children:
                     name = block.parent
-                gone += changes.delete_record("seen", key)
+                num_removed += changes.delete_record("seen", key)
         except StoreCorrupt as error:
-            gone += changes.forget_seen(root, error)
-    return gone
+            num_removed += changes.forget_seen(root, error)
+    return num_removed
 
 
-def newest_first(snapshot: Snapshot, root: bytes, most_bytes: float = math.inf) -> Iterator[SeenRecord]:
-    """Yields the prompts of a root, of all groups, newest first, until their blocks have more than `most_bytes` of
-    token ids. Each block is read once. A prompt that cannot be read is left out."""
+def newest_first(snapshot: Snapshot, root: bytes, max_bytes: float = math.inf) -> Iterator[SeenRecord]:
+    """Yields the prompts of a root, of all groups, newest first, until their blocks have more than `max_bytes` of token
+    ids. Reads each block once. Leaves out prompts that cannot be read."""
     blocks: dict[bytes, NodeRecord] = {}
     num_bytes = 0
     for key, value in snapshot.last_under("seen", root):
-        if num_bytes > most_bytes:
+        if num_bytes > max_bytes:
             break
         try:
             record = decode_record(PromptRecord, key, value)
@@ -111,7 +111,7 @@ def newest_first(snapshot: Snapshot, root: bytes, most_bytes: float = math.inf) 
 
 
 def has_expired(now: float, came_at: float, own_s: int, ttl_s: float) -> bool:
-    """Returns whether a prompt's time to live is over. `own_s` is its own, 0 for the daemon's `ttl_s`, 0 for none. A
-    time far in the future, from a clock that was wrong, must not keep a prompt."""
+    """Returns whether the time to live of a prompt is over: its own, `own_s`, or with 0 the daemon's, `ttl_s`, 0 for
+    none. A time far in the future, from a wrong clock, must not keep a prompt."""
     limit_s = own_s or ttl_s
     return bool(limit_s) and not abs(now - came_at) < limit_s

@@ -1,4 +1,4 @@
-"""Keeps a store in order beside the writing of prompts, and says what is wrong with it. For the writing thread."""
+"""Keeps a store in order between publications, and reports what is wrong with it. For the writing thread."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ log = logging.getLogger("diskprefix")
 
 
 class Housekeeping:
-    """The steps between publications. A failure of the store is logged once."""
+    """The steps between publications. Logs a failure of the store once."""
 
     def __init__(self, store: Store, ttl_s: float) -> None:
-        """`ttl_s`: nodes that were not used for this many seconds are removed; 0 keeps them. Uses may ask for another
-        time."""
+        """`ttl_s` is the daemon's time to live of nodes after their last use, in seconds, 0 for no limit."""
         self._store = store
         self._ttl_s = ttl_s
         self._expired_at = -math.inf
         self.models: tuple[ModelRecord, ...] = ()
         """The models that the store is served with."""
         self._recorded: tuple[ModelRecord, ...] = ()
-        """Those of which the store has a record."""
+        """The models that the store has a record of."""
         self.on_forget: list[Callable[[], None]] = []
         """Called when records were deleted, by any process, or may have expired: memories of them must go too."""
         self._epoch = store.epoch
-        """That of which there are memories."""
-        self._checking: threading.Thread | None = None
-        """Looks for damage beside the writing of prompts, as it reads all of the index or of the file."""
+        """The epoch at the last call of `on_forget`."""
+        self._check_thread: threading.Thread | None = None
+        """The thread that looks for damage while prompts are written, as it reads the whole index or file."""
         self._damaged: tuple[StoreProblem, ...] = ()
-        """What it found."""
+        """The problems that it found."""
         self.is_reading = False
-        """It has the store's records open."""
+        """The thread reads records of the store."""
         self.expired = self.quarantined = 0
         self.error: str | None = None
         """The store's last failure; None once a prompt is saved again."""
@@ -49,16 +48,16 @@ class Housekeeping:
 
     @property
     def is_repairing(self) -> bool:
-        """Returns whether records are looked at that made writing fail, or are still to be removed."""
+        """Returns whether damaged records are searched, or wait to be removed."""
         return self.is_reading or bool(self._damaged)
 
     def attempt(self, step: Callable[[], None]) -> Exception | None:
-        """Runs a step. Returns what it raised, which the thread survives: a failure of the store is said once, and a
-        bug shows as a degraded cache and a logged traceback."""
+        """Runs a step, and returns its exception or None. A failure of the store is reported once; a bug shows as a
+        degraded cache and a traceback in the log."""
         try:
             step()
         except (PrefixGone, LargerThanStore) as error:
-            # Of one prompt, and no failure of the store.
+            # This is a problem of one prompt, no failure of the store.
             return error
         except CacheError as error:
             self._report(self._store.message(error))
@@ -72,12 +71,12 @@ class Housekeeping:
         return None
 
     def report_problem(self) -> None:
-        """Reports what is wrong with the folder, once."""
+        """Reports the reason why the store cannot be written, if there is one."""
         if self._store.problem is not None:
             self._report(self._store.problem)
 
     def recover(self) -> None:
-        """A prompt was saved."""
+        """Ends the last failure, because a prompt was saved."""
         if self.error is not None:
             self.error = None
             log.info("[disk-cache] saving again")
@@ -93,7 +92,7 @@ class Housekeeping:
         self._record_models()
 
     def _record_models(self) -> None:
-        """Records all models in the store. A failure is tried again at the next check of the folder."""
+        """Records all models in the store. After a failure, `maintain` tries again."""
         models = self.models
         if models == self._recorded:
             return
@@ -112,7 +111,7 @@ class Housekeeping:
         self._check(with_records=False)
 
     def remove_damaged(self) -> None:
-        """Removes the records that were found damaged. What they hid is found when it makes writing fail."""
+        """Removes the records that were found damaged. Records that they hid are found when they make writing fail."""
         if damaged := self._damaged:
             try:
                 self.quarantined += remove_problems(self._store, damaged).records
@@ -120,14 +119,12 @@ class Housekeeping:
                 self._damaged = ()
 
     def notice_purge(self) -> None:
-        """Looks what other processes have written. Has memories dropped if one of them has purged something, or if
-        another store is open."""
+        """Reads what other processes have written. Calls `on_forget` if one of them has purged something, or if another
+        store is open."""
         if self._store.problem is not None:
             return
-        recorded_bytes = self._store.meter.recorded_bytes
-        with self._store.snapshot() as snapshot:
-            self._store.look_at_written(snapshot, recorded_bytes)
-        if self._store.look_for_purge() != self._epoch:
+        self._store.written()
+        if self._store.read_epoch() != self._epoch:
             self._epoch = self._store.epoch
             self._have_forgotten()
 
@@ -140,7 +137,7 @@ class Housekeeping:
                 self.expired += expired
                 forget_hits(self._store)
             self._have_forgotten()
-            # LMDB has read records of all prompts. A daemon that saves nothing is killed as often as one likes, too.
+            # LMDB has read records of all prompts. So a daemon that saves nothing is proven too.
             self._store.prove()
 
     def _have_forgotten(self) -> None:
@@ -148,14 +145,13 @@ class Housekeeping:
             forget()
 
     def _check(self, *, with_records: bool) -> None:
-        """Begins to look for more damage: in the file, with which `maintain` deals, and in all records if one of them
-        makes writing fail."""
-        if self._checking is None or not self._checking.is_alive():
-            self._checking = threading.Thread(
+        """Starts a search for damage: `with_records` in all records, then in the file, which `maintain` moves aside."""
+        if self._check_thread is None or not self._check_thread.is_alive():
+            self._check_thread = threading.Thread(
                 target=self._look_for_damage, args=(with_records,), name="kv-check", daemon=True
             )
             self.is_reading = with_records
-            self._checking.start()
+            self._check_thread.start()
 
     def _look_for_damage(self, with_records: bool) -> None:
         try:

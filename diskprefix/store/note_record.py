@@ -1,6 +1,6 @@
-"""Notes: small records that other packages keep in the store, such as stored responses. Their format and their bounds.
+"""The format and the limits of notes: small records of other packages in the store, such as stored responses.
 
-To the store, a note is bytes under a root, a kind and an id. It has a time to live of its own. `README.md` gives the
+To the store, a note is bytes under a root, a kind and an id, with a time to live of its own. `FORMAT.md` gives the
 format byte by byte.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import compress, decompress
-from diskprefix.store.schema import CHECKSUM_BYTES, NOTE_TIMES, verified, with_checksum
+from diskprefix.store.schema import CHECKSUM_BYTES, paged_bytes, verified, with_checksum
 from diskprefix.tokens import HASH_BYTES
 
 MAX_NOTE_BYTES = 16 << 20
@@ -25,17 +25,16 @@ _ROOT_SHARE, _TOTAL_SHARE = 64, 16
 """Parts of the budget that the notes of one root, and all notes, may take."""
 _NOTE_SHARE = 4
 """The part of its root's share that one note may take."""
-_KEPT = 0.75
-"""The part of a share that is left when it was exceeded, so that notes are not counted again at every write."""
+_SHRINK_TO = 0.75
+"""The part of a share that notes keep once they exceed it, so that notes are not counted again at every write."""
 SHORT_TTL_S = 86400
-"""Notes with a shorter time to live than this are looked for as often as what a request asked to keep for its own
-time."""
-_RECORD_HOLDS = 1 / 16
-"""The part of its time to live after which a use of a note is recorded: an agent uses those of all its turns each
-turn."""
-_PROMPT = struct.Struct(f"<I{HASH_BYTES}s")
-_HEADER = NOTE_TIMES.size + _PROMPT.size
-_PAGE_BYTES, _OWN_PAGE_BYTES, _HEADER_BYTES = 4096, 2000, 16
+"""Notes with a shorter time to live expire as soon as nodes with a time to live of their own do."""
+_RECORD_AFTER = 1 / 16
+"""The part of its time to live after which another use of a note is recorded. An agent uses all its turns each turn."""
+_TIMES, _PROMPT = struct.Struct("<ddI"), struct.Struct(f"<I{HASH_BYTES}s")
+_HEADER_BYTES = _TIMES.size + _PROMPT.size
+_OWN_PAGE_BYTES = 2000
+"""A longer value shares no page with others."""
 _KEY_BYTES = 2 * HASH_BYTES + 1
 
 
@@ -47,14 +46,14 @@ class NoteKind(IntEnum):
     SAVINGS = 2
     """The counts of `savings`."""
     LOGITS = 3
-    """The next-token logits at the end of a prompt whose tail a reply replaced. They save no more than a moment, and
-    are removed first."""
+    """The next-token logits at the end of a prompt whose tail a reply replaced. They save only a moment, and are
+    removed first."""
     PICTURE = 5
-    """What a picture was, for people: size and digest. Its encoder's output is under the same root."""
+    """Size and digest of a picture, for people. Its encoder's output is under the same root."""
 
 
 ENCODED_TEXT = 4
-"""A kind that is no longer written: the tokens of a text. Such notes are left to expire."""
+"""A kind that is no longer written: the tokens of a text. Such notes expire."""
 _KINDS = frozenset({*NoteKind, ENCODED_TEXT})
 
 
@@ -88,41 +87,41 @@ class NoteTimes(NamedTuple):
 
     def is_outdated(self, now: float) -> bool:
         """Returns whether a use at time `now` is worth writing the note again."""
-        return not abs(now - self.last_used) < self.ttl_s * _RECORD_HOLDS
+        return not abs(now - self.last_used) < self.ttl_s * _RECORD_AFTER
 
     def used(self, when: float) -> NoteTimes:
         return self._replace(last_used=max(self.last_used, when))
 
 
 def encode_note(key: bytes, content: bytes, times: NoteTimes, prompt: NotePrompt = NO_PROMPT) -> bytes:
-    return with_checksum(key, NOTE_TIMES.pack(*times) + _PROMPT.pack(*prompt) + compress(content))
+    return with_checksum(key, _TIMES.pack(*times) + _PROMPT.pack(*prompt) + compress(content))
 
 
 def decode_note(key: bytes, value: bytes | memoryview) -> tuple[NoteTimes, bytes]:
     """Returns the times and the content of a note. Raises `StoreCorrupt`."""
     packed = verified(key, value)
-    if len(key) != _KEY_BYTES or key[HASH_BYTES] not in _KINDS or len(packed) < _HEADER:
+    if len(key) != _KEY_BYTES or key[HASH_BYTES] not in _KINDS or len(packed) < _HEADER_BYTES:
         raise StoreCorrupt(f"a note of {len(value)} bytes under a key of {len(key)} bytes cannot be")
-    return NoteTimes(*NOTE_TIMES.unpack_from(packed)), decompress(packed[_HEADER:], max_bytes=MAX_NOTE_BYTES)
+    return NoteTimes(*_TIMES.unpack_from(packed)), decompress(packed[_HEADER_BYTES:], max_bytes=MAX_NOTE_BYTES)
 
 
 def used_note(key: bytes, value: bytes | memoryview, when: float) -> bytes:
-    """Returns a stored note as it is after a use at time `when`. Raises `StoreCorrupt`."""
+    """Returns a stored note with a use at time `when` recorded. Raises `StoreCorrupt`."""
     packed = verified(key, value)
-    times = NoteTimes(*NOTE_TIMES.unpack_from(packed)).used(when)
-    return with_checksum(key, NOTE_TIMES.pack(*times) + packed[NOTE_TIMES.size :])
+    times = NoteTimes(*_TIMES.unpack_from(packed)).used(when)
+    return with_checksum(key, _TIMES.pack(*times) + packed[_TIMES.size :])
 
 
 def note_prompt(value: bytes | memoryview) -> NotePrompt:
     """Returns the prompt that a note came from, without verifying the record."""
-    if len(value) < CHECKSUM_BYTES + _HEADER:
+    if len(value) < CHECKSUM_BYTES + _HEADER_BYTES:
         return NO_PROMPT
-    return NotePrompt(*_PROMPT.unpack_from(value, CHECKSUM_BYTES + NOTE_TIMES.size))
+    return NotePrompt(*_PROMPT.unpack_from(value, CHECKSUM_BYTES + _TIMES.size))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredNote:
-    """A note without its content. The record was not verified."""
+    """A stored note without its content. Its record is not verified."""
 
     key: bytes
     times: NoteTimes
@@ -131,9 +130,9 @@ class StoredNote:
 
     @classmethod
     def of(cls, key: bytes, value: bytes | memoryview) -> StoredNote:
-        """Reads the beginning of a record. One that is too short has expired."""
-        is_whole = len(value) >= CHECKSUM_BYTES + NOTE_TIMES.size
-        times = NOTE_TIMES.unpack_from(value, CHECKSUM_BYTES) if is_whole else (0.0, 0.0, 0)
+        """Reads the beginning of a record. A record that is too short counts as expired."""
+        is_whole = len(value) >= CHECKSUM_BYTES + _TIMES.size
+        times = _TIMES.unpack_from(value, CHECKSUM_BYTES) if is_whole else (0.0, 0.0, 0)
         return cls(key, NoteTimes(*times), note_bytes(len(value)))
 
     @property
@@ -150,24 +149,24 @@ class StoredNote:
 
 
 def note_bytes(value_bytes: int) -> int:
-    """Returns about what a note of that size takes in the file: whole pages if it does not fit in one with others."""
+    """Returns about how many bytes a note of that size takes in the file: whole pages if it is long."""
     if value_bytes > _OWN_PAGE_BYTES:
-        return -(-(value_bytes + _HEADER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES + 2 * _KEY_BYTES
+        return paged_bytes(value_bytes) + 2 * _KEY_BYTES
     return 2 * (value_bytes + _KEY_BYTES)
 
 
 def root_limit(budget_bytes: int) -> int:
-    """Returns what the notes of one root may take."""
+    """Returns the limit for the notes of one root, in bytes."""
     return budget_bytes // _ROOT_SHARE
 
 
 def note_limit(budget_bytes: int) -> int:
-    """Returns what one note may take."""
+    """Returns the limit for one note, in bytes."""
     return root_limit(budget_bytes) // _NOTE_SHARE
 
 
 def sizes_by_root(notes: Iterable[StoredNote]) -> Counter[bytes]:
-    """Returns what the notes of each root take in the file."""
+    """Returns the bytes in the file of the notes of each root."""
     sizes: Counter[bytes] = Counter()
     for note in notes:
         sizes[note.root] += note.num_bytes
@@ -175,32 +174,34 @@ def sizes_by_root(notes: Iterable[StoredNote]) -> Counter[bytes]:
 
 
 def total_limit(budget_bytes: int) -> int:
-    """Returns what the notes of all roots may take."""
+    """Returns the limit for all notes, in bytes."""
     return budget_bytes // _TOTAL_SHARE
 
 
 def surplus_notes(notes: Iterable[StoredNote], budget_bytes: int, stored_bytes: int = 0) -> list[bytes]:
-    """Returns the keys of the notes that must go so that each root, and then all together, keep their shares of the
-    budget: logits first, then those that were not used for the longest time. A share that is exceeded is left three
-    quarters full. `stored_bytes` is what all notes take in the file, if `notes` are all and take too much."""
+    """Returns the keys of the notes to remove so that each root, and then all together, keep to their shares of the
+    budget: logits first, then the least recently used. An exceeded share is left three quarters full. `stored_bytes` is
+    the size of all notes in the file, if `notes` are all notes and exceed their share."""
     by_age = sorted(notes, key=lambda note: (note.kind != NoteKind.LOGITS, note.times.last_used, note.key))
-    of_root, gone = sizes_by_root(by_age), list[bytes]()
-    # A note takes its part of the pages, which may be more or less full than `note_bytes` assumes.
-    in_file = stored_bytes / max(1, of_root.total())
-    limit, most = root_limit(budget_bytes), total_limit(budget_bytes)
-    allowed = {root: limit * _KEPT if size > limit else limit for root, size in of_root.items()}
-    kept = []
+    sizes, surplus, kept = sizes_by_root(by_age), list[bytes](), list[StoredNote]()
+    # The pages may be more or less full than `note_bytes` assumes.
+    file_bytes_each = stored_bytes / max(1, sizes.total())
+    allowed = {root: _allowed_bytes(size, root_limit(budget_bytes)) for root, size in sizes.items()}
     for note in by_age:
-        if of_root[note.root] > allowed[note.root]:
-            gone.append(note.key)
-            of_root[note.root] -= note.num_bytes
+        if sizes[note.root] > allowed[note.root]:
+            surplus.append(note.key)
+            sizes[note.root] -= note.num_bytes
         else:
             kept.append(note)
-    total = of_root.total() * in_file
-    total_allowed = most * _KEPT if total > most else most
+    total = sizes.total() * file_bytes_each
+    total_allowed = _allowed_bytes(total, total_limit(budget_bytes))
     for note in kept:
         if total <= total_allowed:
             break
-        gone.append(note.key)
-        total -= note.num_bytes * in_file
-    return gone
+        surplus.append(note.key)
+        total -= note.num_bytes * file_bytes_each
+    return surplus
+
+
+def _allowed_bytes(num_bytes: float, limit: int) -> float:
+    return limit * _SHRINK_TO if num_bytes > limit else limit

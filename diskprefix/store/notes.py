@@ -1,7 +1,7 @@
 """Notes while a process uses them: they are visible at once, and the writing thread writes them soon after.
 
-A note that cannot be written stays in memory and is tried again, within a bound. `put` and `get` never fail. A kill
-loses the notes of the last moments. For the format see `note_record`.
+A note that cannot be written stays in memory, within a limit, and is tried again. A kill loses the notes of the last
+moments. For the format see `note_record`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.identity import identity_of_tenant
-from diskprefix.store.changes import RECORDS_AT_ONCE, Changes, Part, batches
+from diskprefix.store.changes import RECORDS_AT_ONCE, Changes, SmallWrite, batches
 from diskprefix.store.note_record import (
     MAX_NOTE_BYTES,
     NO_PROMPT,
@@ -44,15 +44,15 @@ log = logging.getLogger("diskprefix")
 
 _MAX_WAITING_BYTES = 32 << 20
 _WAITING_BYTES = 256
-"""What a note that waits takes besides its content; of a deletion, all that it takes."""
+"""The memory of a waiting note besides its content, or of a waiting deletion."""
 _MAX_USED, _MAX_ROOTS = 1 << 14, 1 << 12
-"""Bounds for what is remembered of the uses of notes, and of the sizes of roots. What is forgotten is read again."""
+"""Limits for the remembered uses of notes and sizes of roots. Others are read again."""
 
 
 class Notes:
-    """All notes of a store. `put`, `get` and `delete` are for any thread, and do not raise. `put` compresses, and does
-    not wait for the disk; the others may wait for it, so they are not for an event loop or the engine's thread.
-    `write`, `writing` and `make_fit` are for the writing thread alone."""
+    """All notes of a store. `put`, `get` and `delete` are for any thread, and never raise. `put` compresses and does
+    not wait for the disk; the others may, so they are not for an event loop or the engine's thread. `write`, `writing`
+    and `make_fit` are for the writing thread alone."""
 
     def __init__(self, store: Store, wake: Callable[[], None]) -> None:
         """`wake` is called when there is something to write."""
@@ -61,25 +61,24 @@ class Notes:
         self._lock = threading.Lock()
         self._written = threading.Condition(self._lock)
         self._waiting: dict[bytes, _Waiting] = {}
-        """The notes that are not in the store yet."""
+        """The notes that are not in the store yet, by key."""
         self.waiting_bytes = 0
-        """The size of the notes that are not in the store yet."""
         self._roots: dict[bytes, RootRecord] = {}
-        """The root records of the notes that wait."""
+        """The root records of the waiting notes."""
         self._used: OrderedDict[bytes, float] = OrderedDict()
-        """Times of the last use of notes by this process, by key, the latest last."""
+        """The time of the last use of each note by this process, the latest last."""
         self._to_record: set[bytes] = set()
-        """Keys of notes whose recorded last use is outdated; see `NoteTimes.is_outdated`."""
+        """The keys of notes whose recorded last use is outdated; see `NoteTimes.is_outdated`."""
         self._is_new = self._is_being_written = False
         self._not_counted: dict[bytes, int] = {}
-        """What notes take that were written since the last `make_fit`, by key."""
+        """The sizes of the notes that were written since the last `make_fit`, by key."""
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
-        """About what the notes of a root take, for the roots that this process wrote to last."""
+        """The approximate size of all notes of each root that this process wrote to, the latest last."""
         self.dropped = 0
 
     @property
     def is_waiting(self) -> bool:
-        """Returns whether some note has not been tried to be written yet, or is being written."""
+        """Returns whether a note is being written, or no attempt was made yet."""
         return self._is_new or self._is_being_written
 
     def put(
@@ -93,9 +92,9 @@ class Notes:
         ttl_s: float,
         prompt: TokenIds | None = None,
     ) -> bool:
-        """Keeps a note, replacing one with the same kind and id. It is deleted with the `prompt` that it came from.
-        It is not stored in another epoch than its request's.
-        Returns False if it is too large, or if the store fails and too much waits already."""
+        """Keeps a note, replacing one with the same kind and id. The note is deleted with the `prompt` that it came
+        from, and is not stored in another epoch than `epoch`, its request's. Returns False if it is too large, or if
+        the store fails and too much waits already."""
         key, now = note_key(root, kind, id_), self._store.clock()
         times = NoteTimes(now, now, max(1, min(round(ttl_s), 2**31 - 1)))
         came_from = NO_PROMPT
@@ -115,7 +114,7 @@ class Notes:
         return True
 
     def get(self, root: bytes, kind: int, id_: str) -> bytes | None:
-        """Returns the content of a note and counts as a use of it. None if there is none, or if it cannot be read."""
+        """Returns the content of a note, and counts a use of it. Returns None if there is none or it cannot be read."""
         key, now = note_key(root, kind, id_), self._store.clock()
         try:
             value = self._value(key)
@@ -123,7 +122,7 @@ class Notes:
                 return None
             times, content = decode_note(key, value)
         except StoreCorrupt as error:
-            log.warning("[disk-cache] a note is damaged and goes: %s", error)
+            log.warning("[disk-cache] a damaged note is removed: %s", error)
             self._delete(key)
             return None
         except CacheError:
@@ -147,7 +146,7 @@ class Notes:
         return True
 
     def settle(self, root: bytes, kind: NoteKind, id_: str, timeout_s: float) -> bool:
-        """Waits until what became of a note is on the disk. Returns False if the time runs out first."""
+        """Waits until the last change of a note is on the disk. Returns False if the time runs out first."""
         key = note_key(root, kind, id_)
         with self._written:
             return self._written.wait_for(lambda: key not in self._waiting, timeout_s)
@@ -163,28 +162,27 @@ class Notes:
         self.make_fit()
 
     @contextmanager
-    def writing(self) -> Iterator[Part | None]:
-        """Yields what waits, to be put into the store; None if nothing does. With an error it waits on."""
+    def writing(self) -> Iterator[SmallWrite | None]:
+        """Yields the write of all waiting notes, None if none waits. They continue to wait if the block raises."""
         with self._lock:
             waiting, roots, self._is_new = dict(self._waiting), dict(self._roots), False
             used = {key: self._used[key] for key in self._to_record - waiting.keys()}
             self._to_record = set()
             self._is_being_written = bool(waiting or used)
-        sizes = {key: note_bytes(len(one.value)) for key, one in waiting.items() if one.value is not None}
+        sizes = {key: note_bytes(len(note.value)) for key, note in waiting.items() if note.value is not None}
 
         def put(changes: Changes) -> None:
             epoch = epoch_of(changes, self._store.names)
-            for key, one in waiting.items():
-                if one.value is not None and one.epoch == epoch:
+            changes.forget_notes([key for key, note in waiting.items() if note.value is None])
+            for key, note in waiting.items():
+                if note.value is not None and note.epoch == epoch:
                     changes.put_root(key[:HASH_BYTES], roots[key[:HASH_BYTES]])
-                    changes.put_note(key, one.value)
-                elif one.value is None:
-                    changes.put_note(key, None)
+                    changes.put_note(key, note.value)
             for key, when in used.items():
                 changes.use_note(key, when)
 
         try:
-            yield Part(sum(sizes.values()), put) if self._is_being_written else None
+            yield SmallWrite(sum(sizes.values()), put) if self._is_being_written else None
             self._forget(waiting)
             self._not_counted |= sizes
         finally:
@@ -207,31 +205,32 @@ class Notes:
     def drop_outdated(self) -> None:
         """Drops the notes that wait and are not of the store's epoch. For any thread."""
         with self._lock:
-            late = {key: one for key, one in self._waiting.items() if one.value and one.epoch != self._store.epoch}
-            self.dropped += len(late)
-        self._forget(late)
+            epoch = self._store.epoch
+            outdated = {key: note for key, note in self._waiting.items() if note.value and note.epoch != epoch}
+            self.dropped += len(outdated)
+        self._forget(outdated)
 
     def _replace(self, key: bytes, note: _Waiting) -> None:
-        """The caller holds the lock."""
+        """Lets a note wait. The caller holds the lock."""
         if key in self._waiting:
             self.waiting_bytes -= self._waiting[key].num_bytes
         self._waiting[key] = note
         self._is_new = True
         self.waiting_bytes += note.num_bytes
 
-    def _forget(self, gone: Mapping[bytes, _Waiting]) -> None:
-        """Takes notes out of those that wait, unless they were replaced meanwhile."""
+    def _forget(self, notes: Mapping[bytes, _Waiting]) -> None:
+        """Removes notes from those that wait, unless they were replaced meanwhile."""
         with self._lock:
-            for key, one in gone.items():
-                if self._waiting.get(key) is one:
+            for key, note in notes.items():
+                if self._waiting.get(key) is note:
                     self.waiting_bytes -= self._waiting.pop(key).num_bytes
             roots = {key[:HASH_BYTES] for key in self._waiting}
             self._roots = {root: record for root, record in self._roots.items() if root in roots}
             self._written.notify_all()
 
     def make_fit(self) -> None:
-        """Removes what exceeds a share. What the notes of a root take is counted when this process writes one and does
-        not know it; what all take is the size of their pages. Raises `CacheError`."""
+        """Removes the notes that exceed a share. Counts the notes of a root when this process writes one and does not
+        know their size; the size of all notes is that of their pages. Raises `CacheError`."""
         if self._store.problem is not None:
             return
         written, self._not_counted = self._not_counted, {}
@@ -240,12 +239,11 @@ class Notes:
         for key, size in written.items():
             grown[key[:HASH_BYTES]] += size
         with self._store.snapshot() as snapshot:
-            stored_bytes = snapshot.note_bytes()
+            stored_bytes = snapshot.bytes_in("notes")
             for root, size in grown.items():
-                is_known = root in self._sizes
-                counted = self._sizes[root] + size if is_known else sizes_by_root(snapshot.notes_of(root))[root]
+                known = self._sizes.pop(root, None)
+                counted = sizes_by_root(snapshot.notes_of(root))[root] if known is None else known + size
                 self._sizes[root] = counted
-                self._sizes.move_to_end(root)
             full = [root for root, size in self._sizes.items() if size > limit]
             if stored_bytes > total_limit(budget_bytes):
                 notes = list(snapshot.notes())
@@ -258,14 +256,14 @@ class Notes:
                 keep_counts(changes, {key[:HASH_BYTES] for key in some if key[HASH_BYTES] == NoteKind.SAVINGS})
                 changes.forget_notes(some)
         for root in {note.root for note in notes}:
-            # They are counted again when something is written.
+            # The next write counts them again.
             self._sizes.pop(root, None)
         while len(self._sizes) > _MAX_ROOTS:
             self._sizes.popitem(last=False)
 
 
 class _Waiting(NamedTuple):
-    """An encoded note that waits, with the epoch of its request. Without a value, the note is to be deleted."""
+    """An encoded note that waits, with the epoch of its request. Without a value, its deletion waits."""
 
     epoch: Epoch
     value: bytes | None
@@ -281,16 +279,16 @@ class TenantNotes:
 
     notes: Notes
     epoch: Epoch
-    """That in which the request began."""
+    """The epoch in which the request began."""
     root: bytes
     record: RootRecord
     ttl_s: float
-    """Time to live of the notes that are put, after their last use, in seconds."""
+    """The time to live of new notes after their last use, in seconds."""
 
     def holder(self, kind: NoteKind, id_: str) -> TenantNotes:
-        """Returns the notes of the same tenant that have a note: these, or those with another model of the store; these
-        if none have it."""
-        return next((one for one in (self, *self._with_other_models()) if one.get(kind, id_) is not None), self)
+        """Returns the notes of this tenant that have a note, with this model or another one of the store. Returns these
+        notes if none have it."""
+        return next((notes for notes in (self, *self._with_other_models()) if notes.get(kind, id_) is not None), self)
 
     def _with_other_models(self) -> Iterator[TenantNotes]:
         with suppress(CacheError, ValueError):

@@ -1,7 +1,6 @@
-"""Opens the file of a store, and moves an unusable one aside.
+"""Opens the file of a store, and moves aside a file that is damaged or has another format.
 
-A process that is alone with the folder may move aside a file that is damaged or has another format. A process that
-comes second finds this done.
+Only a process that has the folder alone moves a file aside.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from diskprefix.errors import StoreCorrupt, StoreFormatError, StoreUnavailable
+from diskprefix.errors import CacheError, StoreUnavailable
 from diskprefix.store.environment import Environment, other_lmdb
 from diskprefix.store.folder import (
     CRASH,
@@ -26,6 +24,7 @@ from diskprefix.store.folder import (
     REPLACEMENT,
     FolderLock,
     FolderUnavailable,
+    OnWait,
     check_folder,
     file_errors,
     make_folder,
@@ -40,9 +39,9 @@ from diskprefix.units import format_size
 log = logging.getLogger("diskprefix")
 
 DAMAGED = "damaged.mdb"
-"""The name of an unusable file once it is moved aside. It replaces the one that was moved aside before."""
+"""The name of the file that was moved aside last."""
 _LARGE_BYTES = 1 << 30
-"""The check of a larger file is logged."""
+"""The check of a file of at least this size is logged."""
 _FIRST_BYTES = 2 * mmap.PAGESIZE
 """The size of a new file: LMDB's two meta pages."""
 
@@ -52,16 +51,15 @@ def open_environment(
     *,
     budget_bytes: int,
     read_only: bool,
-    checks: bool = False,
-    waits: bool = True,
-    on_wait: Callable[[str], None] = lambda _why: None,
+    checks: bool,
+    on_wait: OnWait | None,
 ) -> tuple[Environment, FolderLock]:
-    """Opens the environment in folder `path`, created unless read-only, and the lock that goes with it.
+    """Opens the environment in folder `path`, and its lock. Creates the file unless `read_only`.
 
-    The file is checked if the mark in the lock file asks for it, or always with `checks`. `on_wait` is called with the
-    reason before a check, and before a wait for a process that replaces the file; without `waits`, this is an error.
+    Checks the file if the mark in the lock file demands it, and always with `checks`. Calls `on_wait` with the reason
+    before a long check. For a process that replaces the file see `FolderLock`.
 
-    Raises `StoreUnavailable` (`FolderUnavailable` where the problem may end by itself), or `StoreCorrupt`.
+    Raises `StoreUnavailable` (`FolderUnavailable` if the problem may end by itself), or `StoreCorrupt`.
     """
     if read_only and not os.path.lexists(path / DATA):
         raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
@@ -69,12 +67,12 @@ def open_environment(
         check_folder(path)
     else:
         make_folder(path)
-    lock, env = FolderLock(path, waits=waits, create=not read_only, on_wait=on_wait), None
+    lock, env = FolderLock(path, on_wait, create=not read_only), None
     try:
         with file_errors(path):
             is_alone = not read_only and lock.try_exclusive("opening the store")
             if is_alone:
-                # A process that was killed while it wrote a replacement left it behind. The old file is in place.
+                # A process that was killed before it replaced the file left the new one here.
                 shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
                 _empty_unfinished(path / DATA)
             _require_own_layout(path)
@@ -85,7 +83,7 @@ def open_environment(
             env.is_ours = lock.mark.file == env.inode
             if not read_only:
                 _make_durable(path / DATA, may_write=is_alone)
-                # LMDB syncs what is in a new file, but not its name. Without it, a power failure loses the file.
+                # LMDB does not sync the name of a new file. Without it, a power failure loses the file.
                 sync(path)
             crash = read_crash(path)
             if checks or crash or lock.mark.needs_check(env.inode):
@@ -96,45 +94,45 @@ def open_environment(
                     os.truncate(path / CRASH, 0)
     except BaseException:
         if env is not None:
-            # Otherwise the folder cannot be opened for reading either.
+            # Open, it would keep the caller from opening the folder for reading.
             env.close()
         lock.close()
         raise
     return env, lock
 
 
-def _check(env: Environment, lock: FolderLock, on_wait: Callable[[str], None], crash: str) -> None:
-    """Checks the file. Says so if that may take long, or if a daemon left a `crash`. Raises `StoreCorrupt`."""
-    why = "because a signal ended a daemon" if crash else "for the first time since the machine was started"
-    doing = f"checking the store's file, {why}"
+def _check(env: Environment, lock: FolderLock, on_wait: OnWait | None, crash: str) -> None:
+    """Checks the file. Logs the `crash` that a daemon left, and the check of a large file. Raises `StoreCorrupt`."""
+    reason = "because a signal ended a daemon" if crash else "for the first time since the machine was started"
+    doing = f"checking the store's file, {reason}"
     if crash:
         log.warning("[disk-cache] a signal ended a daemon that had the store open. Its threads were here:\n%s", crash)
     lock.say(doing)
-    begun, is_large = time.monotonic(), env.file_bytes() >= _LARGE_BYTES
+    began_at, is_large = time.monotonic(), env.file_bytes() >= _LARGE_BYTES
     if is_large:
-        on_wait(doing)
         log.info("[disk-cache] %s", doing)
+    if is_large and on_wait is not None:
+        on_wait(doing)
     env.require_survivable()
     if is_large:
-        log.info("[disk-cache] checked %s in %.1f s", format_size(env.file_bytes()), time.monotonic() - begun)
+        log.info("[disk-cache] checked %s in %.1f s", format_size(env.file_bytes()), time.monotonic() - began_at)
 
 
 def _empty_unfinished(file: Path) -> None:
-    """Empties a file that LMDB began and did not finish, because the disk was full: it has one meta page of two."""
+    """Empties a file with one meta page of two, which LMDB did not finish because the disk was full."""
     with suppress(FileNotFoundError), file.open("r+b", buffering=0) as opened:
         start = opened.read(_FIRST_BYTES)
-        is_begun = len(start) >= _META_AT + _META.size and _META.unpack_from(start, _META_AT)[0] == _MAGIC
-        if is_begun and len(start) < _FIRST_BYTES:
+        if _META_AT + _META.size <= len(start) < _FIRST_BYTES and _META.unpack_from(start, _META_AT)[0] == _MAGIC:
             opened.truncate(0)
 
 
 def _make_durable(file: Path, *, may_write: bool) -> None:
-    """Makes what LMDB relies on durable, before anything is written. Raises `OSError`.
+    """Makes durable what LMDB relies on, before anything is written. Raises `OSError`.
 
-    LMDB writes the first pages once, when it makes the file, and changes parts of them later. If the barrier behind
-    that fails, the kernel takes them for written, and the next power failure would lose them. So those of a file
-    without a commit are written again. And if the write of a commit's meta page fails, LMDB writes the one before back
-    without a barrier: the disk may have the new one, whose pages the next commit overwrites.
+    If the fsync after LMDB's first write of a new file failed, the kernel takes the pages for written, and a power
+    failure would lose them: so the pages of a file without a commit are written again. If writing the meta page of a
+    commit fails, LMDB writes the previous one back without fsync: the disk may still have the new one, whose pages the
+    next commit overwrites.
     """
     with file.open("r+b", buffering=0) as opened:
         first = opened.read(_FIRST_BYTES + 1)
@@ -144,16 +142,14 @@ def _make_durable(file: Path, *, may_write: bool) -> None:
         os.fsync(opened.fileno())
 
 
-def set_aside(
-    path: Path, inode: int, error: StoreCorrupt | StoreFormatError, *, waits: bool, mends: bool = False
-) -> None:
-    """Moves a file that is damaged or has another format out of the way, so that a new one can be created. With
-    `mends`, a file in which only headers of payloads are damaged stays, and gets them again.
+def set_aside(path: Path, inode: int, error: CacheError, on_wait: OnWait | None = None, *, mends: bool = False) -> None:
+    """Moves aside a file that is damaged or has another format. With `mends`, a file in which only headers of payloads
+    are damaged stays, and they are written again.
 
-    Does nothing if the file no longer has this inode, or if another process has the folder open: that process may have
-    moved the file already. `waits`: as for `open_environment`.
+    Does nothing if the file has another inode by now, or if another process has the folder open, which may have moved
+    the file already. For `on_wait` see `FolderLock`.
     """
-    lock = FolderLock(path, waits=waits)
+    lock = FolderLock(path, on_wait)
     try:
         if not lock.try_exclusive("moving a damaged file aside") or inode_of(path) != inode:
             return
@@ -186,13 +182,13 @@ def inode_of(path: Path) -> int:
 _META = struct.Struct("<II16xI")
 """Magic number, data version and page size, behind the header of a meta page."""
 _MAGIC, _DATA_VERSION, _META_AT, _PAGE_HEADER_BYTES = 0xBEEFC0DE, 1, 16, (16, 24)
-"""Of LMDB 0.9, but the second header is that of later data versions."""
+"""These are of LMDB 0.9, but the second header is of later data versions."""
 _PAGE_BYTES = tuple(1 << n for n in range(12, 16))
 
 
 def _require_own_layout(path: Path) -> None:
-    """Raises `StoreUnavailable` for a file of another data version of LMDB, or from a machine with other pages, which
-    is not damaged. Both meta pages must say so. Raises `StoreCorrupt` if one of them says something else."""
+    """Raises `StoreUnavailable` if both meta pages have another data version of LMDB, or another page size than this
+    machine: such a file is not damaged."""
     try:
         with (path / DATA).open("rb") as file:
             start = file.read(_PAGE_BYTES[-1] + _PAGE_HEADER_BYTES[-1] + _META.size)

@@ -1,4 +1,4 @@
-"""The cut of a raw payload into pieces, computed from the layout in the root's record. See `codec/README.md`."""
+"""The pieces of a raw payload, computed from the layout in the root's record. See `codec/README.md`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ DTYPES = {
     "uint8": (1, Element.BYTES, "U8"),
     "int8": (1, Element.BYTES, "I8"),
 }
-"""torch's name of a dtype → its bytes, its element in pieces, and safetensors' name."""
+"""torch's name of a dtype → its bytes, its element in pieces, safetensors' name."""
 
 Payload: TypeAlias = Sequence[memoryview]
-"""The raw bytes of each piece, C-contiguous. Read it by index: it may make a copy each time."""
+"""The raw bytes of each piece, C-contiguous. An index may make a copy each time."""
 
 Axis: TypeAlias = Literal["page", "head", "token", "dim"]
 _AXES: frozenset[tuple[Axis, ...]] = frozenset(
@@ -42,11 +42,11 @@ _AXES: frozenset[tuple[Axis, ...]] = frozenset(
 
 
 class LayoutGroup(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Per-token tensors of one form. A payload holds one after the other, in the order of the layers, so that the first
-    pieces are enough for the first layers.
+    """Per-token tensors of one form. A payload holds them in the order of the layers, so that its first pieces suffice
+    for the first layers.
 
-    `axes` is the order of each tensor's axes. The tokens of a tensor in pages are cut into pages of `page` tokens. What
-    is inside a page is the engine's own, so a page is never cut.
+    `axes` is the order of each tensor's axes. With an axis "page", the tokens are in pages of `page` tokens, and a page
+    is never cut.
     """
 
     heads: int
@@ -59,8 +59,7 @@ class LayoutGroup(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def rows_each(self) -> int:
-        """The number of rows of each tensor in a payload. A row holds a part of every token, one token after the
-        other."""
+        """The number of rows of each tensor in a payload. A row holds elements of every token, token after token."""
         return self.heads if self.axes[0] == "head" else 1
 
     @property
@@ -75,15 +74,15 @@ class LayoutGroup(msgspec.Struct, frozen=True, omit_defaults=True):
             return 1, self.heads, num_tokens, self.head_dim
         return tuple(sizes[axis] for axis in self.axes)
 
-    def check(self) -> None:
-        """Raises `ValueError` for what no engine writes."""
-        is_paged = self.axes[0] == "page" if self.axes else False
-        if self.axes not in _AXES or self.page < 1 or (self.page > 1 and not is_paged):
+    def rows(self) -> Piece:
+        """Returns all rows of one token. Raises `ValueError` for a form that no engine writes."""
+        if self.axes not in _AXES or self.page < 1 or (self.page > 1 and self.axes[0] != "page"):
             raise ValueError(f"axes {','.join(self.axes)} with pages of {self.page} tokens")
+        return _rows(len(self.tensors) * self.rows_each, self.row_elements, self.dtype)
 
 
 class LayoutState(msgspec.Struct, frozen=True):
-    """States of one shape: `shape` is that of each of the tensors, `rows` into how many rows each is cut."""
+    """States of one shape. Each tensor has the shape `shape` and is cut into `rows` rows."""
 
     shape: tuple[int, ...]
     rows: int
@@ -92,7 +91,8 @@ class LayoutState(msgspec.Struct, frozen=True):
 
 
 class LayoutText(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The text that `kv.layout.Layout.describe` writes, and a connector for the pages of its engine.
+    """The content of the text that `kv.layout.Layout.describe` returns. A connector writes one for the pages of its
+    engine.
 
     `shard` is the rank of the process that computed the state, and the number of ranks that share each token.
     """
@@ -110,10 +110,8 @@ class LayoutText(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class Cut:
-    """One piece of a payload, and the rows that it holds: `piece.num_rows` of `group`, from `first_row` on.
-
-    Groups are counted through: those of per-token tensors, those of states, the logits.
-    """
+    """One piece of a payload, with `piece.num_rows` rows of `group` from `first_row` on. `group` counts the groups of
+    per-token tensors, then those of states, then the logits."""
 
     piece: Piece
     group: int
@@ -122,8 +120,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class PayloadLayout:
-    """The form of the payloads under one root. Each group is one piece of all its rows; a group of per-token tensors
-    has the size of one token."""
+    """The form of the payloads under one root. Each group is a piece with all its rows; `groups` have the size of one
+    token."""
 
     groups: tuple[Piece, ...]
     logits: Piece
@@ -134,15 +132,15 @@ class PayloadLayout:
     def parse(cls, text: str) -> PayloadLayout:
         """Returns the layout in the layout text of a root. Raises `StoreCorrupt`."""
         try:
-            found = msgspec.json.decode(text, type=LayoutText)
-            groups = tuple(map(_token_rows, found.groups))
-            return cls(groups, _rows(1, *found.logits), tuple(map(_state_rows, found.states)))
+            layout = msgspec.json.decode(text, type=LayoutText)
+            groups = tuple(group.rows() for group in layout.groups)
+            return cls(groups, _rows(1, *layout.logits), tuple(map(_state_rows, layout.states)))
         except (msgspec.DecodeError, KeyError, ValueError, ZeroDivisionError) as error:
             raise StoreCorrupt(f"a payload layout cannot be read: {error}") from error
 
     @property
     def logits_group(self) -> int:
-        """The number that cuts give the logits."""
+        """The number of the group of the logits."""
         return len(self.groups) + len(self.states)
 
     def payload_bytes(self, num_tokens: int, kind: Kind) -> int:
@@ -159,7 +157,7 @@ class PayloadLayout:
 
 
 def split_payload(payload: memoryview, pieces: Iterable[Piece]) -> Payload:
-    """Returns the content of each piece of a payload in which they lie side by side."""
+    """Returns the pieces of a contiguous payload."""
     ends = tuple(accumulate(piece.num_bytes for piece in pieces))
     return tuple(payload[start:end] for start, end in pairwise((0, *ends)))
 
@@ -185,11 +183,6 @@ def _cut_rows(group: int, rows: Piece, row_bytes: int) -> list[Cut]:
         Cut(Piece(min(rows_in_piece, rows.num_rows - first), row_bytes, rows.element), group, first)
         for first in range(0, rows.num_rows, rows_in_piece)
     ]
-
-
-def _token_rows(group: LayoutGroup) -> Piece:
-    group.check()
-    return _rows(len(group.tensors) * group.rows_each, group.row_elements, group.dtype)
 
 
 def _state_rows(state: LayoutState) -> Piece:

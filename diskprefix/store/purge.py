@@ -1,8 +1,8 @@
-"""Removes what a user wants to be forgotten: by saved prompt, model, tenant, age, or everything.
+"""Removes what a user selects: by saved prompt, model, tenant, age, or everything.
 
-A plan is made from one snapshot. A block is removed only together with everything that continues it, and the
-checkpoints of a saved prompt with their blocks. The plan is carried out in small write transactions. Each checks again,
-so what others have continued or saved meanwhile stays, and a kill leaves the store in order.
+A plan is made from one snapshot, and carried out in small write transactions. Each checks again, so what others have
+continued or saved meanwhile stays, and a kill leaves the store in order. A block is removed only with all that
+continues it, and a checkpoint of a saved prompt with its block.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,15 +30,13 @@ from diskprefix.tenant_ids import matches
 from diskprefix.tokens import HASH_BYTES, LEAST_TOKENS, TokenIds, common_prefix_length, num_common, prompt_digests
 
 _ROUNDS = 5
-"""A block stays if a daemon continues it during a round. The next round removes both."""
+"""A block that a daemon continues during a round stays. The next round removes both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PurgeFilter:
-    """The conditions of a purge. It removes what meets all that are given, or everything if there is none.
-
-    `entries` are names of saved prompts. `salt` is what `tenant_ids.matches` takes.
-    """
+    """The conditions of a purge, which removes what meets them all. `entries` are names of saved prompts; with none,
+    the condition is left out. `salt` is an argument of `tenant_ids.matches`."""
 
     entries: frozenset[bytes] = frozenset()
     model: str | None = None
@@ -47,19 +45,18 @@ class PurgeFilter:
 
     @property
     def is_everything(self) -> bool:
-        """Returns whether there is no condition."""
         return self == PurgeFilter()
 
     def is_of(self, model: str, tenant: str) -> bool:
-        """Returns whether the model and the tenant of a root meet the conditions on them."""
+        """Returns whether model and tenant of a root meet the conditions."""
         return (self.model is None or model == self.model) and (self.salt is None or matches(tenant, self.salt))
 
 
 @dataclass(frozen=True, eq=False)
 class GoneText:
-    """A saved or a recent prompt that a purge removes under a root, which has blocks of `block_size` tokens (0: not
-    known). Its first `num_kept` tokens are those of a saved prompt that stays, too. `key` is that of the record of a
-    recent prompt, empty for a saved one."""
+    """A saved or seen prompt that a purge removes under a root, which has blocks of `block_size` tokens (0: unknown). A
+    saved prompt that stays begins with its first `num_kept` tokens too. `key` is the key of a seen prompt, empty for a
+    saved one."""
 
     root: bytes
     block_size: int
@@ -68,22 +65,20 @@ class GoneText:
     key: bytes = b""
 
     def beginnings(self, secret: int, lengths: Iterable[int]) -> Iterator[tuple[bytes, int, bytes]]:
-        """Yields root, length and digest of the beginnings of these lengths. Of a recent prompt, what a saved prompt
-        begins with that stays does not count: other turns of that conversation may have come from it."""
-        least = self.num_kept if self.key else 0
-        wanted = sorted(length for length in lengths if least < length <= len(self.token_ids))
+        """Yields root, length and digest of the beginnings of these lengths. Leaves out beginnings of a seen prompt
+        that a saved one shares: notes of other turns of that conversation may have come from them."""
+        min_length = self.num_kept if self.key else 0
+        wanted = sorted(length for length in lengths if min_length < length <= len(self.token_ids))
         for length, digest in zip(wanted, prompt_digests(secret, self.root, self.token_ids, wanted), strict=True):
             yield self.root, length, digest
 
 
 @dataclass(frozen=True, kw_only=True)
 class PurgePlan:
-    """The records that a purge removes. `nodes` are in the order children first. `prompts`, `notes` and `models` are
-    keys of records. `roots` are those that may have nothing left then. `stored_bytes` is the size of the nodes in the
-    file. `kept_blocks` of the chosen entries stay, because other blocks or saved prompts need them.
-
-    `texts` are those of the chosen entries and of the recent prompts removed with them; none if all under a root is
-    removed.
+    """The records that a purge removes. `nodes` are names, children first. `prompts`, `notes` and `models` are keys.
+    `roots` may have nothing left then. `stored_bytes` is the size of the nodes in the file. `kept_blocks` of the chosen
+    entries stay, because other blocks or saved prompts need them. `texts` are the chosen entries and the seen prompts
+    that are removed with them; none if the filter does not name entries.
     """
 
     entries: frozenset[bytes]
@@ -102,11 +97,10 @@ class PurgePlan:
 
 @dataclass(kw_only=True)
 class Purged:
-    """The result of a purge. `left_blocks` is the number of blocks that it could not remove: another process kept
-    continuing them, or they are damaged. For `texts` see `PurgePlan`. `is_erased`: the file was rewritten, and no
-    process has the old one open; None if that was not asked for. `remote_objects` is the number of objects that were
-    removed from the bucket that machines share, None if there is none or `remote_error` says why nothing could be
-    removed."""
+    """The result of a purge. `left_blocks` could not be removed, because another process kept continuing them, or
+    because they are damaged. `is_erased`: the file was rewritten, and no process has the old one open; None if that was
+    not asked for. `remote_objects` were removed from the bucket; None if there is no bucket, or if `remote_error` says
+    why it failed. For `texts` see `PurgePlan`."""
 
     entries: int = 0
     blocks: int = 0
@@ -126,8 +120,8 @@ class Purged:
         return bool(self.entries or self.blocks or self.prompts or self.notes or self.roots)
 
     def counts(self) -> dict[str, Any]:
-        """Returns all fields but the texts, for people and programs."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "texts"}
+        """Returns all fields but the texts."""
+        return {name: value for name, value in vars(self).items() if name != "texts"}
 
 
 @contextmanager
@@ -147,36 +141,34 @@ def plan_purge(snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> Pur
 def purge(
     store: Store, purge_filter: PurgeFilter, now: float, advance: Callable[[int], None] = lambda _bytes: None
 ) -> Purged:
-    """Removes what the filter selects, and has daemons forget what they keep in memory. No process stores anything
-    afterwards for a request that began before the end. `advance` is called with the stored bytes that were removed.
+    """Removes what the filter selects, and has daemons forget what they keep in memory. Afterwards, no process stores
+    anything for a request that began before the end. `advance` is called with the stored bytes that were removed.
 
     Raises `StoreCorrupt` if a record cannot be read, and `StoreUnavailable`.
     """
-    gone = Purged()
+    purged = Purged()
     for rounds_left in reversed(range(_ROUNDS + 1)):
-        # One transaction: what was begun before it is in the plan, or is never stored. The last one finds nothing left.
+        # One transaction: what began before it is in the plan, or is never stored. The last plan is empty.
         with store.changes() as changes:
             plan = plan_purge(changes, purge_filter, now)
-            # Of a model, a tenant or everything also if nothing is stored: daemons have in memory what is not saved.
-            if plan or gone.is_something or not (purge_filter.entries or purge_filter.older_than_s):
+            # A purge by model, tenant or of everything counts even if nothing is stored: daemons have unsaved state.
+            if plan or purged.is_something or not (purge_filter.entries or purge_filter.older_than_s):
                 changes.record_purge()
-        store.look_for_purge()
-        gone.left_blocks = len(plan.nodes)
+        store.read_epoch()
+        purged.left_blocks = len(plan.nodes)
         if not (plan and rounds_left):
             break
-        gone.texts += plan.texts
-        _carry_out(store, plan, gone, advance)
-    return gone
+        purged.texts += plan.texts
+        _carry_out(store, plan, purged, advance)
+    return purged
 
 
 def delete_entry(entry_id: str, remove: Callable[[PurgeFilter], Purged]) -> Purged:
-    """Has the saved prompt with this id removed. Raises `EntryNotFound`, also what `remove` raises."""
-    try:
-        chosen = PurgeFilter(entries=frozenset({bytes.fromhex(entry_id)}))
-    except ValueError:
-        chosen = None
-    purged = remove(chosen) if chosen is not None else Purged()
-    if not purged.entries:
+    """Has the saved prompt with this id removed. Raises `EntryNotFound`, and what `remove` raises."""
+    names: frozenset[bytes] = frozenset()
+    with suppress(ValueError):
+        names = frozenset({bytes.fromhex(entry_id)})
+    if not names or not (purged := remove(PurgeFilter(entries=names))).entries:
         raise EntryNotFound(f"there is no saved prompt with the id {shown(entry_id)!r}")
     return purged
 
@@ -187,9 +179,8 @@ class _Planner:
     def __init__(self, snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> None:
         self._snapshot, self._filter, self._now = snapshot, purge_filter, now
         self._tree = PrefixTree(snapshot)
-        self._nodes: dict[bytes, NodeRecord] = {
-            name: node for name in snapshot.keys("nodes") if (node := self._tree.node(name)) is not None
-        }
+        nodes = ((name, self._tree.node(name)) for name in snapshot.keys("nodes"))
+        self._nodes: dict[bytes, NodeRecord] = {name: node for name, node in nodes if node is not None}
         table = snapshot.usages()
         self._usage = dict(zip(table.names, table.records[["last_used", "stored_bytes"]].tolist(), strict=True))
         self._records = dict(snapshot.roots())
@@ -197,18 +188,18 @@ class _Planner:
 
     def plan(self) -> PurgePlan:
         chosen = frozenset(filter(self._is_wanted, self._filter.entries & self._entries))
-        nodes = (
-            self._of_chosen(chosen)
-            if self._filter.entries
-            else self._childless({*filter(self._is_wanted, self._nodes)})
-        )
+        texts: list[GoneText] = []
+        if self._filter.entries:
+            nodes = self._of_chosen(chosen)
+            texts += self._texts(chosen | self._entries.intersection(nodes))
+            pictures = list(self._encoded_of(texts))
+            prompts = [text.key for text in texts if text.key]
+            notes = list(self._notes_of([*texts, *(text for _, text in pictures)]))
+        else:
+            nodes = self._childless({*filter(self._is_wanted, self._nodes)})
+            pictures, prompts, notes = [], list(self._old_prompts()), list(self._old_notes())
         entries = chosen | self._entries.intersection(nodes)
-        texts = list(self._texts(entries)) if self._filter.entries else []
-        pictures = list(self._encoded_of(texts))
         nodes += [name for path, _ in pictures for name in reversed(path)]
-        prompts = [text.key for text in texts if text.key] if self._filter.entries else list(self._old_prompts())
-        of_pictures = [text for _, text in pictures]
-        notes = list(self._notes_of([*texts, *of_pictures]) if self._filter.entries else self._old_notes())
         roots = {self._nodes[name].root for name in nodes} | {key[:HASH_BYTES] for key in (*prompts, *notes)}
         if not self._filter.entries and self._filter.older_than_s is None:
             roots |= set(filter(self._is_wanted_root, self._records))
@@ -243,35 +234,33 @@ class _Planner:
         """Returns the nodes of the chosen entries that nothing else needs, children first."""
         others = self._entries.difference(chosen)
         nodes = self._childless({node for name in chosen for node in self._tree.entry(name)} - others)
-        # A checkpoint whose block stays can be restored as before: others continue that block. But its own tokens may
-        # be those of a deleted prompt alone.
+        # A checkpoint whose block stays can still be restored. But its tokens may belong to a deleted prompt alone.
         blocks = set(nodes) - self._tree.checkpoints
-        left: set[bytes] = set()
+        needed: set[bytes] = set()
         for name in others:
-            # A damaged one needs nothing.
+            # A damaged prompt needs nothing.
             with suppress(StoreCorrupt):
-                left.update(self._tree.entry(name))
-        return [
-            name
-            for name in nodes
-            if name in blocks
-            or self._nodes[name].parent in blocks
-            or (self._nodes[name].num_tokens and name not in left)
-        ]
+                needed.update(self._tree.entry(name))
+
+        def is_gone(name: bytes) -> bool:
+            node = self._nodes[name]
+            return name in blocks or node.parent in blocks or (node.num_tokens > 0 and name not in needed)
+
+        return list(filter(is_gone, nodes))
 
     def _childless(self, wanted: Collection[bytes]) -> list[bytes]:
         """Returns those of the wanted nodes that no other node continues, children first."""
-        found: dict[bytes, None] = {}
+        chosen: dict[bytes, None] = {}
         for name in reversed(list(self._tree.depth_first())):
-            if name in wanted and all(child in found for child in self._tree.children.get(name, ())):
-                found[name] = None
-        return list(found)
+            if name in wanted and all(child in chosen for child in self._tree.children.get(name, ())):
+                chosen[name] = None
+        return list(chosen)
 
     def _old_prompts(self) -> Iterator[bytes]:
-        """Yields the keys of the recent prompts under the wanted roots."""
+        """Yields the keys of the seen prompts that meet the conditions."""
         older_than_s = self._filter.older_than_s
         for key, came_at, _ in self._snapshot.seen_times():
-            # A time in the future is that of a clock that was wrong.
+            # A time in the future is from a wrong clock.
             is_old = older_than_s is None or abs(self._now - came_at) > older_than_s
             if is_old and self._is_wanted_root(key[:HASH_BYTES]):
                 yield key
@@ -282,13 +271,13 @@ class _Planner:
                 yield note.key
 
     def _models(self) -> tuple[bytes, ...]:
-        """Returns the keys of the models that are to be forgotten as a whole."""
+        """Returns the keys of the models that are removed as a whole."""
         if self._filter.entries or self._filter.older_than_s is not None or self._filter.salt is not None:
             return ()
         return tuple(key for key, model in self._snapshot.models() if self._filter.model in (None, model.model))
 
     def _texts(self, gone: Collection[bytes]) -> Iterator[GoneText]:
-        """Yields the texts of the entries that are `gone`, and those of the recent prompts that go with them."""
+        """Yields the texts of the entries that are `gone`, and of the seen prompts that are removed with them."""
         for root in {self._nodes[name].root for name in gone}:
             size = self._records[root].block_size if root in self._records else 0
             saved: dict[bytes, TokenIds] = {
@@ -306,8 +295,8 @@ class _Planner:
                     yield GoneText(root, size, seen.token_ids, num_kept, seen.key)
 
     def _encoded_of(self, texts: Sequence[GoneText]) -> Iterator[tuple[list[bytes], GoneText]]:
-        """Yields the nodes, parents first, and the token ids of what an encoder made of pictures in deleted
-        texts. It is encoded again if another prompt needs it."""
+        """Yields for each encoded picture of deleted texts its nodes, parents first, and its token ids. Another prompt
+        that needs it encodes the picture again."""
         owners = {root: (record.model, record.tenant) for root, record in self._records.items()}
         for root, record in self._records.items():
             own = [text for text in texts if record.has_pictures and owners.get(text.root) == owners[root]]
@@ -322,8 +311,8 @@ class _Planner:
                     yield path, GoneText(root, record.block_size, ids, 0)
 
     def _notes_of(self, texts: Sequence[GoneText]) -> Iterator[bytes]:
-        """Yields the keys of the notes that came from these texts, or from a beginning of one, and all
-        encoded texts under their roots, which may be a part of any."""
+        """Yields the keys of the notes that came from these texts or from beginnings of them, and of all encoded texts
+        under their roots, which may be a part of any."""
         secret = names_of(self._snapshot).secret
         lengths: dict[bytes, set[int]] = {text.root: set() for text in texts}
         notes = [
@@ -333,26 +322,26 @@ class _Planner:
         ]
         for note, prompt in notes:
             lengths[note.root].add(prompt.num_tokens)
-        gone = {one for text in texts for one in text.beginnings(secret, lengths[text.root])}
+        beginnings = {beginning for text in texts for beginning in text.beginnings(secret, lengths[text.root])}
         for note, prompt in notes:
-            if note.kind == ENCODED_TEXT or (note.root, *prompt) in gone:
+            if note.kind == ENCODED_TEXT or (note.root, *prompt) in beginnings:
                 yield note.key
 
 
 def _is_of(prompt: TokenIds, text: TokenIds, num_kept: int) -> bool:
-    """Returns whether a recent prompt goes with a deleted text: it is not all in a saved prompt that stays, and one
-    begins with the other, or they share more than every prompt's template and than the `num_kept` tokens that it shares
-    with saved prompts that stay."""
+    """Returns whether a seen prompt is removed with a deleted text. It must be more than the beginning of a saved
+    prompt that stays. And one of the two must begin with the other, or they share more than any template, and more than
+    the `num_kept` tokens that it shares with saved prompts that stay."""
     common = common_prefix_length(prompt, text)
-    is_same = common == min(len(prompt), len(text)) or common >= max(LEAST_TOKENS, num_kept + 1)
-    return num_kept < len(prompt) and is_same
+    is_related = common == min(len(prompt), len(text)) or common >= max(LEAST_TOKENS, num_kept + 1)
+    return num_kept < len(prompt) and is_related
 
 
 def _shared(ordered: Sequence[bytes], token_ids: TokenIds) -> int:
-    """Returns how many leading tokens are also those of one of the texts, which are sorted results of `_ordered`."""
+    """Returns the length of the longest common prefix with one of the texts, which are sorted results of `_ordered`."""
     wanted = _ordered(token_ids)
     place = bisect_left(ordered, wanted)
-    # Sorted, so none has more in common than its neighbours.
+    # The texts are sorted, so the neighbours of its place share most.
     return max((num_common(wanted, text) for text in ordered[max(0, place - 1) : place + 1]), default=0)
 
 
@@ -361,39 +350,38 @@ def _ordered(token_ids: TokenIds) -> bytes:
 
 
 @_repair_hint()
-def _carry_out(store: Store, plan: PurgePlan, gone: Purged, advance: Callable[[int], None]) -> None:
+def _carry_out(store: Store, plan: PurgePlan, purged: Purged, advance: Callable[[int], None]) -> None:
     """Carries out a plan as far as it still holds, and counts what is removed."""
-    of_others = sorted(plan.entries.difference(plan.nodes))
-    # The entries go last: after a kill, the same purge finds them again, and what is left of the rest.
+    # Entries are removed last: after a kill, the same purge finds them, and what is left of the rest.
     for some in batches(plan.prompts, PROMPTS_AT_ONCE):
         with store.changes() as changes:
-            gone.prompts += forget(changes, some)
+            purged.prompts += forget(changes, some)
     for some in batches(plan.notes, RECORDS_AT_ONCE):
         with store.changes() as changes:
-            gone.notes += sum(changes.delete_record("notes", key) for key in some)
-    for some in batches(of_others, RECORDS_AT_ONCE):
+            purged.notes += sum(changes.delete_record("notes", key) for key in some)
+    for some in batches(sorted(plan.entries.difference(plan.nodes)), RECORDS_AT_ONCE):
         with store.changes() as changes:
-            gone.entries += sum(changes.delete_record("entries", name) for name in some)
+            purged.entries += sum(changes.delete_record("entries", name) for name in some)
     for some in batches(plan.nodes, NODES_AT_ONCE):
-        before = gone.stored_bytes
+        before = purged.stored_bytes
         with store.changes() as changes:
-            _delete_nodes(changes, some, plan.entries, gone)
-        advance(gone.stored_bytes - before)
+            _delete_nodes(changes, some, plan.entries, purged)
+        advance(purged.stored_bytes - before)
     with store.changes() as changes:
-        gone.roots += changes.delete_bare_roots(set(plan.roots))
+        purged.roots += changes.delete_bare_roots(set(plan.roots))
         for key in plan.models:
             changes.delete_record("meta", key)
     forget_hits(store)
 
 
-def _delete_nodes(changes: Changes, names: Sequence[bytes], entries: Collection[bytes], gone: Purged) -> None:
-    """Deletes nodes, children first. A node stays if it was continued, or saved as an entry, since the plan was made;
-    so does a ghost, whose payload others have removed since."""
+def _delete_nodes(changes: Changes, names: Sequence[bytes], entries: Collection[bytes], purged: Purged) -> None:
+    """Deletes nodes, children first. Keeps nodes that were continued or saved as an entry since the plan was made, and
+    ghosts, whose payload was removed since."""
     for name in names:
         usage, saved = changes.usage(name), changes.entry(name) is not None
         if (usage is not None and usage.children) or (saved and name not in entries) or changes.is_ghost(name):
             continue
         if changes.delete_node(name, changes.parent(name)):
-            gone.blocks += 1
-            gone.entries += saved
-            gone.stored_bytes += usage.stored_bytes if usage is not None else 0
+            purged.blocks += 1
+            purged.entries += saved
+            purged.stored_bytes += usage.stored_bytes if usage is not None else 0

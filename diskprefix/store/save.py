@@ -1,4 +1,4 @@
-"""The save of one request, and the publications of it that wait to be written."""
+"""The save of one request, and its publications that wait to be written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diskprefix.store.store_identity import Epoch
 
 
 class Hold(Protocol):
-    """Memory that payloads lie in until they are written or lost. For any thread."""
+    """Memory that holds payloads until they are written or lost. For any thread."""
 
     def release(self) -> None:
         """Gives the memory back. May be called twice."""
@@ -24,30 +24,30 @@ class Hold(Protocol):
 
 
 class Save:
-    """The saving of one request: publications that continue each other, the last one with the entry and the prompt. The
-    writer changes it under its lock, anybody may read it.
+    """The saving of one request: publications that continue each other, the last one with the entry and the prompt.
+    Only the writer changes it, under its lock; any thread may read it.
 
-    Nothing is written in another `epoch` than that in which the request began. `what` is saved, for the log.
+    Its publications are written only in `epoch`, in which the request began. `label` names what is saved in the log.
     """
 
-    def __init__(self, epoch: Epoch, what: str = "a prompt") -> None:
-        self.epoch, self.what = epoch, what
+    def __init__(self, epoch: Epoch, label: str = "a prompt") -> None:
+        self.epoch, self.label = epoch, label
         self.lost: str | None = None
-        """Why not all is saved: the first reason, empty if the store fails. None if nothing is lost."""
+        """The first reason why not all is saved, empty if the store fails; None if nothing is lost."""
         self.has_failed = False
-        """Nothing is added any more, but that the prompt was seen."""
+        """Nothing more is written but the seen prompt."""
         self.is_finished = False
-        """Its request has ended."""
+        """The request has ended."""
         self.has_nodes = self.has_written_nodes = False
         """Nodes were added; nodes were written."""
         self.waiting: deque[Waiting] = deque()
         self.pinned: bytes | None = None
-        """What it continues, or the last node that was written."""
+        """The node that the first waiting publication continues, or the last written node."""
 
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A publication that waits. `made_at` is on the clock of `time.monotonic`."""
+    """A waiting publication. `made_at` is a time of `time.monotonic`."""
 
     save: Save
     publication: Publication
@@ -57,6 +57,3 @@ class Waiting:
     @property
     def nodes(self) -> tuple[NewNode, ...]:
         return self.publication.nodes
-
-    def frees(self) -> bool:
-        return any(hold.frees() for hold in self.holds)

@@ -1,7 +1,7 @@
 """Counts of what the cache did for each model and tenant, in all and by day, and the last hits.
 
-They are kept in the store as a note of each root. The writing thread writes them with the uses of nodes, at least once
-a second, so a kill loses no more than that. Several processes may add to one record.
+A note of each root keeps the counts. The writing thread writes them with the uses of nodes, at least once a second, so
+a kill loses no more. Several processes may add to one note.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.changes import Changes, Part
+from diskprefix.store.changes import Changes, SmallWrite
 from diskprefix.store.note_record import NoteKind, NoteTimes, decode_note, encode_note, note_bytes, note_key
 from diskprefix.store.schema import RootRecord, decode_record, encode_record
 from diskprefix.store.snapshot import Snapshot
@@ -23,14 +23,16 @@ from diskprefix.store.store_file import StoreFile
 from diskprefix.store.store_identity import Epoch, epoch_of
 
 _DAYS, _RECENT_HITS = 30, 256
+_MAX_WAITING = 1024
+"""Limit for the roots whose counts wait while the store fails."""
 _TTL_S = 400 * 86400
 _REMOVED = "removed_savings"
-"""The key of the counts of roots that were removed to make room."""
+"""The key in `meta` of the counts of roots that were removed to make room."""
 
 
 class Tally(msgspec.Struct, kw_only=True):
-    """Counts of requests that asked the cache. `saved_s` is the time that computing `restored_tokens` took when they
-    were computed, less the time that restoring them took, in seconds."""
+    """Counts of requests that asked the cache. `saved_s`: the seconds that computing `restored_tokens` took once, less
+    the seconds that restoring them took."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -48,8 +50,8 @@ class Tally(msgspec.Struct, kw_only=True):
 
 
 class RecentHit(msgspec.Struct, array_like=True, frozen=True):
-    """A request that restored something: when (seconds since the epoch), the last full block that it restored, and the
-    number of tokens."""
+    """A request that restored `num_tokens` tokens, at `when` seconds since the epoch. `block` is the last full block
+    that it restored."""
 
     when: float
     block: bytes
@@ -57,7 +59,7 @@ class RecentHit(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Savings(msgspec.Struct, kw_only=True):
-    """The counts of one root. `days` has them by the ordinal of the local date (`datetime.date.toordinal`). `hits` are
+    """The counts of one root. The keys of `days` are ordinals of local dates (`datetime.date.toordinal`). `hits` are
     the last ones, oldest first."""
 
     since: float
@@ -78,17 +80,16 @@ class Savings(msgspec.Struct, kw_only=True):
 
 
 def read_savings(snapshot: Snapshot) -> dict[bytes, Savings]:
-    """Returns the counts of each root as far as they are in the store. A damaged record is left out."""
-    return {root: found for root in snapshot.keys("roots") if (found := savings_of(snapshot, root)) is not None}
+    """Returns the counts of each root in the store. Leaves out damaged records."""
+    return {root: savings for root in snapshot.keys("roots") if (savings := savings_of(snapshot, root)) is not None}
 
 
 def keep_counts(changes: Changes, roots: Iterable[bytes]) -> None:
-    """Adds what the cache did for roots, which are about to be removed, to the counts of those that were removed
-    before."""
+    """Adds the counts of roots that are about to be removed to those of the roots that were removed before."""
     total = _read_removed(changes)
     for root in roots:
-        if (one := savings_of(changes, root)) is not None:
-            total.add(one)
+        if (savings := savings_of(changes, root)) is not None:
+            total.add(savings)
     total.hits = []
     changes.put_meta(_REMOVED, encode_record(_REMOVED.encode(), total))
 
@@ -107,19 +108,20 @@ def put_savings(changes: Changes, root: bytes, savings: Savings, now: float) -> 
 
 
 def total_savings(snapshot: Snapshot) -> Savings:
-    """Returns the counts of all roots together, also of those that were removed to make room. `since` is infinite if
+    """Returns the sum of the counts of all roots, with those that were removed to make room. `since` is infinite if
     there are none."""
     total = _read_removed(snapshot)
-    for one in read_savings(snapshot).values():
-        total.add(one)
+    for savings in read_savings(snapshot).values():
+        total.add(savings)
     return total
 
 
 def savings_of(snapshot: Snapshot, root: bytes) -> Savings | None:
     """Returns the counts of a root, None if there are none or they are damaged."""
-    value = snapshot.record("notes", _key(root))
+    key = _key(root)
     try:
-        return None if value is None else msgspec.msgpack.decode(decode_note(_key(root), value)[1], type=Savings)
+        value = snapshot.record("notes", key)
+        return None if value is None else msgspec.msgpack.decode(decode_note(key, value)[1], type=Savings)
     except (StoreCorrupt, msgspec.DecodeError):
         return None
 
@@ -133,26 +135,22 @@ def day_of(now: float) -> int:
     return date.fromtimestamp(now).toordinal()
 
 
-_MAX_WAITING = 1024
-"""Roots whose counts wait to be written. A store that fails for long may not take more and more memory."""
-
-
 class SavingsLog:
-    """The counts of this process that are not in the store yet. `record` and `total` are for any thread, the others for
-    the writing thread alone."""
+    """The counts of this process that are not in the store yet. `record` and `total` are for any thread, `writing` is
+    for the writing thread alone."""
 
     def __init__(self, store: StoreFile) -> None:
         self._store = store
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        """Held while counts are on their way to the store. A reader would find them in neither place."""
+        """Held while counts are on their way to the store, where a reader would find them in neither place."""
         self._waiting: dict[tuple[Epoch, bytes], tuple[RootRecord, Savings]] = {}
         """By the epoch in which the requests began, and the root."""
         self.saved_s = 0.0
         """Seconds of computing that restores saved since the start of this process."""
 
     def record(self, epoch: Epoch, root: bytes, record: RootRecord, counts: Tally, block: bytes | None) -> None:
-        """Counts a request that began in `epoch`. `block` is the last full block that it restored, None if it restored
+        """Counts a request that began in `epoch`. `block` is the last full block that it restored, None if there is
         none."""
         now = self._store.clock()
         hits = [RecentHit(now, block, counts.restored_tokens)] if block is not None else []
@@ -168,15 +166,15 @@ class SavingsLog:
             with self._writing, self._lock:
                 snapshot = reading.enter_context(self._store.snapshot())
                 waiting = [msgspec.msgpack.encode(new) for _, new in self._waiting.values()]
-            # The writer does not wait for the sum.
+            # Without the locks: the writer does not wait for the sum.
             total = total_savings(snapshot)
         for new in waiting:
             total.add(msgspec.msgpack.decode(new, type=Savings))
         return total
 
     @contextmanager
-    def writing(self) -> Iterator[Part | None]:
-        """Yields the waiting counts, to be put into the store; None if there are none. With an error they wait on."""
+    def writing(self) -> Iterator[SmallWrite | None]:
+        """Yields the write of the waiting counts, None if there are none. They continue to wait if the block raises."""
         if not self._waiting:
             yield None
             return
@@ -184,7 +182,7 @@ class SavingsLog:
             with self._lock:
                 waiting, self._waiting = self._waiting, {}
             try:
-                yield Part(len(waiting) * note_bytes(1 << 13), partial(self._add, waiting))
+                yield SmallWrite(len(waiting) * note_bytes(1 << 13), partial(self._add, waiting))
             except BaseException:
                 with self._lock:
                     for key, (record, new) in self._waiting.items():
@@ -193,9 +191,9 @@ class SavingsLog:
                 raise
 
     def _add(self, waiting: Mapping[tuple[Epoch, bytes], tuple[RootRecord, Savings]], changes: Changes) -> None:
-        now = epoch_of(changes, self._store.names)
+        current_epoch = epoch_of(changes, self._store.names)
         for (epoch, root), (record, new) in waiting.items():
-            if epoch != now:
+            if epoch != current_epoch:
                 if not changes.has_record("roots", root):
                     # All of this root was purged.
                     continue
@@ -207,14 +205,15 @@ class SavingsLog:
 
 
 def forget_hits(store: StoreFile) -> None:
-    """Removes the names of blocks that are not stored any more from the last hits. Raises `CacheError`."""
+    """Removes the last hits whose block is not stored any more. Raises `CacheError`."""
     with store.snapshot() as snapshot:
-        roots = [root for root, found in read_savings(snapshot).items() if _stored_hits(snapshot, found) != found.hits]
+        all_savings = read_savings(snapshot)
+        roots = [root for root, savings in all_savings.items() if _stored_hits(snapshot, savings) != savings.hits]
     for root in roots:
         with store.changes() as changes:
-            if (found := savings_of(changes, root)) is not None:
-                found.hits = _stored_hits(changes, found)
-                put_savings(changes, root, found, store.clock())
+            if (savings := savings_of(changes, root)) is not None:
+                savings.hits = _stored_hits(changes, savings)
+                put_savings(changes, root, savings, store.clock())
 
 
 def _stored_hits(snapshot: Snapshot, savings: Savings) -> list[RecentHit]:

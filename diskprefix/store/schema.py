@@ -1,6 +1,6 @@
-"""The records in `data.mdb`: their layout, and encoding and decoding them. `FORMAT.md` gives the format byte by byte.
+"""The records in `data.mdb`, encoded and decoded. `FORMAT.md` gives the format byte by byte.
 
-A checksum covers the key of its record too, so that a record under another key does not verify.
+A record's checksum covers its key too, so a record does not verify under another key.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ ENCODED_PICTURES = "pictures "
 """The beginning of the identity of a root that holds what an encoder made of pictures."""
 FORMAT_VERSION = 10
 MAX_PREFILL_S = 1e6
-"""Computing no node takes longer, in seconds."""
+"""Limit for the seconds that computing a node took. A record that says more is not believed."""
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "seen", "notes")
 
 _HEADER = struct.Struct("<16s16sIIBxHIQQ")
-_PLACE = struct.Struct("<32xI4xB")
-"""The position and the kind in the header."""
 _KIND_AT = 40
 _CHECKSUM = struct.Struct("<Q")
 _POSITION = struct.Struct("<I")
 _TOKENS_AT = _HEADER.size + _CHECKSUM.size
-_USAGE = struct.Struct("<ddfIQIi")
+_USAGE_TYPES = "ddfIQIi"
+_USAGE = struct.Struct("<" + _USAGE_TYPES)
 _PIECE_INDEX = struct.Struct(">H")
 _MAX_KEY_BYTES = 511
 """LMDB takes no longer key."""
-CHILD_PART_BYTES = (_MAX_KEY_BYTES - 2 * HASH_BYTES) // 4 * 4
+CHILD_IDS_BYTES = (_MAX_KEY_BYTES - 2 * HASH_BYTES) // 4 * 4
 """Bytes of token ids in one key of the database `children`."""
 CHECKSUM_BYTES = _CHECKSUM.size
-NOTE_TIMES = struct.Struct("<ddI")
+_PAGE_BYTES, _PAGE_HEADER_BYTES = 4096, 16
 
 
 class Kind(IntEnum):
@@ -49,7 +48,7 @@ class Kind(IntEnum):
     TAIL = 1
     CHECKPOINT = 2
     GHOST = 3
-    """A block without payload: only its token ids are kept, as it is on the path of a prompt that was seen."""
+    """A block without payload. Its token ids are kept because it is on the path of a prompt that was seen."""
 
 
 _KINDS = frozenset(Kind)
@@ -58,21 +57,22 @@ _NAME_MARKS = (b"", b"t", b"c", b"")
 
 
 def node_name(secret: int, parent: bytes, token_ids: TokenIds | bytes, kind: Kind) -> bytes:
-    """Returns the name of the node that continues `parent` with these token ids (see `tokens.block_hash`). A mark in it
-    tells tails and checkpoints from blocks with the same tokens."""
+    """Returns the name of the node that continues `parent` with these token ids (see `tokens.block_hash`). The mark of
+    its kind distinguishes tails and checkpoints from blocks with the same tokens."""
     return block_hash(secret, parent, token_ids, _NAME_MARKS[kind])
 
 
 def shorter_names(secret: int, parent: bytes, token_ids: bytes, kind: Kind) -> list[bytes]:
-    """Returns the names of all nodes that a node replaces which continues `parent` with these token ids (int32,
-    little-endian): partial blocks and tails with fewer of them, and of a tail the partial block with as many."""
+    """Returns the names of all nodes that a new node replaces. It continues `parent` with these token ids (int32,
+    little-endian), and replaces partial blocks and tails with fewer of them. A tail also replaces the partial block
+    with as many."""
     blocks, tails = (beginning_hashes(secret, parent, token_ids, _NAME_MARKS[k]) for k in (Kind.BLOCK, Kind.TAIL))
     return blocks[: None if kind == Kind.TAIL else -1] + tails[:-1]
 
 
 def checkpoint_names(secret: int, parent: bytes, token_ids: bytes) -> list[tuple[tuple[Kind, bytes], ...]]:
-    """Returns kinds and names of the checkpoints and tails that continue `parent` with no, one, two … of these token
-    ids (int32, little-endian)."""
+    """Returns kinds and names of the checkpoints and tails that may continue `parent`: element n has those with the
+    first n of these token ids (int32, little-endian)."""
     kinds = (Kind.CHECKPOINT, Kind.TAIL)
     of_kinds = [beginning_hashes(secret, parent, token_ids, _NAME_MARKS[kind]) for kind in kinds]
     return [tuple(zip(kinds, names, strict=True)) for names in zip(*of_kinds, strict=True)]
@@ -80,9 +80,9 @@ def checkpoint_names(secret: int, parent: bytes, token_ids: bytes) -> list[tuple
 
 @dataclass(frozen=True, eq=False, slots=True)
 class NodeRecord:
-    """The index record of one node. `position` is the position of its first token; it ends before `end`.
+    """The index record of one node. It holds the tokens from `position` to before `end`.
 
-    `seen_children` counts the prompts that were seen and continue it, and the nodes on the paths of such prompts.
+    `seen_children` counts the seen prompts that continue it, and the children that lie on the path of a seen prompt.
     """
 
     parent: bytes
@@ -107,10 +107,10 @@ class NodeRecord:
 class UsageRecord(NamedTuple):
     """The mutable part of a node with payload, in the order of the stored record.
 
-    `restores` counts the uses, for people. `prefill_s` is how long computing the node's tokens took, in seconds; 0 if
-    unknown. `children` counts the nodes with payload that continue it: only a node with none may be evicted.
-    `stored_bytes` is what the node takes in the file, whole pages. `ttl_s` is the longest time to live that a use asked
-    for, in seconds: see `FORMAT.md` for 0 and negative numbers.
+    `prefill_s`: seconds that computing its tokens took, 0 if unknown. `children`: the number of nodes with payload that
+    continue it; only a node with none may be evicted. `stored_bytes`: its size in the file, in whole pages. `restores`:
+    the number of uses, for people. `ttl_s`: the longest time to live that a use asked for, in seconds; `FORMAT.md`
+    explains 0 and negative numbers.
     """
 
     last_used: float
@@ -122,17 +122,16 @@ class UsageRecord(NamedTuple):
     ttl_s: int = 0
 
 
-_USAGE_TYPES = ("<f8", "<f8", "<f4", "<u4", "<u8", "<u4", "<i4")
-USAGE_DTYPE = np.dtype(list(zip(UsageRecord._fields, _USAGE_TYPES, strict=True)))
-"""A usage record as a numpy type. The fields are those of `UsageRecord`."""
+USAGE_DTYPE = np.dtype([(name, "<" + code) for name, code in zip(UsageRecord._fields, _USAGE_TYPES, strict=True)])
+"""A usage record as a numpy type. Its fields are those of `UsageRecord`."""
 
 
 class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a root. `layout` is the canonical text of `kv.layout.Layout`, which payloads have.
+    """The record of a root. `layout` is the canonical text of the payloads' `kv.layout.Layout`.
 
-    `identity` is the text whose hash is the root (`tokens.root_hash`); empty if it is not known. `tenant` is the text
-    of a `values.Tenant`, empty for the shared tenant. `tokenizer` is the folder of the tokenizer that made the token
-    ids, for people who read them; empty if it is not known.
+    `identity` is the text whose hash is the root (`tokens.root_hash`), and `tokenizer` the tokenizer's folder, for
+    commands that show text; both are empty if unknown. `tenant` is the text of a `values.Tenant`, empty for the shared
+    tenant.
     """
 
     model: str
@@ -150,8 +149,8 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that a store was served with, whether anything of it is stored or not. `identity` is that of the shared
-    tenant, in the form of `RootRecord.identity`."""
+    """A model that a store was served with, even if nothing of it is stored. `identity` is the shared tenant's
+    `RootRecord.identity`."""
 
     model: str
     identity: str
@@ -159,8 +158,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of a store, fixed when it is created: its id (16 bytes), and the secret (64 bits) that seeds the
-    names of its nodes. A wrong bit in the secret would turn every hit into a miss. `namespace` is the digest of the
-    namespace key that the secret was derived from; empty if it was drawn for this store."""
+    names of its nodes. `namespace` is the digest of the namespace key that the secret was derived from, empty if the
+    secret is random."""
 
     store_id: bytes
     secret: int
@@ -169,8 +168,8 @@ class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One saved prompt, which ends at the node whose name is the key. `preview` is a part of its text. `reason` says in
-    a word why the policy kept so much of it; empty if that is not known."""
+    """One saved prompt. The key is the name of its last node. `preview` is a part of its text. `reason` says in a word
+    why the policy kept so much of it, empty if unknown."""
 
     root: bytes
     num_tokens: int
@@ -181,8 +180,8 @@ class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that was seen, which came at `came_at`, in seconds since the epoch. `parent` is its last full block, or
-    its root; `rest` has the token ids behind (int32, little-endian). `ttl_s` is its time to live in seconds, 0 for the
+    """A prompt that was seen at `came_at`, in seconds since the epoch. `parent` is its last full block, or its root;
+    `rest` has the token ids behind it (int32, little-endian). `ttl_s` is its time to live in seconds, 0 for the
     daemon's."""
 
     came_at: float
@@ -202,7 +201,7 @@ def model_key(identity: str) -> bytes:
 
 
 def encode_node(name: bytes, node: NodeRecord) -> bytes:
-    """Returns the record of a node. Its checksum covers the name too, so it does not verify under another name."""
+    """Returns the record of a node."""
     header = _HEADER.pack(
         node.parent,
         node.root,
@@ -233,17 +232,16 @@ def decode_node(name: bytes, value: bytes | memoryview) -> NodeRecord:
 
 
 def is_node(value: memoryview, parent: bytes, position: int, kind: Kind, token_ids: bytes) -> bool:
-    """Returns whether a node record is the one of these token ids (int32, little-endian), at this place, after this
-    parent.
+    """Returns whether a node record has this parent, position and kind, and these token ids (int32, little-endian).
 
-    A lookup calls this for every block, so it does not decode or verify the record. What it compares needs no checksum,
-    and the rest of the record is compared with the layout before it is used.
+    A lookup calls this for every block, so it neither decodes nor verifies the record. What it compares needs no
+    checksum, and the rest of the record is compared with the layout before it is used.
     """
     if len(value) != _TOKENS_AT + len(token_ids):
         return False
-    there = bytes(value)
-    same_tokens = there.startswith(parent) and there.endswith(token_ids)
-    return same_tokens and _PLACE.unpack_from(there) == (position, kind)
+    record = bytes(value)
+    has_tokens = record.startswith(parent) and record.endswith(token_ids)
+    return has_tokens and (node_position(record), node_kind(record)) == (position, kind)
 
 
 def node_root(value: bytes | memoryview) -> bytes:
@@ -257,9 +255,13 @@ def node_kind(value: bytes | memoryview) -> int:
 
 
 def node_position(value: bytes | memoryview) -> int:
-    """Returns the position in a node record, without verifying the record; more than any position if it is cut
-    short."""
+    """Returns the position in a node record, without verifying it; 2**32 if the record is cut short."""
     return int(_POSITION.unpack_from(value, 2 * HASH_BYTES)[0]) if len(value) >= _HEADER.size else 1 << 32
+
+
+def paged_bytes(num_bytes: int) -> int:
+    """Returns the size in the file of a value that is too long to share a page with others."""
+    return -(-(num_bytes + _PAGE_HEADER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def piece_key(name: bytes, index: int) -> bytes:
@@ -273,22 +275,22 @@ def piece_index(key: bytes | memoryview, name: bytes) -> int | None:
     return int(_PIECE_INDEX.unpack_from(key, HASH_BYTES)[0])
 
 
-def child_parts(parent: bytes, token_ids: bytes) -> Iterator[tuple[bytes, bytes]]:
+def child_key_ids(parent: bytes, token_ids: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yields where the database `children` lists a node that continues `parent` with these token ids (int32,
-    little-endian): pairs of the beginning of a key (16 bytes) and a part of the token ids.
+    little-endian): pairs of the beginning of a key (16 bytes) and some of the token ids.
 
-    A key has no room for the token ids of a whole block. The first pair has the parent and the first part. Each of the
-    next ones begins with a hash of the pair before, so equal beginnings mean that all before is equal.
+    A key has no room for the token ids of a whole block. The first pair has the parent and the first token ids. Each
+    later one begins with a hash of the pair before it, so equal beginnings mean that all tokens before are equal.
     """
-    for start in range(0, len(token_ids), CHILD_PART_BYTES):
-        part = token_ids[start : start + CHILD_PART_BYTES]
-        yield parent, part
-        parent = block_hash(0, parent, part)
+    for start in range(0, len(token_ids), CHILD_IDS_BYTES):
+        some_ids = token_ids[start : start + CHILD_IDS_BYTES]
+        yield parent, some_ids
+        parent = block_hash(0, parent, some_ids)
 
 
 def child_keys(name: bytes, parent: bytes, token_ids: bytes) -> list[bytes]:
     """Returns the keys of a node in the database `children`; none for a node without tokens."""
-    return [beginning + part + name for beginning, part in child_parts(parent, token_ids)]
+    return [beginning + some_ids + name for beginning, some_ids in child_key_ids(parent, token_ids)]
 
 
 def encode_usage(usage: UsageRecord) -> bytes:

@@ -11,8 +11,6 @@ import lmdb
 import numpy as np
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.codec.codec import Piece, decode_piece, piece_seed
-from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.eviction import UsageTable
 from diskprefix.store.note_record import StoredNote
 from diskprefix.store.pieces import PayloadLayout
@@ -27,8 +25,7 @@ from diskprefix.store.schema import (
     PromptRecord,
     RootRecord,
     UsageRecord,
-    child_keys,
-    child_parts,
+    child_key_ids,
     decode_node,
     decode_record,
     decode_usage,
@@ -58,13 +55,12 @@ class Snapshot:
         self._copy_payloads = copy_payloads
 
     def node(self, name: bytes) -> NodeRecord | None:
-        """Returns the index record of a node, or None if there is none, or only a ghost. Raises `StoreCorrupt` if it
-        does not verify."""
+        """Returns the index record of a stored node, or None; None for a ghost too. Raises `StoreCorrupt`."""
         node = self.node_or_ghost(name)
         return None if node is None or node.kind == Kind.GHOST else node
 
     def node_or_ghost(self, name: bytes) -> NodeRecord | None:
-        """Returns the index record of a node, with or without payload, or None. Raises `StoreCorrupt`."""
+        """Returns the index record of a node or ghost, or None. Raises `StoreCorrupt` if it does not verify."""
         value = self.record("nodes", name)
         return None if value is None else decode_node(name, value)
 
@@ -74,8 +70,8 @@ class Snapshot:
         return value is not None and node_kind(value) == Kind.GHOST
 
     def has(self, name: bytes, parent: bytes, position: int, kind: Kind, token_ids: bytes) -> bool:
-        """Returns whether this node is stored: these token ids (int32, little-endian), at this place, after this
-        parent. Raises `StoreCorrupt` if there is a node of this name that is another."""
+        """Returns whether this node is stored. `token_ids` are int32, little-endian. Raises `StoreCorrupt` if the node
+        with this name has another parent, position, kind or tokens."""
         value = self.record("nodes", name)
         if value is None or node_kind(value) == Kind.GHOST:
             return False
@@ -84,8 +80,7 @@ class Snapshot:
         return True
 
     def piece(self, name: bytes, index: int) -> memoryview | None:
-        """Returns a piece of a payload as it stands in the file, or None. The view is valid until the snapshot is
-        closed."""
+        """Returns a piece of a payload as it is stored, or None. The view is valid until the snapshot is closed."""
         return next(self.pieces_at(name, (index,)))
 
     def pieces_at(self, name: bytes, indexes: Iterable[int]) -> Iterator[memoryview | None]:
@@ -96,48 +91,39 @@ class Snapshot:
             yield memoryview(bytes(view)) if view is not None and self._copy_payloads else view
 
     def pieces(self, name: bytes) -> Iterator[tuple[int, memoryview]]:
-        """Yields every piece of a node's payload as it stands in the file, with its index, in order."""
+        """Yields the index and the stored bytes of each piece of a node's payload, in order."""
         cursor = self._txn.cursor(self._databases["payloads"])
-        found = cursor.set_range(name)
-        while found and (index := piece_index(cursor.key(), name)) is not None:
+        is_at_key = cursor.set_range(name)
+        while is_at_key and (index := piece_index(cursor.key(), name)) is not None:
             yield index, memoryview(cursor.value())
-            found = cursor.next()
-
-    def decode(self, name: bytes, index: int, stored: memoryview, piece: Piece, out: Bytes) -> None:
-        """Verifies a piece, given as it stands in the file, and writes it to `out`; see `decode_piece`. For any
-        thread."""
-        decode_piece(stored, piece, piece_seed(name, index), out)
+            is_at_key = cursor.next()
 
     def record(self, database: str, key: bytes) -> Any:
         """Returns a record, None if there is none."""
         return self._txn.get(key, db=self._databases[database])
 
     def listed(self, database: str, key: bytes) -> Any:
-        """Returns the record of a key that was listed. If it is not found, the order of the file's pages is broken,
-        which LMDB does not notice itself. Raises its error for that, and `StoreCorrupt` where a writer may have removed
-        it."""
-        found = self.record(database, key)
-        if found is None and not self._copy_payloads:
+        """Returns the record of a key that was listed. If there is none, the order of the file's pages is broken, which
+        LMDB does not notice: raises `lmdb.CorruptedError`, or `StoreCorrupt` if a writer may have removed the record
+        meanwhile."""
+        value = self.record(database, key)
+        if value is None and not self._copy_payloads:
             raise lmdb.CorruptedError(f"a key of {database!r} that it lists is not found")
-        if found is None:
+        if value is None:
             raise StoreCorrupt("it is listed and not found")
-        return found
+        return value
 
     def has_record(self, database: str, key: bytes) -> bool:
         """Returns whether there is a record of this key, sound or not."""
         return self.record(database, key) is not None
 
     def records(self, database: str) -> Iterator[tuple[bytes, bytes | memoryview]]:
-        """Keys and values of a database."""
+        """Yields keys and values of a database."""
         for key, value in self._txn.cursor(self._databases[database]):
             yield bytes(key), value
 
-    def child_keys(self, name: bytes, node: NodeRecord) -> list[bytes]:
-        """Returns the keys of a node in the database `children`; none for a node without tokens."""
-        return child_keys(name, node.parent, node.token_ids.tobytes())
-
     def keys(self, database: str) -> Iterator[bytes]:
-        """Keys of a database. No value is touched: in a write transaction each would be a copy."""
+        """Yields the keys of a database. Reads no value, because a write transaction would copy each."""
         cursor = self._txn.cursor(self._databases[database])
         for key in cursor.iternext(keys=True, values=False):
             yield bytes(key)
@@ -147,17 +133,17 @@ class Snapshot:
         return None if value is None else decode_usage(value)
 
     def usages(self, names: Iterable[bytes] | None = None) -> UsageTable:
-        """Returns the usage records of these nodes, as far as they are stored, or of all. Raises `StoreCorrupt`."""
-        found = self.records("usage") if names is None else ((name, self.record("usage", name)) for name in names)
-        usages = {name: value for name, value in found if value is not None}
+        """Returns the usage records of all nodes, or of those of `names` that are stored. Raises `StoreCorrupt`."""
+        records = self.records("usage") if names is None else ((name, self.record("usage", name)) for name in names)
+        usages = {name: value for name, value in records if value is not None}
         for name, value in usages.items():
             if len(value) != USAGE_DTYPE.itemsize:
                 raise StoreCorrupt(f"the usage record of node {name.hex()} has {len(value)} bytes")
         return UsageTable(list(usages), np.frombuffer(b"".join(usages.values()), USAGE_DTYPE))
 
     def saves_nothing(self) -> Callable[[bytes], bool] | None:
-        """Returns a function that tells whether nothing can be restored from a node that nothing continues: a block of
-        a layout with states, because only checkpoints and tails can be restored. None if this holds for no node."""
+        """Returns a function that tells whether a leaf of this name is useless: a block of a layout with states, where
+        only checkpoints and tails can be restored. Returns None if the store has no such layout."""
         roots = {root for root, value in self.records("roots") if _has_states(root, value)}
         if not roots:
             return None
@@ -169,48 +155,48 @@ class Snapshot:
         return is_bare_block
 
     def parent(self, name: bytes) -> bytes:
-        """Returns the node or root that a node continues; empty if there is no such node."""
+        """Returns the node or root that a node continues, empty if there is no such node."""
         value = self.record("nodes", name)
         return b"" if value is None else bytes(value[:HASH_BYTES])
 
     def children(self, name: bytes, secret: int) -> list[bytes]:
-        """Returns the stored nodes that continue a node, as the index lists them: first keys begin with its name. Nodes
-        without tokens are in no index, but their names are known. `secret` is the store's."""
+        """Returns the stored nodes that continue a node. `secret` is the store's: the index of children does not list
+        nodes without tokens, but their names follow from it."""
         if len(name) != HASH_BYTES:
             return []
         bare = [node_name(secret, name, b"", kind) for kind in (Kind.TAIL, Kind.CHECKPOINT)]
-        found = dict.fromkeys([*bare, *(key[-HASH_BYTES:] for key in self.keys_under("children", name))])
-        return [child for child in found if self.has_record("nodes", child)]
+        names = dict.fromkeys([*bare, *(key[-HASH_BYTES:] for key in self.keys_under("children", name))])
+        return [child for child in names if self.has_record("nodes", child)]
 
     def similar_children(self, parent: bytes, token_ids: bytes) -> Iterator[bytes]:
         """Yields the names of the nodes that continue `parent` and have the first of these token ids (int32,
-        little-endian): first those that have most of them in common. Does not verify records, which may be missing."""
-        found: set[bytes] = set()
-        # What is listed in a later part has all tokens of the parts before.
-        for beginning, part in reversed(list(child_parts(parent, token_ids))):
-            for name in self._similar_in_part(beginning, part):
-                if name not in found:
-                    found.add(name)
+        little-endian), those with the longest common prefix first. Does not verify records, which may be missing."""
+        yielded: set[bytes] = set()
+        # Keys with a later beginning have all token ids of the keys before.
+        for beginning, some_ids in reversed(list(child_key_ids(parent, token_ids))):
+            for name in self._similar_keys(beginning, some_ids):
+                if name not in yielded:
+                    yielded.add(name)
                     yield name
 
-    def _similar_in_part(self, beginning: bytes, part: bytes) -> Iterator[bytes]:
-        """Does what `similar_children` does, for the keys with this beginning. Keys are sorted, so none has more in
-        common with `part` than one that is nearer to its place."""
+    def _similar_keys(self, beginning: bytes, some_ids: bytes) -> Iterator[bytes]:
+        """Yields the names in the keys with this beginning, those with the longest common prefix with `some_ids` first:
+        the keys are sorted, so the nearest keys before and after its place come first."""
         after, before = (self._txn.cursor(self._databases["children"]) for _ in range(2))
-        num_after = _common_at(after, after.set_range(beginning + part), beginning, part)
-        has_before = before.prev() if before.set_range(beginning + part) else before.last()
-        num_before = _common_at(before, has_before, beginning, part)
+        num_after = _common_at(after, after.set_range(beginning + some_ids), beginning, some_ids)
+        has_before = before.prev() if before.set_range(beginning + some_ids) else before.last()
+        num_before = _common_at(before, has_before, beginning, some_ids)
         while num_after or num_before:
             if num_after >= num_before:
                 yield bytes(after.key())[-HASH_BYTES:]
-                num_after = _common_at(after, after.next(), beginning, part)
+                num_after = _common_at(after, after.next(), beginning, some_ids)
             else:
                 yield bytes(before.key())[-HASH_BYTES:]
-                num_before = _common_at(before, before.prev(), beginning, part)
+                num_before = _common_at(before, before.prev(), beginning, some_ids)
 
     def ancestry(self, name: bytes) -> Iterator[bytes]:
-        """Yields `name` and its ancestors, up to the first block or one without a whole record. Yields nothing for a
-        ghost. Does not verify records; the walk always ends."""
+        """Yields `name` and its ancestors. Stops after the first block, or before a ghost or a node without a whole
+        record. Does not verify records; the walk always ends."""
         position = 1 << 32
         while (value := self.record("nodes", name)) is not None and node_position(value) < position:
             if node_kind(value) == Kind.GHOST:
@@ -227,7 +213,7 @@ class Snapshot:
             yield key, decode_record(RootRecord, key, value)
 
     def entry(self, name: bytes) -> EntryRecord | None:
-        """Returns the saved prompt that ends at a node, or None. Raises `StoreCorrupt`."""
+        """Returns the entry of the saved prompt that ends at a node, or None. Raises `StoreCorrupt`."""
         value = self.record("entries", name)
         return None if value is None else decode_record(EntryRecord, name, value)
 
@@ -236,7 +222,7 @@ class Snapshot:
         return None if value is None else bytes(value)
 
     def models(self) -> Iterator[tuple[bytes, ModelRecord]]:
-        """Yields the models that the store was served with, by their keys. Raises `StoreCorrupt`."""
+        """Yields key and record of each model that the store was served with. Raises `StoreCorrupt`."""
         for key, value in self.records("meta"):
             if key.startswith(MODEL_MARK):
                 yield key, decode_record(ModelRecord, key, value)
@@ -246,29 +232,28 @@ class Snapshot:
             yield key, decode_record(EntryRecord, key, value)
 
     def counts(self) -> dict[str, int]:
-        """Returns the numbers of `entries`, `blocks` (with tails and checkpoints), recent `prompts`, `ghosts` and
-        `notes`; and `seen_bytes` as `ghost_bytes`."""
+        """Returns the numbers of `entries`, `blocks` (with tails and checkpoints), seen `prompts`, `ghosts` and
+        `notes`, and `seen_bytes` as `ghost_bytes`."""
         names = {"entries": "entries", "blocks": "usage", "prompts": "seen", "notes": "notes"}
         counts = {key: int(self._stat(name)["entries"]) for key, name in names.items()}
         return counts | {"ghosts": self._num_ghosts(), "ghost_bytes": self.seen_bytes()}
 
     def _num_ghosts(self) -> int:
-        # Each other node has a usage record.
+        # Every node but a ghost has a usage record.
         return max(0, int(self._stat("nodes")["entries"]) - int(self._stat("usage")["entries"]))
 
     def used_bytes(self) -> int:
-        """Returns the size of the pages that hold data. Free pages inside the file do not count."""
-        return sum(self._bytes_in(name) for name in DATABASES)
+        """Returns the size of the pages that hold data, without the free pages of the file."""
+        return sum(map(self.bytes_in, DATABASES))
 
     def seen_bytes(self) -> int:
-        """Returns about the size of the pages with the prompts that were seen and with ghosts: these are taken to be as
-        large as other nodes."""
+        """Returns the approximate size of the seen prompts and the ghosts, which count as large as other nodes."""
         num_nodes = max(1, int(self._stat("nodes")["entries"]))
-        return self._bytes_in("seen") + self._bytes_in("nodes") * self._num_ghosts() // num_nodes
+        return self.bytes_in("seen") + self.bytes_in("nodes") * self._num_ghosts() // num_nodes
 
     def seen_times(self) -> Iterator[tuple[bytes, float, int]]:
-        """Yields for all prompts that were seen: the key, when it came, and its time to live in seconds (0: the
-        daemon's). A damaged one came at 0."""
+        """Yields for each seen prompt its key, when it came, and its time to live in seconds (0: the daemon's). The
+        time of a damaged record is 0."""
         for key, value in self.records("seen"):
             came_at, ttl_s = 0.0, 0
             with suppress(StoreCorrupt):
@@ -277,13 +262,12 @@ class Snapshot:
             yield key, came_at, ttl_s
 
     def last_under(self, database: str, root: bytes) -> Iterator[tuple[bytes, bytes | memoryview]]:
-        """Yields keys and values that begin with a root, the last key first."""
+        """Yields the keys that begin with a root, the last key first, with their values."""
         cursor = self._txn.cursor(self._databases[database])
-        found = cursor.set_range(root + _PAST_THE_END)
-        found = cursor.prev() if found else cursor.last()
-        while found and (key := bytes(cursor.key())).startswith(root):
+        is_at_key = cursor.prev() if cursor.set_range(root + _PAST_THE_END) else cursor.last()
+        while is_at_key and (key := bytes(cursor.key())).startswith(root):
             yield key, cursor.value()
-            found = cursor.prev()
+            is_at_key = cursor.prev()
 
     def notes(self) -> Iterator[StoredNote]:
         """Yields all notes, without their contents."""
@@ -295,44 +279,40 @@ class Snapshot:
         for key in self.keys_under("notes", root):
             yield StoredNote.of(key, self.record("notes", key))
 
-    def note_bytes(self) -> int:
-        """Returns the size of the pages with notes."""
-        return self._bytes_in("notes")
-
     def keys_under(self, database: str, root: bytes) -> Iterator[bytes]:
-        """Yields the keys that begin with a root: what was seen under it, its notes, or its first blocks
-        (`children`)."""
+        """Yields the keys that begin with a root: of `seen`, `notes`, or `children` for its first blocks."""
         cursor = self._txn.cursor(self._databases[database])
-        found = cursor.set_range(root)
-        while found and (key := bytes(cursor.key())).startswith(root):
+        is_at_key = cursor.set_range(root)
+        while is_at_key and (key := bytes(cursor.key())).startswith(root):
             yield key
-            found = cursor.next()
+            is_at_key = cursor.next()
 
-    def has_nodes(self, root: bytes) -> bool:
-        return next(self.keys_under("children", root), None) is not None
+    def has_under(self, database: str, root: bytes) -> bool:
+        """Returns whether `keys_under` yields a key."""
+        return next(self.keys_under(database, root), None) is not None
 
     def roots_beyond(self, limit_bytes: int) -> list[bytes]:
-        """Returns the roots that must go if the records of roots take more than the limit: those without nodes, first
-        the ones that were used longest ago. The rest takes at most three quarters of it, unless it has nodes."""
-        if self._bytes_in("roots") <= limit_bytes:
+        """Returns the roots to remove if the records of roots exceed the limit: roots without nodes, the least recently
+        used first, until three quarters of the limit are left."""
+        if self.bytes_in("roots") <= limit_bytes:
             return []
         used: dict[bytes, float] = {}
         for note in self.notes():
             used[note.root] = max(used.get(note.root, 0.0), note.times.last_used)
         for key, came_at, _ in self.seen_times():
             used[key[:HASH_BYTES]] = max(used.get(key[:HASH_BYTES], 0.0), came_at)
-        gone: list[bytes] = []
-        excess = self._bytes_in("roots") - limit_bytes * 3 // 4
-        sizes = [(root, len(value)) for root, value in self.records("roots") if not self.has_nodes(root)]
-        for root, size in sorted(sizes, key=lambda found: used.get(found[0], 0.0)):
+        surplus: list[bytes] = []
+        excess = self.bytes_in("roots") - limit_bytes * 3 // 4
+        sizes = {root: len(value) for root, value in self.records("roots") if not self.has_under("children", root)}
+        for root in sorted(sizes, key=lambda root: used.get(root, 0.0)):
             if excess <= 0:
                 break
-            gone.append(root)
-            excess -= size
-        return gone
+            surplus.append(root)
+            excess -= sizes[root]
+        return surplus
 
-    def _bytes_in(self, database: str) -> int:
-        """Bytes of the pages that a database takes."""
+    def bytes_in(self, database: str) -> int:
+        """Returns the size of the pages of a database."""
         stat = self._stat(database)
         pages = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
         return int(stat["psize"] * pages)
@@ -341,16 +321,15 @@ class Snapshot:
         return self._txn.stat(self._databases[database])
 
 
-def _common_at(cursor: Any, is_at_key: bool, beginning: bytes, part: bytes) -> int:
-    """Returns how many tokens of `part` the key at a cursor of the database `children` has; 0 at another beginning."""
+def _common_at(cursor: Any, is_at_key: bool, beginning: bytes, some_ids: bytes) -> int:
+    """Returns the length in tokens of the common prefix of `some_ids` and the key at a cursor of the database
+    `children`; 0 if the key has another beginning."""
     key = bytes(cursor.key()) if is_at_key else b""
-    if not key.startswith(beginning):
-        return 0
-    return num_common(key[HASH_BYTES:-HASH_BYTES], part)
+    return num_common(key[HASH_BYTES:-HASH_BYTES], some_ids) if key.startswith(beginning) else 0
 
 
 def _has_states(root: bytes, record: bytes | memoryview) -> bool:
-    """Returns whether the layout in a root's record has states; False for a record that cannot be read."""
+    """Returns whether the layout in a root's record has states, False if the record cannot be read."""
     try:
         return bool(PayloadLayout.parse(decode_record(RootRecord, root, record).layout).states)
     except StoreCorrupt:

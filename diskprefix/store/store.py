@@ -1,8 +1,7 @@
-"""The store: nodes of the prefix tree, their payloads, entries and prompts that were seen in one LMDB environment.
+"""The store: nodes of the prefix tree, their payloads, entries and seen prompts in one LMDB environment.
 
-A reader takes a `Snapshot`, which is one LMDB read transaction. There is one writer at a time, in this process or
-another, and a publication is one write transaction. The budget is the size of the memory map, so LMDB itself refuses to
-let the file outgrow it.
+A `Snapshot` is one read transaction, a publication one write transaction. There is one writer at a time, in this
+process or another. The budget is the size of the memory map, so LMDB itself keeps the file within it.
 """
 
 from __future__ import annotations
@@ -20,31 +19,32 @@ import msgspec
 
 from diskprefix.errors import CacheError, PrefixGone, StoreFull
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.store.changes import NODES_AT_ONCE, Changes, NewNode, Part, Use
+from diskprefix.store.changes import NODES_AT_ONCE, Changes, NewNode, SmallWrite, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
+from diskprefix.store.folder import OnWait
 from diskprefix.store.ghosts import see
-from diskprefix.store.schema import EntryRecord, Kind, RootRecord
+from diskprefix.store.schema import EntryRecord, Kind, RootRecord, encode_record
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store_file import OnCorruption, StoreFile
 from diskprefix.store.store_identity import Epoch, epoch_of
-from diskprefix.store.written import WRITTEN, WrittenBytes, encode_written, read_written
+from diskprefix.store.written import WRITTEN, WrittenBytes, read_written
 from diskprefix.tokens import TokenPath
 from diskprefix.units import counted, format_size
 
 log = logging.getLogger("diskprefix")
 
-_PROMPTS_LOOKED_AT = 1000
+_MAX_PROMPTS_READ = 1000
 OUTDATED = "something was purged, or the store was replaced, since it began"
 _RECORDED_BYTES = 1 << 16
-"""Recording what was written writes less itself."""
+"""The end of a process records what it has written if it is more than this, which recording itself may write."""
 
 
 @dataclass(frozen=True, eq=False)
 class Publication:
-    """The records that one transaction adds to a store: new nodes (parents first), an entry, a prompt that was seen. It
-    is refused if the store has another `epoch`."""
+    """The records that one transaction adds to a store of this `epoch`: new nodes (parents first), an entry, a seen
+    prompt."""
 
     epoch: Epoch
     root: bytes
@@ -58,17 +58,17 @@ class Publication:
     """The prompt's group: 8 bytes, or empty."""
     prompt_ttl_s: float | None = None
     ttl_s: float | None = None
-    """How long the path is to be kept after its last use, in seconds; with None, the daemon's setting holds."""
+    """The time to live of the path after its last use, in seconds; None for the daemon's."""
     anchors: tuple[int, ...] | None = None
-    """New checkpoints remove the conversation's earlier ones, except the last few and those at these tokens; with None
-    they remove none."""
+    """New checkpoints remove the conversation's earlier ones, except the last few and those at these positions. With
+    None they remove none."""
     daemon_ttl_s: float = 0.0
     """The daemon's time to live, 0 for none."""
-    parts: tuple[Part, ...] = ()
-    """These are written before the rest."""
+    small_writes: tuple[SmallWrite, ...] = ()
+    """These changes come first in the transaction."""
 
     def without_nodes(self) -> Publication:
-        """Returns what is left of it if its nodes are lost."""
+        """Returns what is left of the publication if its nodes are lost."""
         return replace(self, nodes=(), last_node=None, entry=None)
 
     @property
@@ -80,7 +80,7 @@ class Publication:
 
     @property
     def used_names(self) -> frozenset[bytes]:
-        """The nodes that this publication continues or contains. They must not be evicted to make room for it."""
+        """The nodes that this publication continues or contains, which must not be evicted for it."""
         names = {node.parent for node in self.nodes if node.position > 0} | {node.name for node in self.nodes}
         return frozenset(names | ({self.last_node} if self.last_node else set()))
 
@@ -90,23 +90,20 @@ class Publication:
 
     @property
     def is_finite(self) -> bool:
-        """Returns whether everything that must be finite is."""
-        return all(node.is_sound(index) for node in self.nodes for index in range(node.num_checked))
+        """Returns whether all pieces that must be finite are."""
+        return all(node.is_sound(index) for node in self.nodes for index in range(len(node.pieces)))
 
 
 class Subtrees(NamedTuple):
-    """The names of nodes, and of those at which saved prompts end."""
+    """The names of nodes, and of those nodes at which saved prompts end."""
 
     nodes: list[bytes]
     entries: list[bytes]
 
 
 class Store(StoreFile):
-    """A store that is open. `close` closes it.
-
-    `codec` is how payloads are written from now on; stored payloads say themselves how they were written. `evictor` is
-    the part that makes room. Methods raise `StoreUnavailable` when LMDB or the file system fails.
-    """
+    """An open store. `codec` is the codec of new payloads. `evictor` makes room. Methods raise `StoreUnavailable` if
+    LMDB or the file system fails."""
 
     def __init__(
         self,
@@ -119,24 +116,21 @@ class Store(StoreFile):
         serving: bool = False,
         clock: Callable[[], float] = time.time,
         namespace: NamespaceKey | None = None,
-        on_wait: Callable[[str], None] = lambda _why: None,
+        on_wait: OnWait = lambda _why: None,
     ) -> None:
-        """Opens the store in folder `path`, and creates it unless `read_only`. Without `budget_bytes`, which tools
-        leave out, the budget is the one of the last daemon.
+        """Opens the store in folder `path`, and creates it unless `read_only`. Without `budget_bytes` (in tools), the
+        budget is that of the last daemon.
 
         Raises `StoreUnavailable` (the folder cannot be created, read or written, others may write to it, or its file
         belongs to another program). With `on_corruption` "refuse", raises `StoreFormatError` for a store of another
-        format and `StoreCorrupt` for a damaged file; with "quarantine", that file is moved aside.
+        format and `StoreCorrupt` for a damaged file; with "quarantine", moves that file aside.
 
-        `namespace` seeds the names of a store that is created. A daemon's must be the one that the store was created
-        with, or it raises `StoreUnavailable`.
+        `namespace` seeds the names of a new store. Raises `StoreUnavailable` if a daemon's is not that of the store.
 
-        `serving` is for a daemon: evict until the budget holds. A read-only or full file system is no error then,
-        because `maintain` tries again. The file is checked then only if it was not checked since the machine was
-        started, or if two processes have ended before they wrote to it. Others always check it.
+        `serving` is for a daemon: it evicts until the budget holds, a read-only or full file system is no error,
+        because `maintain` tries again, and DISK.md says when the file is checked. Other processes always check it.
 
-        `on_wait` is called with the reason before the file is checked, and before a wait for a process that replaces
-        the file.
+        `on_wait` is called with the reason before a long check, and before a wait for a process that replaces the file.
         """
         super().__init__(
             path, budget_bytes, read_only, on_corruption, serving, clock, namespace, min_free_bytes, on_wait
@@ -158,7 +152,7 @@ class Store(StoreFile):
         return self.names.secret
 
     def close(self) -> None:
-        """Does `StoreFile.close`. First records what this process has written, if that is more than a record takes."""
+        """Closes the folder, after recording what this process has written, if that is more than a record takes."""
         if self.meter.total_bytes - self.meter.recorded_bytes > _RECORDED_BYTES:
             with suppress(CacheError):
                 self.record_written()
@@ -167,10 +161,9 @@ class Store(StoreFile):
     def publish(self, publication: Publication) -> int:
         """Writes a publication in one transaction, after evicting what it needs. Returns the number of evicted nodes.
 
-        Raises `StoreFull` if it cannot fit; then nothing was evicted, unless the evicted pages are too scattered.
-        Raises `LargerThanStore` for a prompt that is, `PrefixGone` if a node that it continues is no longer there, or
-        something was purged since its request began, and `ReaderStays` if a reader that does not end keeps evicted
-        pages from being reused.
+        Raises `StoreFull` if it does not fit, `LargerThanStore` if it would not even in an empty store, `PrefixGone` if
+        the node that it continues is gone, or something was purged since its request began, and `ReaderStays` if a
+        reader that does not end keeps evicted pages from being reused.
         """
         with self.snapshot() as snapshot:
             self._require_epoch(snapshot, publication)
@@ -179,14 +172,14 @@ class Store(StoreFile):
             need = sum(node.max_bytes for node in publication.nodes if snapshot.usage(node.name) is None)
             before = () if publication.base is None else snapshot.ancestry(publication.base)
             kept_bytes = int(snapshot.usages(before).records["stored_bytes"].sum())
-        need += sum(part.need_bytes for part in publication.parts)
-        # What it continues is not evicted for it.
+        need += sum(small_write.need_bytes for small_write in publication.small_writes)
+        # The nodes that it continues are not evicted for it.
         self.evictor.check_fits(need + kept_bytes)
         evicted = self.evictor.make_room(need, publication.used_names)
         if self.evictor.may_grow(need) and self._try_write(publication):
             return evicted
-        # The free pages are too young, or an open reader may still read them, or they are too scattered for a payload.
-        # Only in the last case it helps to evict more, so the others are waited out first.
+        # The free pages are too young, or a reader still uses them, or they are too scattered for a payload. Evicting
+        # more helps only in the last case, so wait for the others first.
         self.environment.wait_for_readers()
         room = need
         while True:
@@ -200,27 +193,27 @@ class Store(StoreFile):
         if publication.epoch != epoch_of(snapshot, self.names):
             raise PrefixGone(OUTDATED)
 
-    def write(self, parts: Sequence[Part]) -> None:
-        """Writes parts in one transaction, after evicting what they need. Raises what `publish` does."""
-        if need_bytes := sum(part.need_bytes for part in parts):
+    def write(self, small_writes: Sequence[SmallWrite]) -> None:
+        """Makes small writes in one transaction, after evicting what they need. Raises what `publish` does."""
+        if need_bytes := sum(small_write.need_bytes for small_write in small_writes):
             self.evictor.make_room(need_bytes, frozenset())
         with self.changes() as changes:
-            for part in parts:
-                part.put(changes)
+            for small_write in small_writes:
+                small_write.put(changes)
 
-    def write_from(self, source: Callable[[], AbstractContextManager[Part | None]]) -> None:
-        """Writes the part that a source yields, if there is one. Raises what `publish` does."""
-        with source() as part:
-            if part is not None:
-                self.write([part])
+    def write_from(self, source: Callable[[], AbstractContextManager[SmallWrite | None]]) -> None:
+        """Makes the small write that a source yields, if there is one. Raises what `publish` does."""
+        with source() as small_write:
+            if small_write is not None:
+                self.write([small_write])
 
     def quarantine(self, name: bytes, parent: bytes) -> int:
         """Removes a damaged node and all that continues it. Returns the number of removed nodes. `parent` is the node
-        that it continues, because its own record may be wrong."""
+        that it continues, which its own record may not name."""
         return len(self.remove_subtrees({name: parent}).nodes)
 
     def remove_subtrees(self, tops: Mapping[bytes, bytes] | Iterable[bytes]) -> Subtrees:
-        """Removes nodes and all that continues them, children first. A mapping names the nodes that they continue;
+        """Removes nodes and all that continues them, children first. A mapping gives the parents of the nodes;
         otherwise their own records do."""
         removed, known = Subtrees([], []), set(tops)
         left = [(name, tops[name] if isinstance(tops, Mapping) else None) for name in tops]
@@ -237,7 +230,7 @@ class Store(StoreFile):
                         continue
                     left.pop()
                     if parent is not None and changes.is_ghost(name):
-                        # Others have removed its payload, and it is a part of what was seen.
+                        # Its payload was removed meanwhile. The ghost belongs to a seen prompt.
                         continue
                     parent = changes.parent(name) if parent is None else parent
                     removed.entries.extend([name] if changes.has_record("entries", name) else [])
@@ -251,23 +244,18 @@ class Store(StoreFile):
 
     def written(self) -> WrittenBytes:
         """Returns what was written to the file, by all processes as far as they have recorded it. If the store cannot
-        be read, what they had recorded when it was last read."""
+        be read, returns what they had recorded when it was last read."""
+        # Read before the record: what is recorded meanwhile would otherwise count twice.
         recorded_bytes = self.meter.recorded_bytes
         with suppress(CacheError), self.snapshot() as snapshot:
-            self.look_at_written(snapshot, recorded_bytes)
+            self._written = read_written(snapshot), recorded_bytes
         return self.written_lately()
 
     def written_lately(self) -> WrittenBytes:
-        """Returns what `written` returns, without reading the store: what other processes recorded since the last
-        `look_at_written` is missing."""
+        """Returns what `written` returned last, with what this process has written since. Does not read the store."""
         written, recorded_bytes = self._written
         written = msgspec.structs.replace(written, hours=dict(written.hours))
-        return self.meter.added_to(written, self.clock(), recorded_bytes)
-
-    def look_at_written(self, snapshot: Snapshot, recorded_bytes: int) -> None:
-        """Reads the record of written bytes for `written_lately`. `recorded_bytes` is the meter's, from before the
-        snapshot: it may lack what was recorded since."""
-        self._written = read_written(snapshot), recorded_bytes
+        return self.meter.add_to(written, self.clock(), recorded_bytes)
 
     def record_written(self) -> None:
         """Records what this process has written since its last publication, if the store can be written. Raises
@@ -278,18 +266,17 @@ class Store(StoreFile):
             self.meter.recorded_bytes = recorded
 
     def _put_written(self, changes: Changes) -> int:
-        """Adds to the record what it lacks of this process. Returns the bytes of this process that are recorded once
-        the transaction is committed."""
+        """Adds to the record what it lacks of this process. Returns the meter's `recorded_bytes` after the commit."""
         recorded_bytes = self.meter.recorded_bytes
-        written = self.meter.added_to(read_written(changes), self.clock(), recorded_bytes)
-        changes.put_meta(WRITTEN, encode_written(written))
+        written = self.meter.add_to(read_written(changes), self.clock(), recorded_bytes)
+        changes.put_meta(WRITTEN, encode_record(WRITTEN.encode(), written))
         return written.recorded_bytes
 
     def longest_prompt(self) -> int:
-        """Returns the tokens of the longest of a thousand saved prompts, 0 if none can be read."""
+        """Returns the number of tokens of the longest of a thousand saved prompts, 0 if none can be read."""
         longest = 0
         with suppress(CacheError), self.snapshot() as snapshot:
-            for _, entry in islice(snapshot.entries(), _PROMPTS_LOOKED_AT):
+            for _, entry in islice(snapshot.entries(), _MAX_PROMPTS_READ):
                 longest = max(longest, entry.num_tokens)
         return longest
 
@@ -297,8 +284,8 @@ class Store(StoreFile):
         return self.environment.file_bytes()
 
     def fit_budget(self) -> int:
-        """Evicts until the budget holds, and makes the file smaller if no other process has it open. Needed after the
-        budget was lowered. Returns the number of evicted nodes."""
+        """Evicts until a lowered budget holds, and compacts the file if no other process has it open. Returns the
+        number of evicted nodes."""
         before = self.counts()
         evicted = self.evictor.make_room(0, frozenset())
         if evicted:
@@ -320,8 +307,8 @@ class Store(StoreFile):
         return evicted
 
     def maintain(self) -> bool:
-        """Opens the folder again if needed; see `reopen`. Returns whether that was done and the store can be written.
-        Never raises."""
+        """Opens the folder again if needed; see `reopen`. Returns whether it did and the store can be written. Never
+        raises."""
         if not self.reopen():
             return False
         self.evictor.may_have_own_ttls = True
@@ -336,13 +323,13 @@ class Store(StoreFile):
             log.warning("[disk-cache] the budget does not hold yet: %s", error)
 
     def _try_write(self, publication: Publication) -> bool:
-        """Writes a publication in one transaction. Returns False, and nothing is written, if LMDB finds no pages."""
+        """Writes a publication in one transaction. Returns False, and writes nothing, if LMDB finds no free pages."""
         try:
             with self.changes() as changes:
-                # Here, not only before: no purge can end between this look and the commit.
+                # Checked again: no purge can end between this check and the commit.
                 self._require_epoch(changes, publication)
-                for part in publication.parts:
-                    part.put(changes)
+                for small_write in publication.small_writes:
+                    small_write.put(changes)
                 recorded = self._put_written(changes)
                 changes.put_root(publication.root, publication.root_record)
                 last_node = publication.last_node
@@ -361,7 +348,7 @@ class Store(StoreFile):
                         )
                 if last_node is not None:
                     changes.touch(last_node, Use(self.clock(), 0, recorded_ttl(publication.ttl_s)))
-                    # What a longer saved prompt holds is listed with that one.
+                    # A prompt that a longer saved one contains has no entry of its own.
                     if publication.entry is not None and last_node == publication.last_node:
                         changes.put_entry(last_node, publication.entry)
                 if publication.prompt is not None:

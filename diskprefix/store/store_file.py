@@ -26,7 +26,7 @@ from diskprefix.settings import MAX_BUDGET, MIN_BUDGET
 from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment
-from diskprefix.store.folder import FolderLock, FolderUnavailable, disk_full
+from diskprefix.store.folder import FolderLock, FolderUnavailable, OnWait, disk_full
 from diskprefix.store.opening import inode_of, open_environment, set_aside
 from diskprefix.store.schema import NamesRecord
 from diskprefix.store.snapshot import Snapshot
@@ -45,9 +45,8 @@ _RETRY_S = 2.0
 class StoreFile:
     """The environment and the lock of a store's folder. One thread at a time may open, close or reopen it.
 
-    `names` is replaced as a whole when another store is opened. `budget_bytes` is the daemon's budget; a tool that gave
-    none uses the one of the last daemon. `meter` counts the bytes that this process writes to the file. `clock` returns
-    the time in seconds since the epoch.
+    `names` are those of the open store. `budget_bytes` is the daemon's budget, in a tool without one that of the last
+    daemon. `meter` counts the bytes that this process writes to the file. `clock` returns seconds since the epoch.
     """
 
     def __init__(
@@ -60,18 +59,18 @@ class StoreFile:
         clock: Callable[[], float],
         namespace: NamespaceKey | None,
         min_free_bytes: int,
-        on_wait: Callable[[str], None],
+        on_wait: OnWait,
     ) -> None:
-        """Opens the folder; for the arguments and errors see `Store`."""
+        """Opens the folder. For the arguments and errors see `Store`."""
         self.path = path
         self.min_free_bytes = min_free_bytes
         self.budget_bytes = budget_bytes
         self.clock = clock
         self.names = NamesRecord(store_id=b"", secret=0, created_at=0.0)
         self.epoch = Epoch()
-        """That of the file as this process last looked. A request keeps the one that it begins with."""
-        self._looking = threading.Lock()
-        """Held while the file is looked at: none of two threads replaces a newer epoch by an older one."""
+        """The epoch that this process read last. A request keeps the one that it begins with."""
+        self._epoch_lock = threading.Lock()
+        """Held while the epoch is read, so that no thread replaces a newer one by an older one."""
         self.meter = WriteMeter()
         self._has_budget = budget_bytes > 0
         self._is_reader = read_only
@@ -91,7 +90,7 @@ class StoreFile:
 
     @property
     def problem(self) -> str | None:
-        """The reason why the store cannot be written, or not even read; None if it can."""
+        """The reason why the store cannot be written, and perhaps not read; None if it can be written."""
         env = self._env
         return self._problem or (env.broken if env is not None else None)
 
@@ -104,43 +103,44 @@ class StoreFile:
         return env
 
     def message(self, error: CacheError) -> str:
-        """Returns the message of an error. That of a full disk also says what is to stay free."""
+        """Returns the message of an error. For a full disk it also says how much is to stay free."""
         is_full = isinstance(error, FolderUnavailable) and error.is_full
         return disk_full(self.path, self.min_free_bytes) if is_full else str(error)
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """A read transaction. Pages that are freed meanwhile cannot be reused before it ends."""
+        """Yields a read transaction. Pages that are freed meanwhile are not reused before it ends."""
         env = self.environment
         with env.transaction() as txn:
             yield Snapshot(env.databases, txn, copy_payloads=not env.has_lock)
 
-    def look_for_purge(self) -> Epoch:
-        """Returns `epoch` as it is in the file now: another process may have purged something. Raises `CacheError`."""
-        with self._looking, self.snapshot() as snapshot:
+    def read_epoch(self) -> Epoch:
+        """Returns the epoch in the file, which a purge of another process changes. Raises `CacheError`."""
+        with self._epoch_lock, self.snapshot() as snapshot:
             self.epoch = epoch_of(snapshot, self.names)
             return self.epoch
 
     def is_current(self, epoch: Epoch) -> bool:
         """Returns whether nothing was purged since `epoch`, by any process, as far as the file can be read."""
         try:
-            return self.look_for_purge() == epoch
+            return self.read_epoch() == epoch
         except CacheError:
             return False
 
     @contextmanager
     def changes(self) -> Iterator[Changes]:
-        """A write transaction: committed at the end, rolled back by an exception. One at a time in all processes.
+        """Yields a write transaction, committed at the end of the block and rolled back by an exception. There is one
+        at a time in all processes.
 
-        Raises `StoreReplaced` if the file was replaced: what is written to the old one would be lost. If LMDB finds no
-        page, waits for readers, and raises `StoreFull`, or `ReaderStays` if one of them keeps freed pages.
+        Raises `StoreReplaced` if the file was replaced. If LMDB finds no free page, waits for readers, then raises
+        `StoreFull`, or `ReaderStays` if a reader keeps freed pages.
         """
         env = self.environment
         if env.read_only:
             raise StoreUnavailable(f"--kv-cache-dir {self.path}: opened for reading only; nothing is saved")
         changes: Changes | None = None
         try:
-            with self.meter.measured(lambda: changes.num_bytes if changes else 0), env.transaction(write=True) as txn:
+            with self.meter.measure(lambda: changes.num_bytes if changes else 0), env.transaction(write=True) as txn:
                 if not env.is_in_place():
                     raise StoreReplaced(f"{self.path} was removed or replaced")
                 changes = Changes(env.databases, txn, self.clock(), env.require_sound_runs)
@@ -151,26 +151,26 @@ class StoreFile:
         self.prove()
 
     def prove(self) -> None:
-        """Records that this process has used the file and lives: LMDB does not die of it."""
+        """Records that LMDB has used the file without ending this process."""
         if self._lock is not None:
             self._lock.prove()
 
-    def _attach(self, on_wait: Callable[[str], None] | None = None) -> None:
-        """Opens the folder. With "quarantine", an unusable file is moved aside first. Without `on_wait`, does not wait
-        for a process that replaces the file. Raises `CacheError`."""
+    def _attach(self, on_wait: OnWait | None = None) -> None:
+        """Opens the folder. With "quarantine", moves an unusable file aside. Without `on_wait`, does not wait for a
+        process that replaces the file. Raises `CacheError`."""
         inode = inode_of(self.path)
         try:
             self._open(read_only=self._is_reader, on_wait=on_wait)
         except (StoreCorrupt, StoreFormatError) as error:
             if self._on_corruption == "refuse":
                 raise
-            set_aside(self.path, inode, error, waits=on_wait is not None)
+            set_aside(self.path, inode, error, on_wait)
             self._open(read_only=self._is_reader, on_wait=on_wait)
         self._problem = None
 
     def try_file(self) -> None:
-        """Checks the B-trees of the file, because a record in it was found damaged. If that fails, `reopen` moves the
-        file aside. Once for each time that the file is opened. For any thread, beside the writer."""
+        """Checks the B-trees of the file, once after each opening, because a record was found damaged. If the check
+        fails, `reopen` moves the file aside. For any thread, also while the writer writes."""
         env = self.environment
         if not env.is_checked:
             env.is_checked = True
@@ -190,8 +190,8 @@ class StoreFile:
             self._lock = None
 
     def reopen(self) -> bool:
-        """Opens the folder again if its file was removed, replaced or damaged, or can be written again. A damaged file
-        is moved aside first. Returns whether it was opened for reading and writing. Never raises."""
+        """Opens the folder again if its file was removed, replaced or damaged, or can be written again. Moves a damaged
+        file aside first. Returns whether the folder was opened again for reading and writing. Never raises."""
         if not self._is_due():
             return False
         self._retry_at = time.monotonic() + _RETRY_S
@@ -199,7 +199,7 @@ class StoreFile:
         try:
             self.close()
             if damage is not None and self._on_corruption == "quarantine":
-                set_aside(self.path, inode, damage, waits=False, mends=True)
+                set_aside(self.path, inode, damage, mends=True)
             self._attach()
         except FolderUnavailable as error:
             self._only_read(error)
@@ -210,8 +210,8 @@ class StoreFile:
         return False
 
     def compact(self) -> None:
-        """Replaces the file by a compacted copy, unless another process has it open. Errors are logged. If it cannot be
-        opened afterwards, `reopen` tries again."""
+        """Replaces the file by a compacted copy, unless another process has it open. Logs errors. If the folder cannot
+        be opened afterwards, `reopen` tries again."""
         self.close()
         try:
             compact_folder(self.path)
@@ -221,7 +221,7 @@ class StoreFile:
         self.reopen()
 
     def _is_due(self) -> bool:
-        """Returns whether the folder should be opened again and the last attempt is not too recent."""
+        """Returns whether the folder is to be opened again now."""
         env = self._env
         if env is not None and (env.broken or not env.is_in_place()):
             self._problem = env.broken or f"{self.path} was removed or replaced"
@@ -229,14 +229,13 @@ class StoreFile:
         may_be_writable = env is None or (env.read_only and os.access(self.path, os.W_OK))
         return may_be_writable and time.monotonic() >= self._retry_at
 
-    def _open(self, *, read_only: bool, on_wait: Callable[[str], None] | None = None) -> None:
+    def _open(self, *, read_only: bool, on_wait: OnWait | None = None) -> None:
         env, lock = open_environment(
             self.path,
             budget_bytes=self.budget_bytes,
             read_only=read_only,
             checks=not self._is_serving,
-            waits=on_wait is not None,
-            on_wait=on_wait or (lambda _why: None),
+            on_wait=on_wait,
         )
         try:
             names = identify(self.path, env, self.clock(), self._namespace)
@@ -249,11 +248,11 @@ class StoreFile:
             env.close()
             lock.close(is_refused=True)
             raise
-        with self._looking:
+        with self._epoch_lock:
             self.names, self._env, self._lock, self.epoch = names, env, lock, epoch
 
     def _agree_on_budget(self, env: Environment) -> None:
-        """Stores a daemon's budget in the file; for a tool, which has none, uses the one in the file."""
+        """Stores a daemon's budget in the file. A tool, which has none, gets the budget in the file."""
         with env.transaction() as txn:
             stored = Snapshot(env.databases, txn).meta("budget") or b""
         if not self._has_budget:
@@ -266,7 +265,7 @@ class StoreFile:
                 Changes(env.databases, txn, self.clock()).put_meta("budget", _U64.pack(self.budget_bytes))
 
     def _only_read(self, error: FolderUnavailable) -> None:
-        """Opens the store for reading, if there is one; `error` says why it cannot be written."""
+        """Opens the store for reading, if there is one. `error` says why it cannot be written."""
         with suppress(CacheError):
             self._open(read_only=True)
         self._problem = self.message(error)

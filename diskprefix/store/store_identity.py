@@ -29,8 +29,10 @@ _U32 = struct.Struct("<I")
 
 
 class Epoch(NamedTuple):
-    """The state of a store that a request begins with: its id, the secret that seeds its names, and the time of its
-    last purge as it is stored (None: there was none). What a request wants to store is refused in another epoch."""
+    """The store that a request begins with, and its last purge. The store refuses what belongs to another epoch.
+
+    `secret` seeds the names. `purged_at` is the time of the last purge as it is stored, None if there was none.
+    """
 
     store_id: bytes = b""
     secret: int = 0
@@ -39,7 +41,7 @@ class Epoch(NamedTuple):
 
 def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey | None) -> NamesRecord:
     """Reads a store's identity, or writes it into a new store at time `now`, then opens all databases. `namespace`
-    seeds the names of a new store; without it they are seeded with a secret of its own.
+    seeds the names of a new store; without it a random secret does.
 
     Nothing else in the file is used before its format is known. Raises `StoreFormatError` if the store has another
     format, `StoreCorrupt` if its identity is damaged, and `StoreUnavailable` if the file is not a store.
@@ -47,7 +49,8 @@ def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey |
     if not env.has_database("meta"):
         if not env.is_empty():
             env.require_survivable()
-            raise _lost(path) if env.is_ours else foreign_file(path)
+            lost = StoreCorrupt(f"{path / DATA} is damaged: its databases are not there")
+            raise lost if env.is_ours else foreign_file(path)
         if env.read_only:
             raise StoreCorrupt(f"{path} holds no diskprefix store")
     env.open_databases(["meta"])
@@ -107,10 +110,10 @@ def _read(path: Path, env: Environment, txn: Any) -> NamesRecord:
     if version is None and names is None:
         raise foreign_file(path)
     try:
-        (found,) = _U32.unpack(version or b"")
-        if found != FORMAT_VERSION:
+        (number,) = _U32.unpack(version or b"")
+        if number != FORMAT_VERSION:
             raise StoreFormatError(
-                f"{path / DATA} has format {found}, and this version of diskprefix reads format {FORMAT_VERSION}: "
+                f"{path / DATA} has format {number}, and this version of diskprefix reads format {FORMAT_VERSION}: "
                 "move the file away to start afresh, or choose another --kv-cache-dir"
             )
         return names_of(snapshot)
@@ -118,10 +121,6 @@ def _read(path: Path, env: Environment, txn: Any) -> NamesRecord:
         raise StoreCorrupt(
             f"{path / DATA}: the identity of the store is damaged; move the file away to start afresh"
         ) from error
-
-
-def _lost(path: Path) -> StoreCorrupt:
-    return StoreCorrupt(f"{path / DATA} is damaged: its databases are not there")
 
 
 def foreign_file(path: Path) -> StoreUnavailable:

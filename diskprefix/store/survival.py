@@ -1,9 +1,9 @@
 """Checks, without LMDB, that LMDB survives a data file.
 
 LMDB trusts its file: a damaged page number, length or free list may end the process by a signal, or hold it in a loop.
-This module reads the pages of all B-trees with ordinary reads. It checks everything that LMDB relies on there, and that
-every page of the file is used once or free. It does not read payloads, which have checksums, nor the headers of their
-pages: `Environment.require_sound_runs` checks these before LMDB uses them.
+This module reads the pages of all B-trees with ordinary reads. It checks all that LMDB relies on there, and that every
+page is either used once or free. It reads neither payloads, which have checksums, nor the headers of their pages, which
+`Environment.require_sound_runs` checks before LMDB uses them.
 
 Names follow LMDB's mdb.c, data version 1: `MDB_meta`, `MDB_db` (here a tree), `MDB_page`, `MDB_node`.
 """
@@ -27,7 +27,7 @@ _HEADER_BYTES, _NODE_BYTES = 16, 8
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
 """Flags of a page."""
 _IN_OVERFLOW, _IS_TREE = 1, 2
-"""Flags of a node in a leaf: its data is in overflow pages, or is the record of a tree."""
+"""Flags of a node in a leaf page: its data is in overflow pages, or is the record of a tree."""
 _INTEGER_KEYS = 8
 """The flag of the free list's tree."""
 _MAX_KEY_BYTES, _MAX_DEPTH, _NO_PAGE = 511, 32, 2**64 - 1
@@ -38,7 +38,7 @@ _META_HEADER, _TREE, _META_END = struct.Struct("<QHHI II16x"), struct.Struct("<I
 _MAIN_AT = _META_HEADER.size + _TREE.size
 _OVERFLOW_HEADER = struct.Struct("<QHHI")
 _AHEAD = 256
-"""Pages that the kernel is asked to read ahead."""
+"""The number of pages that the kernel is asked to read ahead."""
 _PAYLOADS = b"payloads"
 """The database whose overflow pages are not read."""
 _OURS = b"meta"
@@ -47,7 +47,7 @@ _OURS = b"meta"
 
 _Key: TypeAlias = bytes | int
 _Place: TypeAlias = tuple[int, _Key | None, _Key | None]
-"""A page of a B-tree; the key that its own keys reach at least, and the one that they stay below."""
+"""A page of a B-tree, the minimum of its keys, and the key that they stay below; None for no limit."""
 
 
 class _Tree(NamedTuple):
@@ -69,8 +69,8 @@ class _Meta(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """`data` is what the page holds: the value, or the number of its first overflow page. `child` is the page below a
-    node of a branch page."""
+    """`data` is the value, or the number of its first overflow page. `child` is the page below a node of a branch
+    page."""
 
     key: bytes
     size: int
@@ -94,11 +94,9 @@ def require_sound_meta(path: Path) -> None:
 
 
 def require_survivable(path: Path, fd: int, txnid: int) -> bool:
-    """Checks the file `path`, open as `fd`, as of commit `txnid`. An open read transaction must protect the pages of
-    that commit. Returns False if later commits have already overwritten its meta page. For any thread.
-
-    Raises `StoreCorrupt` if the file is damaged or cannot be read.
-    """
+    """Checks the file `path`, open as `fd`, as of commit `txnid`, whose pages an open read transaction must protect.
+    Returns False if later commits have overwritten its meta page. For any thread. Raises `StoreCorrupt` if the file is
+    damaged or cannot be read."""
     try:
         meta = _read_metas(path, fd)[txnid & 1]
         if meta.txnid != txnid:
@@ -110,9 +108,8 @@ def require_survivable(path: Path, fd: int, txnid: int) -> bool:
 
 
 def mend_runs(path: Path) -> bool:
-    """Writes the headers of payloads in overflow pages again that are wrong in the file `path`, which no process has
-    open: what they say is known from the B-trees. Returns False if none is, or if the B-trees are damaged too. Raises
-    `OSError`."""
+    """Writes wrong headers of payloads in overflow pages again, whose content the B-trees give. No process may have the
+    file open. Returns False if no header is wrong, or if the B-trees are damaged too. Raises `OSError`."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         check = _FileCheck(path, fd, max(_read_metas(path, fd), key=lambda meta: meta.txnid), keeps_runs=True)
@@ -125,15 +122,15 @@ def mend_runs(path: Path) -> bool:
 
 
 def is_sound_run(fd: int, key: bytes, value_bytes: int, around: Callable[[int], bytes]) -> bool:
-    """Returns whether the overflow pages of a record have the header that LMDB expects when it deletes the record; True
-    also for a record that has none. `around(n)` returns the n bytes before its value in LMDB's map and n of it."""
+    """Returns whether the overflow pages of a record have the header that LMDB expects when it deletes the record, or
+    the record has no such pages. `around(n)` returns the n bytes before its value in LMDB's map, and n bytes of it."""
     if _NODE_BYTES + len(key) + value_bytes <= _MAX_NODE_BYTES:
         return True
-    found = around(_HEADER_BYTES)
-    first, _, kind, count = _OVERFLOW_HEADER.unpack_from(found)
-    # The page that the header names must be the one in which it stands.
-    is_there = first < 1 << 48 and os.pread(fd, len(found), first * _PAGE_BYTES) == found
-    return is_there and kind == _OVERFLOW and count == -(-(_HEADER_BYTES + value_bytes) // _PAGE_BYTES)
+    start = around(_HEADER_BYTES)
+    first, _, kind, count = _OVERFLOW_HEADER.unpack_from(start)
+    # The page that the header names must be its own.
+    is_own = first < 1 << 48 and os.pread(fd, len(start), first * _PAGE_BYTES) == start
+    return is_own and kind == _OVERFLOW and count == -(-(_HEADER_BYTES + value_bytes) // _PAGE_BYTES)
 
 
 def _damaged(path: Path, problem: str) -> StoreCorrupt:
@@ -144,7 +141,7 @@ def _read_metas(path: Path, fd: int) -> tuple[_Meta, _Meta]:
     data = os.pread(fd, 2 * _PAGE_BYTES, 0)
     if len(data) < 2 * _PAGE_BYTES:
         raise _damaged(path, "it has no meta pages")
-    found = []
+    metas = []
     for number in (0, 1):
         at = number * _PAGE_BYTES
         page, _, kind, _, magic, version = _META_HEADER.unpack_from(data, at)
@@ -157,16 +154,16 @@ def _read_metas(path: Path, fd: int) -> tuple[_Meta, _Meta]:
         # LMDB would map as much as the page says.
         if meta.last_page * _PAGE_BYTES > 2 * os.fstat(fd).st_size + 2**30:
             raise _damaged(path, f"meta page {number} names pages far behind its end")
-        found.append(meta)
-    # LMDB looks for the last commit by the parity of its number.
-    newest = max(meta.txnid for meta in found)
-    if found[newest & 1].txnid != newest:
+        metas.append(meta)
+    # LMDB finds the meta page of a commit by the parity of its number.
+    newest = max(meta.txnid for meta in metas)
+    if metas[newest & 1].txnid != newest:
         raise _damaged(path, "the number of the last commit is wrong")
-    return found[0], found[1]
+    return metas[0], metas[1]
 
 
 class _FileCheck:
-    """One check of a file. `_used` has a byte for each page: 1 once the page was found in use or free."""
+    """One check of a file. `_used` has a byte for each page: 1 once the page is known to be in use or free."""
 
     def __init__(self, path: Path, fd: int, meta: _Meta, *, keeps_runs: bool = False) -> None:
         self._path, self._fd, self._meta, self._keeps_runs = path, fd, meta, keeps_runs
@@ -174,14 +171,14 @@ class _FileCheck:
         self._used = np.zeros(meta.last_page + 1, np.uint8)
         self._used[:2] = 1
         self._payload_runs: list[tuple[int, int]] = []
-        """With `keeps_runs`, first page and number of pages of each payload that is in overflow pages."""
+        """With `keeps_runs`, first page and number of pages of each payload in overflow pages."""
 
     def mend_runs(self) -> int:
-        """Writes wrong headers of payloads again, once `run` has returned. Returns how many there were."""
+        """Writes wrong headers of payloads again, after `run`. Returns how many there were."""
         num_wrong = 0
         for first, count in self._payload_runs:
-            number, _, kind, found = _OVERFLOW_HEADER.unpack(os.pread(self._fd, _HEADER_BYTES, first * _PAGE_BYTES))
-            if (number, kind, found) != (first, _OVERFLOW, count):
+            number, _, kind, stated = _OVERFLOW_HEADER.unpack(os.pread(self._fd, _HEADER_BYTES, first * _PAGE_BYTES))
+            if (number, kind, stated) != (first, _OVERFLOW, count):
                 os.pwrite(self._fd, _OVERFLOW_HEADER.pack(first, 0, _OVERFLOW, count), first * _PAGE_BYTES)
                 num_wrong += 1
         os.fsync(self._fd)
@@ -193,7 +190,7 @@ class _FileCheck:
         for _, node in self._leaf_nodes(self._meta.main):
             if node.flags == _IS_TREE:
                 trees[node.key] = _Tree(*_TREE.unpack(node.data))
-        # Another program may use what a store does not: such a file is refused later, and left alone.
+        # Another program may use flags that a store does not. Its file is refused later, and left alone.
         has_flags = any(tree.flags for tree in (self._meta.main, *trees.values()))
         if has_flags and _OURS not in trees:
             return
@@ -213,8 +210,8 @@ class _FileCheck:
     def _leaf_nodes(
         self, tree: _Tree, *, has_numbers: bool = False, reads_runs: bool = True
     ) -> Iterator[tuple[_Key, _Node]]:
-        """Checks a tree and yields its nodes with their keys, which are numbers if `has_numbers`. Without `reads_runs`,
-        the headers of its overflow pages are not read."""
+        """Checks a tree and yields its nodes with their keys, which are numbers with `has_numbers`. Without
+        `reads_runs`, does not read the headers of its overflow pages."""
         if tree.root == _NO_PAGE:
             if any(tree[2:7]):
                 raise self._damage("an empty database has pages")
@@ -250,7 +247,7 @@ class _FileCheck:
             raise self._damage("a database has another number of pages or records than it says")
 
     def _require_order(self, keys: list[_Key], low: _Key | None, high: _Key | None) -> None:
-        """Checks that keys ascend, from `low` to below `high`: otherwise lookups miss keys."""
+        """Checks that keys ascend from `low` to below `high`, or lookups would miss keys."""
         bounded = [*keys, *([] if high is None else [high])]
         is_ordered = all(one < other for one, other in pairwise(bounded))  # type: ignore[operator]
         if not is_ordered or (low is not None and keys and keys[0] < low):  # type: ignore[operator]
@@ -258,16 +255,17 @@ class _FileCheck:
 
     def _pages(self, level: list[_Place]) -> Iterator[tuple[_Place, bytes]]:
         """Yields the pages of one level of a tree in the order of the file."""
-        level.sort(key=lambda found: found[0])
-        for at, found in enumerate(level):
+        level.sort(key=lambda place: place[0])
+        for at, place in enumerate(level):
             if at % _AHEAD == 0 and hasattr(os, "posix_fadvise"):
                 for number, _, _ in level[at : at + _AHEAD]:
                     os.posix_fadvise(self._fd, number * _PAGE_BYTES, _PAGE_BYTES, os.POSIX_FADV_WILLNEED)
-            self._use(found[0], 1)
-            page = os.pread(self._fd, _PAGE_BYTES, found[0] * _PAGE_BYTES)
-            if int.from_bytes(page[:8], "little") != found[0]:
-                raise self._damage(f"page {found[0]} is another one")
-            yield found, page
+            number = place[0]
+            self._use(number, 1)
+            page = os.pread(self._fd, _PAGE_BYTES, number * _PAGE_BYTES)
+            if int.from_bytes(page[:8], "little") != number:
+                raise self._damage(f"page {number} is another one")
+            yield place, page
 
     def _nodes(self, page: bytes, kind: int) -> list[_Node]:
         """Returns the nodes of a page, which fill it from its upper end without gaps."""
@@ -321,14 +319,14 @@ class _FileCheck:
         self._use(first, count)
         return count
 
-    def _run_pages(self, first: int, least: int) -> int:
-        """Returns how many pages a run has by its header: more than `least`, where a record was written twice in one
-        transaction, and became shorter."""
+    def _run_pages(self, first: int, min_pages: int) -> int:
+        """Returns the number of pages of a run by its header. It is more than `min_pages` if a record was written twice
+        in one transaction and became shorter."""
         header = os.pread(self._fd, _OVERFLOW_HEADER.size, first * _PAGE_BYTES) if first < len(self._used) else b""
         if len(header) < _OVERFLOW_HEADER.size:
             raise self._damage(f"page {first} is not in the file")
         number, _, kind, count = _OVERFLOW_HEADER.unpack(header)
-        if (number, kind) != (first, _OVERFLOW) or count < least:
+        if (number, kind) != (first, _OVERFLOW) or count < min_pages:
             raise self._damage(f"page {first} is not the first one of a long record")
         return int(count)
 

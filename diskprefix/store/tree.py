@@ -1,4 +1,4 @@
-"""The prefix tree of one snapshot, and lists for people of what it holds: the saved prompts, and what they share."""
+"""The prefix tree of one snapshot, and the list of its saved prompts for people."""
 
 from __future__ import annotations
 
@@ -9,26 +9,21 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.schema import (
-    EntryRecord,
-    Kind,
-    NodeRecord,
-    node_kind,
-    node_name,
-)
+from diskprefix.store.schema import EntryRecord, Kind, NodeRecord, node_kind, node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import HASH_BYTES
 
+log = logging.getLogger("diskprefix")
+
 
 class PrefixTree:
-    """The nodes of one snapshot. A record is read and checked at its first use, and then kept.
+    """The nodes of one snapshot. A record is read and checked at its first use, and then kept in memory.
 
-    `node`, `path` and `entry` raise `StoreCorrupt` for damaged records. `children` and `depth_first` use
-    the parents that the records name, and do not check them.
+    `node`, `path` and `entry` raise `StoreCorrupt` for damaged records. `children` and `depth_first` do not check them.
     """
 
     def __init__(self, snapshot: Snapshot, secret: int | None = None) -> None:
-        """`secret`: the store's. With it the names of the nodes are checked too."""
+        """With the store's `secret`, the names of the nodes are checked too."""
         self._snapshot = snapshot
         self._secret = secret
         self._nodes: dict[bytes, NodeRecord] = {}
@@ -40,14 +35,12 @@ class PrefixTree:
 
     def node_or_ghost(self, name: bytes) -> NodeRecord | None:
         if name not in self._nodes:
-            record = self._snapshot.node_or_ghost(name)
-            if record is None:
+            node = self._snapshot.node_or_ghost(name)
+            if node is None:
                 return None
-            if self._secret is not None and name != node_name(
-                self._secret, record.parent, record.token_ids, record.kind
-            ):
+            if self._secret is not None and name != node_name(self._secret, node.parent, node.token_ids, node.kind):
                 raise StoreCorrupt("its name is not the hash of its parent and its tokens")
-            self._nodes[name] = record
+            self._nodes[name] = node
         return self._nodes[name]
 
     def path(self, name: bytes) -> dict[bytes, NodeRecord]:
@@ -74,9 +67,9 @@ class PrefixTree:
         for step, behind in zip([path[next(iter(path))].parent, *path], following, strict=True):
             if step in path and path[step].kind == Kind.BLOCK:
                 nodes[step] = path[step]
-            found = ((child, self.node(child)) for child in self.children.get(step, ()) if child in self.checkpoints)
-            checkpoints = [(child, one) for child, one in found if one is not None and _is_before(one, behind)]
-            nodes.update(sorted(checkpoints, key=lambda item: item[1].end))
+            names = [child for child in self.children.get(step, ()) if child in self.checkpoints]
+            checkpoints = {child: node for child in names if (node := self.node(child)) and _is_before(node, behind)}
+            nodes.update(sorted(checkpoints.items(), key=lambda item: item[1].end))
         nodes[name] = path[name]
         return nodes
 
@@ -104,18 +97,15 @@ class PrefixTree:
             todo.extend(self.children.get(name, ()))
 
 
-log = logging.getLogger("diskprefix")
-
-
 @dataclass(frozen=True, kw_only=True)
 class EntryInfo:
-    """One saved prompt. Sizes are in bytes and cover its nodes, checkpoints included; `shared_bytes` is the part that
-    other entries use as well.
+    """One saved prompt. Sizes are in bytes and include its checkpoints; `shared_bytes` is the part that other entries
+    use as well.
 
-    `checkpoints` are the tokens at which state is kept that exists at one position only; `checkpoint_bytes` is the size
-    of that state. Times are seconds since the epoch. `hits` counts the requests that restored its beginning,
-    however much of it. `ttl_s`: the time to live after its last use that requests asked for, in seconds, None if none
-    did. `default_ttl`: a request asked for none, so the daemon's `--kv-cache-ttl` holds if that is longer.
+    `checkpoints` are the positions of its checkpoints, and `checkpoint_bytes` their size. Times are seconds since the
+    epoch. `hits` counts the requests that restored any beginning of it. `ttl_s`: the time to live after its last use
+    that requests asked for, in seconds, None if none did. `default_ttl`: a request asked for none, so the daemon's
+    `--kv-cache-ttl` holds if that is longer.
     """
 
     id: str
@@ -137,7 +127,7 @@ class EntryInfo:
 
 
 def list_entries(snapshot: Snapshot) -> list[EntryInfo]:
-    """Returns all entries, the most recently used first. An entry with a damaged path is left out and logged."""
+    """Returns all entries, the most recently used first. An entry with a damaged path is logged and left out."""
     tree = PrefixTree(snapshot)
     entries: dict[bytes, tuple[EntryRecord, dict[bytes, NodeRecord]]] = {}
     for name, entry in snapshot.entries():

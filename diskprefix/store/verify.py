@@ -1,16 +1,17 @@
 """Checks the records of the store against each other, and removes those that fail.
 
-There is one rule: a node that fails a check goes, with all that continues it. What was seen under a root goes as a
-whole, any other record alone. What went is computed and stored again when it is wanted.
+A node that fails a check is removed with all that continues it, the seen prompts of a root all together, any other
+record alone.
 
-`verify_index` works within one snapshot. `verify_payloads` checks the contents of the payloads apart: that takes long,
-and an open snapshot keeps freed pages from being reused. So it reads payloads in slices, each with a snapshot of its
-own. It leaves out nodes that were evicted meanwhile.
+`verify_index` works within one snapshot. `verify_payloads` checks the contents of the payloads. That takes long, and an
+open snapshot keeps freed pages from being reused, so it takes a new snapshot for each slice of the payloads. It leaves
+out nodes that were evicted meanwhile.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,12 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import RECORDS_AT_ONCE, batches, node_bytes
-from diskprefix.store.codec.codec import Piece, populate
+from diskprefix.store.codec.codec import Piece, decode_piece, piece_seed, populate
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.note_record import decode_note
 from diskprefix.store.pieces import PayloadLayout
@@ -36,6 +38,7 @@ from diskprefix.store.schema import (
     NodeRecord,
     PromptRecord,
     RootRecord,
+    child_keys,
     decode_record,
     model_key,
     piece_index,
@@ -46,16 +49,17 @@ from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import HASH_BYTES, root_hash
 from diskprefix.values import Tenant
 
-_LOOK_AGAIN_S = (0.1, 1.0)
-"""The times before another look at what a writer may just have changed."""
+_CHECK_AGAIN_S = (0.1, 1.0)
+"""The pauses before checking again what a writer may just have changed."""
 _PASSES = 3
-"""A node whose record is cut short names no parent: that is found to count a child too many in the next pass."""
+"""A node whose record is cut short names no parent. The next pass finds that its parent counts one child too many."""
+_NO_ROOT = "there is no sound record of its root"
 
 
 @dataclass(frozen=True)
 class StoreProblem:
-    """A record that failed a check. `key` is its key in hex. A problem of a node's payload, usage record or place in
-    the index of children is one of the node. In `seen` there is one problem for a root, under the root as key."""
+    """A record that failed a check. `key` is its key in hex. Problems of a node's payload, usage record or keys in the
+    index of children are problems of the node. `seen` has one problem for each root, with the root as key."""
 
     database: str
     key: str
@@ -64,7 +68,7 @@ class StoreProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexReport:
-    """The counts and problems of one snapshot. `stored_bytes` is the size of the payload of each node that is sound."""
+    """The counts and problems of one snapshot. `stored_bytes` is the size of the payload of each sound node."""
 
     problems: tuple[StoreProblem, ...]
     stored_bytes: dict[bytes, int]
@@ -74,10 +78,9 @@ class IndexReport:
     num_roots: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemovedRecords:
-    """The result of a removal: `entries` are the names of saved prompts, `blocks` and `prompts` the numbers of nodes
-    and of recent prompts, `records` that of all these and of other records that failed a check."""
+class RemovedRecords(NamedTuple):
+    """The result of a removal: the names of saved prompts (`entries`), and the numbers of nodes (`blocks`), of seen
+    prompts, and of all removed records."""
 
     entries: tuple[bytes, ...] = ()
     blocks: int = 0
@@ -86,31 +89,27 @@ class RemovedRecords:
 
 
 def remove_damaged(store: Store, problems: Sequence[StoreProblem] | None = None) -> RemovedRecords:
-    """Does `remove_problems` for these problems, and for what they hide; without any, for what `verify_index` finds.
-    Raises `CacheError`."""
+    """Removes what these problems name, and what `verify_index` finds then. Without `problems`, begins with what
+    `verify_index` finds. Raises `CacheError`."""
     removed = RemovedRecords()
-    found = verify_index(store).problems if problems is None else tuple(problems)
+    if problems is None:
+        problems = verify_index(store).problems
     for _ in range(_PASSES):
-        if not found:
+        if not problems:
             break
-        more = remove_problems(store, found)
-        removed = RemovedRecords(
-            entries=removed.entries + more.entries,
-            blocks=removed.blocks + more.blocks,
-            prompts=removed.prompts + more.prompts,
-            records=removed.records + more.records,
-        )
-        found = verify_index(store).problems
+        removed = RemovedRecords._make(map(operator.add, removed, remove_problems(store, problems)))
+        problems = verify_index(store).problems
     return removed
 
 
 def remove_problems(store: Store, problems: Sequence[StoreProblem]) -> RemovedRecords:
-    """Removes what problems name: nodes with what continues them, and other records as far as they are still wrong.
-    Safe beside running daemons, and may be killed. Raises `CacheError`."""
+    """Removes what problems name: nodes with all that continues them, and other records that are still wrong. Daemons
+    may use the store meanwhile, and a kill leaves it in order. Raises `CacheError`."""
     counts: Counter[str] = Counter()
-    gone = store.remove_subtrees([bytes.fromhex(one.key) for one in problems if one.database == "nodes"])
-    entries = gone.entries
-    for some in batches([one for one in problems if one.database != "nodes"], RECORDS_AT_ONCE):
+    nodes, entries = store.remove_subtrees(
+        [bytes.fromhex(problem.key) for problem in problems if problem.database == "nodes"]
+    )
+    for some in batches([problem for problem in problems if problem.database != "nodes"], RECORDS_AT_ONCE):
         with store.changes() as changes:
             check = RecordCheck(changes, store.secret)
             for problem in some:
@@ -123,25 +122,26 @@ def remove_problems(store: Store, problems: Sequence[StoreProblem]) -> RemovedRe
                     entries += [key] if problem.database == "entries" else []
     return RemovedRecords(
         entries=tuple(entries),
-        blocks=len(gone.nodes),
+        blocks=len(nodes),
         prompts=counts["seen"],
-        records=len(gone.nodes) + counts.total() + len(entries),
+        records=len(nodes) + counts.total() + len(entries),
     )
 
 
 def verify_index(store: Store) -> IndexReport:
     """Checks all records but the contents of the payloads.
 
-    A process that cannot write to LMDB's lock file is not seen by writers, which may change pages under its snapshot.
-    It looks again, a while later, and returns the problems that all looks find.
+    Writers do not see a process that cannot write to LMDB's lock file, and may change pages under its snapshot. Such a
+    process checks again, twice, and returns the problems that all checks find.
     """
     report = _verify_once(store)
-    for pause_s in () if store.environment.has_lock else _LOOK_AGAIN_S:
+    for pause_s in () if store.environment.has_lock else _CHECK_AGAIN_S:
         if not report.problems:
             break
         time.sleep(pause_s)
-        before, report = {(one.database, one.key) for one in report.problems}, _verify_once(store)
-        report = replace(report, problems=tuple(one for one in report.problems if (one.database, one.key) in before))
+        before, report = {(problem.database, problem.key) for problem in report.problems}, _verify_once(store)
+        again = (problem for problem in report.problems if (problem.database, problem.key) in before)
+        report = replace(report, problems=tuple(again))
     return report
 
 
@@ -170,7 +170,7 @@ def _verify_once(store: Store) -> IndexReport:
 
 
 class RecordCheck:
-    """Checks one record at a time against the others of a snapshot. `roots` are the root records that are sound."""
+    """Checks one record at a time against the others of a snapshot. `roots` are the sound root records."""
 
     def __init__(self, snapshot: Snapshot, secret: int) -> None:
         self._snapshot = snapshot
@@ -184,8 +184,8 @@ class RecordCheck:
     def wrong(self, database: str, key: bytes) -> str | None:
         """Returns what is wrong with a stored record, None if it is sound.
 
-        What belongs to a node is checked with the node: its pieces, but not their contents, its usage record and its
-        keys in the index of children. Elsewhere it is only asked whether there is such a node.
+        The check of a node includes its usage record, its keys in the index of children, and its pieces, but not their
+        contents. For those records themselves, only their node must exist.
         """
         try:
             value = self._snapshot.listed(database, key)
@@ -193,14 +193,14 @@ class RecordCheck:
                 case "nodes":
                     return self._wrong_node(key)
                 case "usage" | "children" | "payloads":
-                    return self._wrong_part(database, key)
+                    return self._wrong_owner(database, key)
                 case "roots":
                     _checked_root(key, value)
                 case "entries":
                     return self._wrong_entry(key, decode_record(EntryRecord, key, value))
                 case "notes":
                     decode_note(key, value)
-                    return self._wrong_root(key)
+                    return None if key[:HASH_BYTES] in self.roots else _NO_ROOT
                 case "meta" if key.startswith(MODEL_MARK):
                     if model_key(decode_record(ModelRecord, key, value).identity) != key:
                         return "its key does not have the hash of its identity"
@@ -210,7 +210,8 @@ class RecordCheck:
 
     @cached_property
     def wrong_seen(self) -> dict[bytes, str]:
-        """The reasons why what was seen under a root is not sound: a damaged prompt, a missing block, a wrong count."""
+        """For each root whose seen prompts are not sound, the reason: a damaged prompt, a missing block, a wrong
+        count."""
         wrong: dict[bytes, str] = {}
         differences: Counter[tuple[bytes, bytes]] = Counter()
         for key, value in self._snapshot.records("seen"):
@@ -227,7 +228,7 @@ class RecordCheck:
                     differences[node.root, node.parent] += 1
         for (root, name), difference in differences.items():
             if root not in self.roots:
-                wrong[root] = "there is no sound record of its root"
+                wrong[root] = _NO_ROOT
             elif difference and name != root:
                 wrong[root] = f"block {name.hex()} is missing, or its count of prompts is wrong by {difference}"
         return wrong
@@ -236,7 +237,7 @@ class RecordCheck:
         node = self.tree.node_or_ghost(name)
         assert node is not None, "it is listed"
         if node.root not in self.roots:
-            return f"there is no sound record of its root {node.root.hex()}"
+            return f"{_NO_ROOT} {node.root.hex()}"
         if (message := self._wrong_shape(node)) or node.kind == Kind.GHOST:
             return message
         return self._wrong_parent(node) or self._wrong_pieces(name, node) or self._wrong_usage(name, node)
@@ -244,25 +245,25 @@ class RecordCheck:
     def _wrong_pieces(self, name: bytes, node: NodeRecord) -> str | None:
         sizes = {index: len(stored) for index, stored in self._snapshot.pieces(name)}
         if list(sizes) != list(range(node.num_pieces)):
-            lost = set(range(node.num_pieces)) - sizes.keys()
-            what = f"piece {min(lost)} is missing" if lost else f"it has {len(sizes)} pieces"
-            return f"{what}, its record says {node.num_pieces}"
+            missing = set(range(node.num_pieces)) - sizes.keys()
+            problem = f"piece {min(missing)} is missing" if missing else f"it has {len(sizes)} pieces"
+            return f"{problem}, its record says {node.num_pieces}"
         if sum(sizes.values()) != node.stored_bytes:
             return f"its pieces take {sum(sizes.values())} bytes, its record says {node.stored_bytes}"
-        if any(not self._snapshot.has_record("children", key) for key in self._snapshot.child_keys(name, node)):
+        if not all(self._snapshot.has_record("children", key) for key in _child_keys(name, node)):
             return "it is not in the index of children"
         return None
 
-    def _wrong_part(self, database: str, key: bytes) -> str | None:
+    def _wrong_owner(self, database: str, key: bytes) -> str | None:
         name = key[-HASH_BYTES:] if database == "children" else key[:HASH_BYTES]
         if database == "payloads" and piece_index(key, name) is None:
             return f"a key of {len(key)} bytes is no piece's"
         try:
             node = self.tree.node(name)
         except StoreCorrupt:
-            # The node itself is wrong, and this goes with it.
+            # The node itself is wrong, and this record goes with it.
             return None
-        is_due = node is not None and (database != "children" or key in self._snapshot.child_keys(name, node))
+        is_due = node is not None and (database != "children" or key in _child_keys(name, node))
         return None if is_due else "it belongs to no block"
 
     def _wrong_parent(self, node: NodeRecord) -> str | None:
@@ -284,15 +285,15 @@ class RecordCheck:
         block_size, layout = self.roots[node.root].block_size, self._layouts[node.root]
         # Where the layout has states, nothing can be restored from the beginning of a block.
         shortest_block = block_size if layout.states else 1
-        right = {
+        is_sized = {
             Kind.BLOCK: shortest_block <= node.num_tokens <= block_size,
             Kind.TAIL: node.num_tokens < block_size,
             Kind.CHECKPOINT: node.num_tokens < block_size,
             Kind.GHOST: node.num_tokens == block_size,
         }[node.kind]
-        if node.position % block_size or not right:
-            what = f"a {node.kind.name.lower()} of {node.num_tokens} tokens at {node.position}"
-            return f"{what}, the root's blocks have {block_size}"
+        if node.position % block_size or not is_sized:
+            kind = node.kind.name.lower()
+            return f"a {kind} of {node.num_tokens} tokens at {node.position}, the root's blocks have {block_size}"
         if node.kind == Kind.CHECKPOINT and not (node.end and layout.states):
             return f"a checkpoint at {node.end}: there are none at 0, nor where the layout has no states"
         cuts = layout.cuts(node.num_tokens, node.kind)
@@ -311,9 +312,9 @@ class RecordCheck:
         children = len(self.tree.children.get(name, ()))
         if usage.children != children:
             return f"its usage record says that {usage.children} blocks continue it, {children} do"
-        # The size of a node besides its pieces is an estimate, which may differ in another version.
-        most = 2 * node_bytes(node.num_tokens, [len(stored) for _, stored in self._snapshot.pieces(name)])
-        if not node.stored_bytes <= usage.stored_bytes <= most:
+        # The size of a node's records is an estimate, which may differ in another version.
+        max_bytes = 2 * node_bytes(node.num_tokens, [len(stored) for _, stored in self._snapshot.pieces(name)])
+        if not node.stored_bytes <= usage.stored_bytes <= max_bytes:
             return f"its usage record says {usage.stored_bytes} bytes, its pieces take {node.stored_bytes}"
         return None
 
@@ -328,8 +329,9 @@ class RecordCheck:
             return f"it says {entry.num_tokens} tokens, its last block ends at {node.end}, or its root is another"
         return None
 
-    def _wrong_root(self, key: bytes) -> str | None:
-        return None if key[:HASH_BYTES] in self.roots else "there is no sound record of its root"
+
+def _child_keys(name: bytes, node: NodeRecord) -> list[bytes]:
+    return child_keys(name, node.parent, node.token_ids.tobytes())
 
 
 def _checked_root(root: bytes, value: bytes | memoryview) -> tuple[RootRecord, PayloadLayout]:
@@ -347,7 +349,7 @@ def _checked_root(root: bytes, value: bytes | memoryview) -> tuple[RootRecord, P
 
 
 _SLICE_BYTES = 128 << 20
-"""Payload that is checked under one snapshot: a fraction of a second from memory, a second or two from a disk."""
+"""Payload that is checked with one snapshot: a fraction of a second from memory, a second or two from a disk."""
 _SLICE_NODES = 1024
 _THREADS = 2
 _MAX_PIECE_BYTES = 1 << 28
@@ -365,10 +367,9 @@ class PayloadReport:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """One piece of a node's payload. `stored` is a view of the memory map, valid while `snapshot` is open; `expected`
-    is what the layout says of the piece."""
+    """One piece of a node's payload. `stored` is a view of the memory map, valid while the snapshot is open; `expected`
+    is the piece's form in the layout."""
 
-    snapshot: Snapshot
     name: bytes
     index: int
     stored: memoryview
@@ -377,12 +378,11 @@ class StoredPiece:
     def decode(self, out: Bytes) -> None:
         """Reads and verifies the piece, and writes it to `out`. For any thread. Raises `StoreCorrupt`."""
         populate(self.stored)
-        self.snapshot.decode(self.name, self.index, self.stored, self.expected, out)
+        decode_piece(self.stored, self.expected, piece_seed(self.name, self.index), out)
 
 
 def verify_payloads(store: Store, stored_bytes: dict[bytes, int], advance: Callable[[int], None]) -> PayloadReport:
-    """Reads, verifies and decodes every piece of these nodes. `advance` is called with the stored bytes that are
-    done."""
+    """Reads, verifies and decodes every piece of these nodes. Calls `advance` with the stored bytes of each slice."""
     problems: list[StoreProblem] = []
     num_pieces = num_bytes = 0
     for names in _slices(stored_bytes):
@@ -402,7 +402,7 @@ def stored_pieces(snapshot: Snapshot, name: bytes, expected: tuple[Piece, ...]) 
         stored = snapshot.piece(name, index)
         if stored is None:
             raise StoreCorrupt(f"piece {index} of its payload is missing")
-        pieces.append(StoredPiece(snapshot, name, index, stored, piece))
+        pieces.append(StoredPiece(name, index, stored, piece))
     return pieces
 
 
@@ -429,7 +429,7 @@ def _check_slice(store: Store, names: Iterable[bytes]) -> tuple[list[StoreProble
 
 
 def _stored_payload(snapshot: Snapshot, name: bytes) -> list[StoredPiece]:
-    """Returns the pieces of a node; none if the node is gone, or if its records are wrong: `verify` finds that."""
+    """Returns the pieces of a node; none if the node is gone or its records are wrong, which `verify_index` finds."""
     try:
         node = snapshot.node(name)
         root = snapshot.root(node.root) if node else None
@@ -441,7 +441,7 @@ def _stored_payload(snapshot: Snapshot, name: bytes) -> list[StoredPiece]:
 
 
 def _problem(piece: StoredPiece) -> StoreProblem | None:
-    """Returns what is wrong with a piece: its checksum, its encoding or its size. Runs in any thread."""
+    """Returns what is wrong with a piece: its checksum, its encoding or its size. For any thread."""
     expected = piece.expected
     try:
         if expected.num_bytes > _MAX_PIECE_BYTES:

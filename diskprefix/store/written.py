@@ -1,12 +1,10 @@
 """The bytes that a store's file has cost its disk: in all, and in the last 24 hours.
 
-LMDB hands its pages to the kernel in system calls, and Linux counts their bytes for each thread (`wchar` in
-`/proc/thread-self/io`): the pages of payloads and records, copies of B-tree pages, LMDB's meta page.
+LMDB writes its pages in system calls, and Linux counts their bytes for each thread (`wchar` in `/proc/thread-self/io`).
 `write_bytes` there is no measure: it grows by whole folios, which may be several times as large as the pages in
-them. Where the count cannot be read (on other systems), stored records are counted in whole pages. The journal of the
-file system and what the drive itself writes more are not known here.
+them. Where the count cannot be read (on other systems), stored records are counted in whole pages.
 
-The counts of a process go to the store with its publications, so all processes of a store add to one record.
+A process adds its counts to the record of the store with each publication.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from diskprefix.errors import CacheError
-from diskprefix.store.schema import decode_record, encode_record
+from diskprefix.store.schema import decode_record
 from diskprefix.store.snapshot import Snapshot
 
 WRITTEN = "written"
@@ -33,9 +31,11 @@ _IO = Path("/proc/thread-self/io")
 
 
 class WrittenBytes(msgspec.Struct, kw_only=True):
-    """Bytes that were written: all of them, and those of the last hours by the number of the hour since the epoch, in
-    the order in which they began. `budget_bytes` is `--kv-cache-write-budget` of the last daemon, 0 for none.
-    `recorder` is the process that added to the record last, and `recorded_bytes` what it has added in all."""
+    """Bytes that were written: in all, and in each of the last hours, by hours since the epoch, oldest first.
+
+    `budget_bytes` is `--kv-cache-write-budget` of the last daemon, 0 for none. `recorder` is the process that added to
+    the record last, and `recorded_bytes` what it has added in all.
+    """
 
     total: int = 0
     hours: dict[int, int] = msgspec.field(default_factory=dict)
@@ -65,11 +65,6 @@ def read_written(snapshot: Snapshot) -> WrittenBytes:
         return WrittenBytes()
 
 
-def encode_written(written: WrittenBytes) -> bytes:
-    """Returns the record as it is stored."""
-    return encode_record(WRITTEN.encode(), written)
-
-
 class WriteMeter:
     """The bytes that this process has written (`total_bytes`), and how many of them are known to be recorded
     (`recorded_bytes`). For any thread.
@@ -88,7 +83,7 @@ class WriteMeter:
             self.total_bytes += num_bytes
 
     @contextmanager
-    def measured(self, otherwise: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    def measure(self, otherwise: Callable[[], int] = lambda: 0) -> Iterator[None]:
         """Counts what this thread writes inside the block. If what the kernel counts cannot be read, counts what
         `otherwise` returns at the end, unless the block fails."""
         before, if_unread = _written_by_thread(), 0
@@ -99,10 +94,10 @@ class WriteMeter:
             after = _written_by_thread()
             self.count(if_unread if before is None or after is None else after - before)
 
-    def added_to(self, written: WrittenBytes, now: float, recorded_bytes: int) -> WrittenBytes:
-        """Adds to a store's record what it lacks of this process, and the budget. Returns the record. `recorded_bytes`
-        is that of this meter from before the record was read: what was recorded since is not in it."""
-        # The record may be committed, and not known here yet.
+    def add_to(self, written: WrittenBytes, now: float, recorded_bytes: int) -> WrittenBytes:
+        """Adds to a store's record what it lacks of this process, and the budget. Returns the record. Pass this meter's
+        `recorded_bytes` as it was *before* the record was read: otherwise bytes recorded in between count twice."""
+        # The record may be committed already, and this meter not told yet.
         known = written.recorded_bytes if written.recorder == self._name else recorded_bytes
         in_all = max(known, self.total_bytes)
         written.add(in_all - known, now)

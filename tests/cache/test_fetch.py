@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -235,26 +234,3 @@ def test_a_block_is_told_when_all_that_is_needed_of_it_is_there(
     # Two threads read: only the slow one is surely behind those after it.
     assert told[-1] == slow
     assert sorted(told) == [*range(slow + 3)]
-
-
-def test_a_fetch_runs_beside_the_engine_thread(opened: Opened) -> None:
-    """Another sequence computes meanwhile, and its request is chosen and published."""
-    runner = opened("token")
-    cold = runner.run(PROMPT, "full")
-    runner.flush()
-    other = random_prompt(3, 20 * BLOCK)
-    sequence = KVSequence(runner.pool)
-    sequence.reserve(len(PROMPT))
-    cached = CachedRequest(runner.cache, Prompt(PROMPT), FULL)
-    with ThreadPoolExecutor(1) as thread:
-        fetching = thread.submit(cached.fetch, sequence)
-        runner.run(other, "full")
-        fetching.result()
-    cached.choose(runner.sequence)
-    logits = cached.restored.logits
-    assert logits is not None
-    assert torch.equal(logits, cold.logits)
-    cached.publish(sequence, logits, 0.0)
-    assert cached.close().saved == "stored"
-    runner.flush()
-    assert runner.run(other, "full").report.restored == len(other)

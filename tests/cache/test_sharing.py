@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 
 from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.errors import SettingsError
-from diskprefix.extras.remote.remote_tier import RemoteTier
 from diskprefix.settings import Settings
-from diskprefix.values import SHARED, Prompt
+from diskprefix.values import Prompt
 from tests.cache.opening import FULL
 from tests.object_server import Fault, ObjectServer, object_server
 from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings
@@ -94,14 +93,6 @@ def test_what_one_machine_computed_another_one_restores_with_the_bits_of_the_col
     assert other.cache.stats()["restored_tokens"] == counted
 
 
-def test_tenants_do_not_find_each_other_in_the_bucket(make: MakeRunner) -> None:
-    one, other = make(), make()
-    one.run(PROMPT, "full")
-    shared(one)
-    options = replace(FULL, tenant=SHARED.with_salt("alice"))
-    assert other.run_prompt(Prompt(PROMPT), options).report.restored == 0
-
-
 @pytest.mark.parametrize(
     ("policy", "save", "after_one", "after_two"),
     [
@@ -121,27 +112,6 @@ def test_the_write_policy_says_what_is_left(
         shared(runner)
         assert runner.cache.remote is not None
         assert (int(runner.cache.remote.stats()["written"]) > 0) == is_written
-
-
-def test_a_bucket_that_is_gone_changes_no_answer(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other, alone = make(), make(), make(bucket="none")
-    one.run(PROMPT, "full", reply=2)
-    shared(one)
-    assert isinstance(other.cache.remote, RemoteTier)
-    objects = other.cache.remote.objects
-
-    def gone(*_: object, **__: object) -> Any:
-        raise objects._obstore.exceptions.GenericError("connection refused")
-
-    for name in ("get", "put", "head"):
-        monkeypatch.setattr(objects._obstore, name, gone)
-    for ids in (PROMPT, LONGER, OTHER_END, PROMPT):
-        answer = other.run(ids, "full", reply=2)
-        assert answer.report.source != "remote"
-        assert same(answer, alone.run(ids, "full", reply=2))
-        other.flush()
-        alone.flush()
-    assert other.cache.stats()["remote"]["state"] == "failing"
 
 
 def test_waiting_for_the_bucket_is_not_taken_for_a_slow_disk(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:

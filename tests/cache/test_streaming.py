@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ import torch
 
 from diskprefix.cache import saving as saving_module
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
+from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.runner import forward
 from diskprefix.store.codec.codec import PIECE_BYTES
@@ -26,8 +24,7 @@ from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheOptions, Prompt, Scope
-from tests import forked
-from tests.cache.opening import AUTO, FULL, OFF, Opened, gated, is_sound, open_runner
+from tests.cache.opening import AUTO, FULL, OFF, Opened, gated, is_sound
 from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings
 
 KINDS = ["token", "grid", "qwen3_next"]
@@ -221,36 +218,6 @@ def test_a_store_that_fails_in_the_middle_loses_what_comes_after_and_no_answer(
     assert runner.cache.stats()["state"] == "ok"
 
 
-def die(folder: str, name: str, steps: int) -> None:
-    """Computes a prompt and is killed after so many steps, once all before is on the disk or on its way there."""
-    runner = open_runner(name, Path(folder))
-    with pytest.MonkeyPatch.context() as patch:
-
-        def count(_: CachedRequest, sequence: KVSequence) -> None:
-            if sequence.num_tokens == (steps - 1) * BLOCK:
-                runner.flush()
-            if sequence.num_tokens == steps * BLOCK:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        during_prefill(patch, count)
-        runner.run(PROMPT, "full")
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_kill_in_the_middle_of_a_prompt_leaves_its_beginning(name: str, tmp_path: Path) -> None:
-    steps = 5
-    assert forked.run(die, str(tmp_path), name, steps) == -signal.SIGKILL
-    runner = open_runner(name, tmp_path)
-    assert is_sound(runner)
-    num_stored = sum(stored_blocks(runner, PROMPT))
-    assert steps - 1 <= num_stored <= steps
-    assert runner.cache.store.counts()["entries"] == 0
-    warm, cold = runner.run(PROMPT, "full", reply=4), runner.run(PROMPT, "off", reply=4)
-    assert same(warm, cold)
-    assert name == "qwen3_next" or warm.report.restored == num_stored * BLOCK
-    runner.close()
-
-
 def test_a_block_that_is_written_in_the_middle_has_its_cost(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the prompts before had it, and before there are any, as its own prompt had it so far."""
     runner = opened("token")
@@ -393,19 +360,3 @@ def test_a_cancelled_request_that_must_not_save_leaves_nothing(name: str, why: s
     assert runner.cancelled(Prompt(PROMPT), options, 4).saved == "none"
     runner.flush()
     assert runner.cache.store.counts()["blocks"] == 0
-
-
-def test_a_request_that_is_cancelled_without_a_store_leaves_no_error(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = opened("token")
-
-    def fail(*_: object) -> None:
-        raise CacheError("no store")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner.cache.store, "snapshot", fail)
-        patch.setattr(runner.cache.store, "publish", fail)
-        runner.cancelled(Prompt(PROMPT), FULL, 4)
-        runner.flush()
-    assert not runner.cache.store.evictor.pinned()

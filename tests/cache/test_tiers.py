@@ -163,15 +163,24 @@ def test_any_memory_can_be_read_into(have: int, store: Store, tier_of: Callable[
     assert not any(pages.tokens(0, have)), "what the memory has already is not written"
 
 
-def test_a_damaged_piece_names_its_node(store: Store) -> None:
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_piece_that_is_damaged_or_not_finite_names_its_node(where: str, store: Store) -> None:
+    """The writer may not have checked yet what waits."""
     pub, nodes = publication(store, PROMPT), nodes_of(store)
-    store.publish(pub)
-    damage(store, pub.nodes[1].name)
-    with ThreadPoolExecutor(2) as readers, DiskTier(store, store.quarantine).view() as view:
+    bad = pub.nodes[1]
+    if where == "disk":
+        store.publish(pub)
+        damage(store, bad.name)
+        tier: Tier = DiskTier(store, store.quarantine)
+    else:
+        payload = tuple(np.full(piece.num_bytes, 0xFF, np.uint8).data for piece in bad.pieces)
+        changed = replace(bad, payload=payload, num_checked=1)
+        tier = held(store, replace(pub, nodes=(pub.nodes[0], changed, *pub.nodes[2:])))
+    with ThreadPoolExecutor(2) as readers, tier.view() as view:
         path = [(node_of(new), view) for new in pub.nodes]
-        bad = Loader(nodes, path, 0, len(PROMPT), {}, Pages(nodes.layout.groups[0])).run(readers)
-    assert bad is not None
-    assert bad[0] == node_of(pub.nodes[1])
+        fault = Loader(nodes, path, 0, len(PROMPT), {}, Pages(nodes.layout.groups[0])).run(readers)
+    assert fault is not None
+    assert fault[0] == node_of(bad)
 
 
 def test_what_a_view_shows_stays_in_memory_until_it_is_closed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,19 +227,6 @@ def read(view: View, new: NewNode) -> bytes:
     for part, write in zip(out, view.pieces(node, cuts, range(len(cuts))), strict=True):
         write(part)
     return b"".join(part.tobytes() for part in out)
-
-
-def test_what_waits_is_not_read_if_it_is_not_finite(store: Store) -> None:
-    """The writer may not have checked it yet."""
-    pub, nodes = publication(store, PROMPT), nodes_of(store)
-    bad = pub.nodes[1]
-    payload = tuple(np.full(piece.num_bytes, 0xFF, np.uint8).data for piece in bad.pieces)
-    pub = replace(pub, nodes=(pub.nodes[0], replace(bad, payload=payload, num_checked=1), *pub.nodes[2:]))
-    with ThreadPoolExecutor(2) as readers, held(store, pub).view() as view:
-        path = [(node_of(new), view) for new in pub.nodes]
-        found = Loader(nodes, path, 0, len(PROMPT), {}, Pages(nodes.layout.groups[0])).run(readers)
-    assert found is not None
-    assert found[0] == node_of(bad)
 
 
 NUM_BLOCKS = 200

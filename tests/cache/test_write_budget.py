@@ -193,3 +193,10 @@ def test_one_key_cannot_spend_the_part_of_another_that_asks(runner: Runner, monk
     asking = [(0, other), *((seed, greedy) for seed in range(1, 5)), (9, other)]
     saved = [ask(runner, seed, options).saved for seed, options in asking]
     assert saved == ["queued", "queued", "queued", "none", "none", "queued"]
+
+
+def test_a_reply_that_is_not_saved_costs_its_key_nothing(runner: Runner) -> None:
+    options = CacheOptions(scope=Scope("tokens", 4 * BLOCK), tenant=Tenant.of_key("k"))
+    ask(runner, 1, options, reply=BLOCK)
+    num_bytes, _ = runner.cache.tiered.spent.of(options.tenant.ids[:1], runner.cache.store.clock())
+    assert num_bytes == 4 * BLOCK * runner.layout.bytes_per_token

@@ -15,7 +15,7 @@ import pytest
 
 from diskprefix.cache import context
 from diskprefix.cache.namespaces import TenantNamespaces
-from diskprefix.cache.tiers.loading import MOST_LOADS, READER_THREADS
+from diskprefix.cache.tiers.loading import MAX_LOADS, READER_THREADS
 from diskprefix.cache.tiers.local import DiskView
 from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.engine import fetches, served_model
@@ -42,7 +42,7 @@ from tests.engine.driving import (
 )
 from tests.waiting import wait_for
 
-STORED = [tokens(900, seed) for seed in range(MOST_LOADS + 1)]
+STORED = [tokens(900, seed) for seed in range(MAX_LOADS + 1)]
 TURN, NEW = tokens(300, 20), tokens(20, 21)
 SOMEBODY = Tenant.of_key("somebody")
 
@@ -229,14 +229,14 @@ def test_a_client_that_leaves_ends_its_load_and_does_not_wait_for_its_turn(
     gate = Gate(monkeypatch, DiskView, "_decode")
     with running(engine) as inbox:
         clients = [Client(inbox, request(ids)) for ids in STORED]
-        gate.wait_until_reached(MOST_LOADS * READER_THREADS)
+        gate.wait_until_reached(MAX_LOADS * READER_THREADS)
         clients[-1].ticket.cancel()
-        wait_for(lambda: inbox.num_running == MOST_LOADS)
+        wait_for(lambda: inbox.num_running == MAX_LOADS)
         for client in clients:
             client.ticket.cancel()
         gate.opened.set()
         wait_until_idle(inbox)
-    assert gate.num_arrived == MOST_LOADS * READER_THREADS, "no piece more is read"
+    assert gate.num_arrived == MAX_LOADS * READER_THREADS, "no piece more is read"
     assert not any(map(is_done, clients))
     require_nothing_left(engine)
 

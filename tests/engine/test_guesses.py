@@ -20,8 +20,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.saving import Saver
-from diskprefix.cache.tiers.nodes import Node
+from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.engine import speculation
 from diskprefix.engine.draft_model import DraftModel
 from diskprefix.engine.fetches import Fetches
@@ -347,16 +346,16 @@ REPEATING = [
 
 def said_and_saved(engine: Engine, requests: list[GenerateRequest]) -> tuple[list[Client], Any]:
     """Returns the clients, and what they were told, with the bytes of all that was saved and of all that stays."""
-    make, saved, kept = Saver._new_node, dict[Any, bytes](), list[tuple[bytes, bytes]]()
+    make, saved, kept = PromptNodes.new_node, dict[Any, bytes](), list[tuple[bytes, bytes]]()
 
-    def noted(saver: Saver, node: Node, payload: Payload, *others: Any) -> NewNode:
-        found = make(saver, node, payload, *others)
-        saved[found.kind, found.position, bytes(found.token_ids)] = b"".join(payload)
-        return found
+    def noted(nodes: PromptNodes, node: Node, payload: Payload, **others: Any) -> NewNode:
+        new = make(nodes, node, payload, **others)
+        saved[new.kind, new.position, bytes(new.token_ids)] = b"".join(payload)
+        return new
 
-    with patch.object(Saver, "_new_node", noted):
+    with patch.object(PromptNodes, "new_node", noted):
         clients = run_together(engine, requests)
-    for node in engine.pages.kept.ended():
+    for node in engine.pages.kept.sequence_ends():
         sequence = engine.pages.resume(node)
         assert sequence is not None
         kept.append((node.token_ids.tobytes(), sequence.content(sequence.num_tokens)))
@@ -583,7 +582,7 @@ def test_a_request_does_not_wait_for_what_is_fetched_ahead(draft: Engine) -> Non
             return not model._lacking and model._ahead is None
 
         wait_for(is_computed)
-    assert max(node.end for node in model.pages.kept.ended()) > 100
+    assert max(node.end for node in model.pages.kept.sequence_ends()) > 100
     assert no_memory_is_busy(draft)
 
 
@@ -627,7 +626,7 @@ def test_of_a_reply_during_which_all_is_purged_nothing_is_kept(
     assert purged
     assert engine.cache.writer.flush(10.0)
     assert engine.cache.stats()["prompts"] == engine.cache.stats()["blocks"] == 0
-    assert not list(model.pages.kept.ended())
+    assert not list(model.pages.kept.sequence_ends())
 
 
 def test_what_has_expired_is_not_computed_ahead(draft: Engine) -> None:
@@ -660,7 +659,7 @@ def test_what_it_keeps_is_what_it_computes_as_the_served_model(
 ) -> None:
     run_together(draft, [request(tokens(200, 11), max_tokens=REPLY)])
     pages = drafter(draft).pages
-    node = max(pages.kept.ended(), key=lambda node: node.end)
+    node = max(pages.kept.sequence_ends(), key=lambda node: node.end)
     kept = pages.resume(node)
     assert kept is not None
     assert kept.num_tokens > 200
@@ -689,7 +688,7 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
     with helped(engine, [expected], share=0.0):
         (found,) = run_together(engine, [one])
     assert found.done.timings.drafted_tokens > 20
-    (node,) = pages.kept.ended()
+    (node,) = pages.kept.sequence_ends()
     kept = pages.resume(node)
     assert kept is not None
     assert kept.complete_from > 0, "it has moved on"

@@ -407,7 +407,7 @@ def test_a_reply_that_waits_with_guesses_leaves_the_state_of_its_tokens(how: str
             active.cancel(reply.running)
         else:
             active.preempt(reply)
-        node = next(node for node in engine.pages.kept.ended() if node.end == num_tokens)
+        node = next(node for node in engine.pages.kept.sequence_ends() if node.end == num_tokens)
         kept, again = engine.pages.resume(node), KVSequence(engine.pages.pool)
         assert kept is not None
         runner.run(engine.model, [runner.Rows(again, torch.from_numpy(ids_of(engine.pages, node)).long()[None])])

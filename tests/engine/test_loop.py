@@ -183,8 +183,8 @@ class Asked:
     def __init__(self) -> None:
         self.have: list[int] = []
 
-    def prefetch(self, wish: PrefetchRequest) -> Prefetched:
-        self.have.append(wish.have)
+    def prefetch(self, request: PrefetchRequest) -> Prefetched:
+        self.have.append(request.have)
         return Prefetched()
 
     def upload(self, _: object) -> None:
@@ -200,7 +200,7 @@ def test_the_next_turn_goes_on_from_memory(engine: Engine, monkeypatch: pytest.M
     assert second.done.usage.cached_tokens == 300 + len(first.tokens) - 1
     assert second.done.cache.source == "memory"
     assert asked.have == [0, second.done.usage.cached_tokens], "the shared tier is told what memory has"
-    assert len(engine.pages.kept.ended()) == 2
+    assert len(engine.pages.kept.sequence_ends()) == 2
 
 
 def test_another_conversation_with_the_same_beginning_shares_it(engine: Engine) -> None:
@@ -237,7 +237,7 @@ def test_an_engine_without_work_forgets_what_was_to_be_kept_for_a_time_only(engi
     with running(engine) as inbox:
         inbox.submit(replace(one, cache=replace(one.cache, ttl_s=0.5)), lambda _: None)
         wait_until_idle(inbox)
-        wait_for(lambda: not engine.pages.kept.ended())
+        wait_for(lambda: not engine.pages.kept.sequence_ends())
 
 
 @pytest.mark.parametrize(("ttl_s", "saved"), [(None, [78]), (60, [])])

@@ -54,7 +54,7 @@ def page_cache(layout: Layout, *, blocks: int = 1000, **options: Any) -> PageCac
     cache = PageCache(layout, CPU, block_size=BLOCK, **given)
     cache.give_way()
     # As an engine does before its first request.
-    cache.drop_gone(None)
+    cache.forget_expired(None)
     return cache
 
 

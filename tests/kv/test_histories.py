@@ -195,7 +195,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(number=PICK)
     def resume(self, number: int) -> None:
-        ended = self.cache.kept.ended()
+        ended = self.cache.kept.sequence_ends()
         if ended and (sequence := self.cache.resume(node := ended[number % len(ended)])) is not None:
             self.add(sequence, ids_of(self.cache, node)[: sequence.num_tokens], node.owner)
 
@@ -224,7 +224,7 @@ class Histories(RuleBasedStateMachine):
         else:
             self.now += 0.7
             self.purged_at += b"p" * (what == "purge")
-            self.cache.drop_gone(self.purged_at)
+            self.cache.forget_expired(self.purged_at)
         if what == "purge":
             unused = [page for of in (*pool._free, *pool._blank) for page in of]
             assert not any(bool(page.tensor.view(torch.uint8).any()) for page in unused)
@@ -289,7 +289,7 @@ _match, _hold = PageCache.match_prefix, PagePool.hold
     ("of", "name", "broken"),
     [
         (PageCache, "match_prefix", of_any_owner),
-        (PageTable, "to_take", that_are_not_there),
+        (PageTable, "unwritable", that_are_not_there),
         (PagePool, "hold", not_the_third_time),
     ],
     ids=["tenants are not told apart", "shared pages are written", "a user is not counted"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,15 +271,6 @@ def layout_of(*windows: int | None, state: int = 0) -> Layout:
     states = (StateGroup((StateSpec(0, "recurrent", 0, (state // 4,), torch.float32),)),) if state else ()
     layers = tuple(LayerSpec("full" if window is None else "sliding", window) for window in windows)
     return Layout(layers, tuple(Group((spec,)) for spec in tensors), VOCAB, torch.bfloat16, states=states)
-
-
-def test_a_prefix_is_restorable_at_any_token_or_block_or_at_checkpoints() -> None:
-    assert layout_of(None).state_kind == "sliceable"
-    assert layout_of(None, 4).state_kind == "sliceable"
-    assert replace(layout_of(None), exact_at="token").state_kind == "token"
-    assert layout_of(None, state=16).state_kind == "checkpoints"
-    assert replace(layout_of(None, state=16), exact_at="token").state_kind == "token_checkpoints"
-    assert layout_of(state=16).state_kind == "checkpoints"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import ContextTooLong, NotReady
 from diskprefix.kv.kept_blocks import KeptBlock, KeptBlocks
-from diskprefix.kv.page_cache import Later, PageCache
+from diskprefix.kv.page_cache import MemoryWait, PageCache, PrefixWait
 from diskprefix.kv.pages import Page
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
@@ -82,7 +82,7 @@ def test_pages_for_guesses_go_to_a_prompt_that_needs_them() -> None:
     cache = page_cache(layout_of("token_checkpoints"), blocks=2)
     first = run(cache, IDS[:4])
     assert first.take_spares()
-    assert cache.begin(B, IDS[:4]) is None, "a step with guesses is about to begin"
+    assert isinstance(cache.begin(B, IDS[:4]), MemoryWait), "a step with guesses is about to begin"
     first.take_back(4)
     assert isinstance(cache.begin(B, IDS[:4]), KVSequence)
     assert not first.take_spares()
@@ -220,14 +220,14 @@ def test_a_state_that_moved_on_behind_what_is_exact_is_not_kept() -> None:
 def test_a_sequence_that_runs_is_waited_for_if_it_will_have_more(cache: PageCache) -> None:
     whole, least = tokens(range(60)), 39 - LEAST_TOKENS
     running = begun(cache, whole)
-    later = cache.begin(A, whole[:40])
-    assert isinstance(later, Later)
-    assert isinstance(cache.begin(A, whole), Later)
+    wait = cache.begin(A, whole[:40])
+    assert isinstance(wait, PrefixWait)
+    assert isinstance(cache.begin(A, whole), PrefixWait)
     assert begun(cache, whole[:LEAST_TOKENS]).num_tokens == begun(cache, whole, owner=B).num_tokens == 0
-    for end, is_later in ((least, True), (least + 1, False)):
+    for end, must_wait in ((least, True), (least + 1, False)):
         compute_for_all(cache, running, whole, end)
         # Who waits asks this again and again, and not for a match.
-        assert isinstance(cache.begin(A, whole[:40]), Later) == cache.is_later(later) == is_later
+        assert isinstance(cache.begin(A, whole[:40]), PrefixWait) == cache.must_wait(wait) == must_wait
     assert begun(cache, whole[:40]).num_tokens == least + 1
 
 
@@ -375,7 +375,7 @@ def test_a_prompt_that_fills_memory_does_without_the_copy_of_its_last_page(kind:
 def test_others_are_waited_for_and_what_never_fits_is_refused() -> None:
     cache = page_cache(layout_of(), blocks=8)
     run(cache, IDS)
-    assert cache.begin(B, IDS) is None
+    assert isinstance(cache.begin(B, IDS), MemoryWait)
     with pytest.raises(ContextTooLong, match=r"33 tokens need .*, and --kv-memory allows 3"):
         cache.begin(A, tokens(range(33)))
     assert (cache.longest(1000), cache.longest(7)) == (32, 7)
@@ -400,7 +400,7 @@ def test_a_prompt_waits_for_what_is_being_written_though_nothing_runs() -> None:
     sequence = run(cache, IDS)
     hold = holding(cache.pool, sequence.pages())
     cache.end(sequence, keep=True)
-    assert cache.begin(B, IDS) is None
+    assert isinstance(cache.begin(B, IDS), MemoryWait)
     hold.release()
     assert begun(cache, IDS, owner=B).num_tokens == 0
 
@@ -442,7 +442,7 @@ def test_a_sequence_that_runs_over_a_purge_goes_on_and_nobody_finds_it(cache: Pa
     cache.end(gone, keep=False)
     slabs = [page.tensor for one in cache.running for page in one.pages() if page is not None]
     after = Owner(A.root, A.secret, b"now")
-    cache.drop_gone(b"now")
+    cache.forget_expired(b"now")
     assert not any(bool(slab.any()) for slab in unused)
     again = run(cache, IDS, owner=after)
     assert compute_for_all(cache, running, more(IDS, 50))
@@ -464,10 +464,10 @@ def test_what_expires_is_found_until_then_and_wiped(cache: PageCache, now: list[
     ended(cache, tokens(range(50, 80)), expires_at=30.0)
     assert cache.kept.expires_at == 10.0
     now[0] = 9.0
-    cache.drop_gone(None)
+    cache.forget_expired(None)
     assert found(cache, IDS) == 30
     now[0] = 10.0
-    cache.drop_gone(None)
+    cache.forget_expired(None)
     assert (found(cache, more(IDS)), found(cache, tokens(range(50, 90)))) == (0, 30)
     assert not any(bool(slab.any()) for slab in slabs)
     assert (cache.kept.expires_at, cache.check()) == (30.0, [])
@@ -478,7 +478,7 @@ def test_a_use_extends_the_life_of_what_it_begins_with_to_its_own(cache: PageCac
     cache.end(begun(cache, more(TRUNK[:16]), expires_at=20.0), keep=False)
     cache.end(begun(cache, more(TRUNK[:12]), expires_at=15.0), keep=False)
     for now[0], expected in ((10.0, 16), (15.0, 16), (20.0, 0)):
-        cache.drop_gone(None)
+        cache.forget_expired(None)
         assert found(cache, more(TRUNK)) == expected
 
 
@@ -488,7 +488,7 @@ def test_what_ended_is_resumed_while_it_is_there(kind: str) -> None:
     ended(cache, IDS)
     ended(cache, tokens(range(50, 78)))
     counts = {"token": [28, 30], "sliceable": [28, 28], "token_checkpoints": [28, 30], "checkpoints": [28]}[kind]
-    nodes, resumed = cache.kept.ended(), []
+    nodes, resumed = cache.kept.sequence_ends(), []
     assert [node.options for node in nodes] == [OPTIONS] * 2
     for node in nodes:
         if (sequence := cache.resume(node)) is not None:

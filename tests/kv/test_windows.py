@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.kv.sizes import MOST_TAKEN_BACK, num_pages
+from diskprefix.kv.sizes import MAX_TAKEN_BACK, num_pages
 from diskprefix.model.exact import runner
 from diskprefix.model.exact.runner import forward
 from diskprefix.model.exact.self_check import make_exact
@@ -128,7 +128,7 @@ def test_a_sequence_is_gone_on_from_where_its_window_is_there(gemma: Model) -> N
     for one in (source, keeps):
         gemma.run(one, [256, 256, 200, 50])
     (window,) = {group.window for group in gemma.layout.groups if group.window}
-    ends = [762, 762 - MOST_TAKEN_BACK]
+    ends = [762, 762 - MAX_TAKEN_BACK]
     for number in range(3):
         sequence = KVSequence(source.pool)
         assert sequence.begin_with(source.prefix())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,10 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.planned import plan_of
 from diskprefix.model.exact.runner import Rows, run
 from diskprefix.model.exact.self_check import make_exact
+from diskprefix.model.plan import ComputePlan, Location
 from diskprefix.model.quants.quantised import QuantisedLinear
+from diskprefix.native import calls
+from diskprefix.native.library import operators
 from tests.exactness.architectures import VOCAB, quantised_tiny_model, tiny_model
 
 PAGE_TOKENS = 16
@@ -191,6 +195,30 @@ def test_a_token_has_the_same_bits_in_any_step(name: str, form: str) -> None:
     for (logits, state), (expected, of_alone) in zip(together, (alone, other), strict=True):
         assert torch.equal(logits, expected)
         assert state == of_alone
+
+
+def test_a_model_in_float16_is_exact_by_its_modules() -> None:
+    model = tiny_model("llama", torch.float16)
+    layout, reason = make_exact(model)
+    assert (layout.exact_at, reason) == ("token", "")
+    assert plan_of(model, layout, PAGE_TOKENS) is None
+
+
+@pytest.mark.parametrize("change", [{"heads": 1}, {"heads": 4}, {"dim": 8}, {"item_bytes": 4}])
+def test_a_plan_refuses_pages_of_other_heads_sizes_or_types(change: dict[str, int]) -> None:
+    compiled = operators()
+    assert compiled is not None
+    plan = ComputePlan(compiled, calls.BFLOAT16, max_rows=4, vocab_size=VOCAB, page_tokens=PAGE_TOKENS)
+    rows, query, right = plan.rows(2 * 16), plan.rows(4 * 16), Location(0, 0, 2, 16, 2, PAGE_TOKENS * 16, 16)
+    wrong = replace(right, **change)
+    sizes: dict[str, Any] = {"key_dim": 16, "value_dim": 16, "num_kv_heads": 2, "scale": 1.0}
+    plan.heads(rows, 16, to=right)
+    plan.attention(query, right, right, **sizes)
+    with pytest.raises(ValueError, match="memory of another form"):
+        plan.heads(rows, 16, to=wrong)
+    for keys, values in ((wrong, right), (right, wrong)):
+        with pytest.raises(ValueError, match="memory of another form"):
+            plan.attention(query, keys, values, **sizes)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3n", "gemma4"])

@@ -15,6 +15,7 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
+from diskprefix.store.codec.codec import decode_piece, piece_seed
 from diskprefix.store.ghosts import newest_first
 from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name, piece_key
@@ -165,7 +166,7 @@ def read_payload(snapshot: Snapshot, node: NewNode) -> bytes:
         if stored is None:
             raise StoreCorrupt(f"piece {index} is missing")
         out = np.empty((piece.num_rows, piece.row_bytes), dtype=np.uint8)
-        snapshot.decode(node.name, index, stored, piece, out)
+        decode_piece(stored, piece, piece_seed(node.name, index), out)
         parts.append(out.tobytes())
     return b"".join(parts)
 

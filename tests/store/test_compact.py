@@ -254,14 +254,3 @@ def test_a_file_that_is_rewritten_beside_a_process_loses_nothing_that_it_saves(
     store.close()
     store = open_store(folder)
     assert is_clean(store)
-
-
-def test_a_file_that_nobody_has_open_is_rewritten_without_what_was_deleted(
-    folder: Path, pubs: list[Publication]
-) -> None:
-    before, size = records(folder), (folder / "data.mdb").stat().st_size
-    assert rewrite_folder(folder)
-    assert records(folder) == before
-    assert (folder / "data.mdb").stat().st_size < size // 2
-    store = open_store(folder)
-    assert all(is_whole(store, pub) for pub in pubs)

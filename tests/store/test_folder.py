@@ -38,26 +38,26 @@ def test_a_lock_file_that_is_replaced_again_and_again_is_not_waited_for_without_
 
     monkeypatch.setattr(FolderLock, "_is_current", replaced)
     with pytest.raises(StoreUnavailable, match="try again"):
-        FolderLock(tmp_path, waits=False)
+        FolderLock(tmp_path)
 
 
 def test_a_lock_is_exclusive_only_while_nobody_else_has_it(tmp_path: Path) -> None:
-    first = FolderLock(tmp_path, waits=False)
-    second = FolderLock(tmp_path, waits=False)
+    first = FolderLock(tmp_path)
+    second = FolderLock(tmp_path)
     assert not first.try_exclusive("replacing the file")
     second.close()
     assert first.try_exclusive("replacing the file")
     with pytest.raises(StoreUnavailable, match="is replacing the file; try again"):
-        FolderLock(tmp_path, waits=False)
+        FolderLock(tmp_path)
     first.share()
-    FolderLock(tmp_path, waits=False).close()
+    FolderLock(tmp_path).close()
     first.close()
 
 
 @pytest.mark.parametrize(
     ("name", "open_file"),
     [
-        (LOCK, lambda folder: FolderLock(folder, waits=False)),
+        (LOCK, lambda folder: FolderLock(folder)),
         (LMDB_LOCK, lambda folder: reserve_lmdb_lock(folder, create=True)),
     ],
 )
@@ -205,7 +205,7 @@ def test_reading_creates_and_changes_nothing(place: Path) -> None:
 
 def test_a_reader_joins_the_lock_files_that_are_there(place: Path) -> None:
     reader = Store(place / "home/kv", read_only=True)
-    lock = FolderLock(place / "home/kv", waits=False)
+    lock = FolderLock(place / "home/kv")
     assert not lock.try_exclusive("replacing the file")
     lock.close()
     reader.close()

@@ -182,20 +182,6 @@ def test_notes_of_a_tenant_keep_their_share_and_the_oldest_used_go(store: Store,
     assert of(notes, BOB).get(RESPONSE, "bob") == b"content"
 
 
-def test_what_saves_a_moment_goes_first_however_recently_it_was_used(store: Store, clock: Clock) -> None:
-    cheap = NoteKind.LOGITS
-    notes, size = new_notes(store), note_limit(store.budget_bytes) - 5000
-    of(notes).put(RESPONSE, "resp_1", noise(size, 0))
-    num = 2 * root_limit(store.budget_bytes) // size
-    for number in range(num):
-        clock.now += 1
-        of(notes).put(cheap, str(number), noise(size, number))
-        notes.write()
-    assert of(notes).get(RESPONSE, "resp_1") == noise(size, 0)
-    assert of(notes).get(cheap, "0") is None
-    assert of(notes).get(cheap, str(num - 1)) == noise(size, num - 1)
-
-
 def test_a_note_makes_room_for_itself_in_a_full_store(store: Store, clock: Clock) -> None:
     for seed in range(60):
         clock.now += 100
@@ -332,7 +318,7 @@ def test_notes_of_all_roots_together_keep_their_share_and_prompts_stay(store: St
             assert of(notes, root).put(RESPONSE, str(number), noise(size if number else 100, number))
             notes.write()
             with store.snapshot() as snapshot:
-                assert snapshot.note_bytes() <= total_limit(store.budget_bytes)
+                assert snapshot.bytes_in("notes") <= total_limit(store.budget_bytes)
     assert of(notes, roots[-1]).get(RESPONSE, "3") == noise(size, 3)
     assert of(notes, roots[0]).get(RESPONSE, "1") is None
     assert all(is_whole(store, pub) for pub in saved)
@@ -376,5 +362,5 @@ def test_counts_of_many_roots_keep_the_share_of_notes_and_none_is_lost(tmp_path:
             store.write_from(log.writing)
             notes.make_fit()
     with store.snapshot() as snapshot:
-        assert snapshot.note_bytes() <= total_limit(store.budget_bytes)
+        assert snapshot.bytes_in("notes") <= total_limit(store.budget_bytes)
         assert total_savings(snapshot).total.requests == num_roots * num_hits

@@ -62,10 +62,15 @@ def test_a_longer_node_takes_the_place_of_a_shorter_one_with_its_entry(
     assert is_whole(store, pub)
 
 
-@pytest.mark.parametrize("longer", [2 * BLOCK + 9, 3 * BLOCK, 4 * BLOCK + 1])
+@pytest.mark.parametrize(
+    ("longer", "longer_kind"),
+    [*((end, Kind.BLOCK) for end in (2 * BLOCK + 9, 3 * BLOCK, 4 * BLOCK + 1)), (2 * BLOCK + 3, Kind.TAIL)],
+)
 @pytest.mark.parametrize("kind", [Kind.BLOCK, Kind.TAIL])
-def test_a_shorter_node_that_comes_later_is_not_stored(store: Store, clock: Clock, longer: int, kind: Kind) -> None:
-    whole = save(store, longer)
+def test_a_shorter_node_that_comes_later_is_not_stored_nor_a_block_beside_its_tail(
+    store: Store, clock: Clock, longer: int, longer_kind: Kind, kind: Kind
+) -> None:
+    whole = save(store, longer, longer_kind)
     clock.now += 100
     save(store, 2 * BLOCK + 3, kind, ttl_s=500.0)
     assert ends(store) == [min(longer, 3 * BLOCK)]
@@ -74,6 +79,21 @@ def test_a_shorter_node_that_comes_later_is_not_stored(store: Store, clock: Cloc
         holder = snapshot.usage(whole.nodes[2].name)
     assert holder is not None
     assert (holder.last_used, holder.ttl_s) == (clock.now, -500)
+
+
+def test_a_longer_node_takes_over_the_uses_of_all_that_it_replaces_and_what_is_kept_for_longer_stays(
+    store: Store, clock: Clock
+) -> None:
+    for number, ttl_s in ((1, 60.0), (2, 60.0), (3, 600.0)):
+        shorter = save(store, 2 * BLOCK + number, ttl_s=ttl_s, replaces=False)
+        assert shorter.last_node is not None
+        store.write([touches({shorter.last_node: Use(clock.now, number, recorded_ttl(ttl_s))})])
+    whole = save(store, 2 * BLOCK + 9, ttl_s=60.0)
+    assert ends(store) == entries(store) == [2 * BLOCK + 3, 2 * BLOCK + 9]
+    with store.snapshot() as snapshot:
+        holder = snapshot.usage(whole.nodes[2].name)
+    assert holder is not None
+    assert holder.restores == 1 + 2
 
 
 def test_a_damaged_longer_node_holds_nothing(store: Store) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from diskprefix.errors import StoreUnavailable
+from diskprefix.store import savings
 from diskprefix.store.changes import Changes
 from diskprefix.store.note_record import NoteKind, note_key
 from diskprefix.store.savings import Savings, SavingsLog, Tally, read_savings, total_savings
@@ -44,6 +43,7 @@ def test_counts_outlive_the_process_and_those_of_several_add_up(tmp_path: Path) 
         log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
         log.record(store.epoch, OTHER, RECORD, Tally(requests=1, prompt_tokens=7), None)
         store.write_from(log.writing)
+        clock.now += 1
     store.close()
     store = open_store(tmp_path)
     found = stored(store)
@@ -64,16 +64,21 @@ def test_a_process_counts_what_it_saved_since_its_start(store: Store) -> None:
         assert log.saved_s == 2.0, "what others saved, and what was written before, is not in it"
 
 
-def test_today_is_counted_apart_and_days_long_past_are_forgotten(store: Store, clock: Clock) -> None:
+def test_today_is_counted_apart_and_days_and_hits_long_past_are_forgotten(
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(savings, "_RECENT_HITS", 3)
     log = SavingsLog(store)
     for _ in range(40):
-        log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
-        store.write_from(log.writing)
+        for _ in range(2):
+            log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
+            store.write_from(log.writing)
         clock.now += DAY_S
-    found = stored(store)[ROOT]
-    assert found.today(clock.now - DAY_S).requests == 1
+    found, last = stored(store)[ROOT], clock.now - DAY_S
+    assert found.today(last).requests == 2
     assert found.today(clock.now).requests == 0
-    assert (len(found.days), found.total.requests) == (30, 40)
+    assert (len(found.days), found.total.requests) == (30, 80)
+    assert [recent.when for recent in found.hits] == [last - DAY_S, last, last]
 
 
 def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(store: Store) -> None:
@@ -140,15 +145,3 @@ def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:
     log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
     store.write_from(log.writing)
     assert stored(store)[ROOT].total.requests == 1
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 500)), max_size=40))
-def test_counts_add_up_in_any_order(notes: list[tuple[int, int]]) -> None:
-    total = Savings(since=float("inf"))
-    for day, tokens in notes:
-        total.add(Savings(since=float(day), total=hit(tokens), days={day: hit(tokens)}))
-    assert total.total.restored_tokens == sum(tokens for _, tokens in notes)
-    kept = sorted({day for day, _ in notes})[-30:]
-    last = {day: sum(tokens for other, tokens in notes if other == day) for day in kept[-1:]}
-    assert {day: total.days[day].restored_tokens for day in last} == last
-    assert len(total.days) == len(kept) or len(notes) > 30

@@ -90,7 +90,7 @@ def test_a_transaction_that_begins_after_a_purge_stores_nothing_of_before(writer
     with store.snapshot() as snapshot:
         assert not any(list(snapshot.keys(database)) for database in ("roots", "nodes", "seen", "notes"))
         assert read_savings(snapshot) == {}
-    assert store.look_for_purge() != epoch
+    assert store.read_epoch() != epoch
     assert not notes.put(NoteKind.RESPONSE, "id", b"content")
 
 
@@ -179,7 +179,7 @@ def test_purge_with_erase_leaves_nothing_of_before_and_loses_nothing_of_after(wr
     file = (tmp_path / "data.mdb").stat().st_ino
     diskprefix(writer, "purge", "--all", "--yes", "--erase")
     # The writing thread may have looked between two rounds of the purge.
-    assert store.look_for_purge().purged_at is not None
+    assert store.read_epoch().purged_at is not None
     after = publication(store, prompt(2, 2 * BLOCK))
     submit(writer, after)
     assert writer.flush(30)

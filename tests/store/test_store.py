@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diskprefix.errors import PrefixGone, StoreFull, StoreUnavailable
+from diskprefix.errors import PrefixGone, StoreUnavailable
 from diskprefix.store import environment
 from diskprefix.store.changes import Use, touches
 from diskprefix.store.schema import Kind
@@ -34,21 +34,6 @@ def test_the_longest_prompt_is_known_and_a_damaged_entry_is_none(store: Store) -
     assert store.longest_prompt() == 0
 
 
-def test_a_snapshot_keeps_its_view_while_the_store_changes(store: Store) -> None:
-    pub = publication(store, prompt(1, 2 * BLOCK))
-    store.publish(pub)
-    with store.snapshot() as snapshot:
-        view = snapshot.piece(pub.nodes[0].name, 0)
-        assert view is not None
-        before = bytes(view)
-        for node in pub.nodes[::-1]:
-            store.quarantine(node.name, node.parent)
-        for seed in range(5):
-            store.publish(publication(store, prompt(100 + seed, 2 * BLOCK)))
-        assert bytes(view) == before
-    assert not is_whole(store, pub)
-
-
 def test_a_use_of_a_node_and_a_longer_time_to_live_are_those_of_all_of_its_path(store: Store, clock: Clock) -> None:
     pub = publication(store, prompt(1, 3 * BLOCK))
     store.publish(pub)
@@ -59,14 +44,6 @@ def test_a_use_of_a_node_and_a_longer_time_to_live_are_those_of_all_of_its_path(
     with store.snapshot() as snapshot:
         found = [snapshot.usage(node.name) for node in pub.nodes]
     assert [(one.last_used, one.restores, one.ttl_s) for one in found if one] == [(clock.now, 2, -300)] * 4
-
-
-def test_what_cannot_fit_is_refused_before_anything_is_evicted(store: Store) -> None:
-    small = publication(store, prompt(1, 2 * BLOCK))
-    store.publish(small)
-    with pytest.raises(StoreFull, match=r"do not fit --kv-cache-budget 16\.0 MiB; raise it"):
-        store.publish(publication(store, prompt(2, 8 * BLOCK), payload_bytes=3_000_000))
-    assert is_whole(store, small)
 
 
 def test_room_that_was_freed_a_moment_ago_is_used_before_anything_is_evicted(store: Store, clock: Clock) -> None:

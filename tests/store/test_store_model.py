@@ -339,7 +339,7 @@ class Written(NamedTuple):
 def write(store: Store, prompt: Prompt, first: int, codec: Codec, end: int | None = None) -> Written:
     store.codec = codec
     # The other process may have purged something.
-    store.look_for_purge()
+    store.read_epoch()
     # What a publication does when LMDB is full begins with this.
     real = Environment.wait_for_readers
     with mock.patch.object(Environment, "wait_for_readers", autospec=True, side_effect=real) as waited:

@@ -124,8 +124,8 @@ token_lists = st.lists(st.integers(-1, 1), min_size=1, max_size=9).map(as_token_
 def test_all_that_share_a_token_are_found_and_those_that_share_most_come_first(
     store: Store, monkeypatch: pytest.MonkeyPatch, children: list[TokenIds], wanted: TokenIds
 ) -> None:
-    """With keys that have room for two tokens, so that most children are listed in several parts."""
-    monkeypatch.setattr(schema, "CHILD_PART_BYTES", 8)
+    """With keys that have room for two tokens, so that most children have several keys."""
+    monkeypatch.setattr(schema, "CHILD_IDS_BYTES", 8)
     nodes = {node.name: node for node in (tail(store, token_ids) for token_ids in children)}
     put(store, list(nodes.values()))
     names = similar(store, wanted)

@@ -135,7 +135,7 @@ def test_a_damaged_record_counts_as_none(store: Store) -> None:
 def test_bytes_count_as_they_are_handed_to_the_kernel(tmp_path: Path) -> None:
     meter = WriteMeter()
     size = 100 if written_module._IO.exists() else 0
-    with meter.measured():
+    with meter.measure():
         (tmp_path / "file").write_bytes(bytes(100))
     assert meter.total_bytes == size
 

@@ -1,4 +1,4 @@
-"""Each tool of `tools/bench` is listed and explains itself, and four of them run."""
+"""Each tool of `tools/bench` is listed and explains itself, and five of them run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from diskprefix.model.gguf.known_families import NAMES
 from tests.closing import needs
+from tests.model import tiny
 from tools.__main__ import TOOLS, main
 from tools.benchmarks import pictures
 from tools.benchmarks.file_models import CASES
@@ -78,3 +80,17 @@ def test_a_file_equals_what_transformers_or_llama_cpp_computes() -> None:
     found = json.loads(ran.stdout)
     assert found["qwen3/yarn"]["f32"]["equal_to"] == ["transformers", "llama.cpp"]
     assert found["mimo2"]["f32"]["equal_to"] == ["transformers"]
+
+
+def test_the_time_of_a_step_is_told_by_operator_and_outside(tmp_path: Path) -> None:
+    folder = tiny.write_folder(tmp_path / "made", dtype=torch.bfloat16)
+    ran = CliRunner().invoke(main, ["step", "--model", str(folder), "--rounds", "2", "--json"])
+    assert ran.exit_code == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["calls"].items() >= {"Attend": tiny.LAYERS, "Heads": 3 * tiny.LAYERS, "Angles": 1}.items()
+    parts = {*found["calls"], "all in one call", "Python outside"}
+    assert [(name, {*of}) for name, of in found["microseconds"].items()] == [("prefill", parts), ("decode", parts)]
+    assert all(of["all in one call"] > of["Attend"] > 0 for of in found["microseconds"].values())
+    folder = tiny.write_folder(tmp_path / "other", hidden_act="mish")
+    without = CliRunner().invoke(main, ["step", "--model", str(folder)])
+    assert (without.exit_code, "no plan has the activation mish" in without.stderr) == (1, True)

@@ -4,13 +4,12 @@
     tools/bench pages --part sharing --model 3b --engine diskprefix --engine vllm
     tools/bench pages --part restore --rounds 5
 
-Figures of memory and of processor time are those of the server's processes, all others are the client's or, where the
-client cannot know it, the daemon's.
+Figures of memory are those of the server's processes, all others are the client's or, where the client cannot know it,
+the daemon's.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import statistics
 import time
@@ -30,7 +29,7 @@ from tools.benchmarks.engines import Engine, HttpEngine
 from tools.benchmarks.results import Figure, Plan, compare, plan_options
 from tools.measuring import page_cache
 from tools.measuring.answers import Answer, LiveServerError
-from tools.measuring.processes import cpu_s, lower_peak, peak_of, status_bytes
+from tools.measuring.processes import lower_peak, peak_of, status_bytes
 from tools.measuring.prompts import prompt_text
 
 _OWN_TOKENS, _REPLY_TOKENS, _FIRST_TOKENS, _ROOM = 24, 32, 4, 1024
@@ -38,7 +37,7 @@ _TASK = "Write all words of the first message again, in the same order."
 _CLIENTS, _TURNS, _FITTING = 8, 3, 2.5
 """Clients with a conversation each, and the conversations that there is memory for."""
 _RESTARTS, _WARMING = 3, 300
-_GAUGE_S, _SAVING_S = 0.5, 2.0
+_GAUGE_S = 0.5
 _MIB = 2**20
 TITLES = {
     "peak_mib": "shared: memory above that before, MiB",
@@ -61,9 +60,6 @@ TITLES = {
     "warm_s": "from the page cache: first token, s",
     "pair_first_s": "two at once from disk: first token, s",
     "pair_second_s": "that of the other, s",
-    "off_cpu_s": "prefill: processor time, s",
-    "saved_cpu_s": "prefill that is saved: the same, s",
-    "saving_cpu_s": "of it threads that only save, s",
 }
 
 
@@ -168,12 +164,8 @@ def _restore(engine: Engine, workspace: Path, round_: int, sizes: Sizes) -> Iter
     server.start()
     _tokens_a_word(server)
     shared = prompt_text(sizes.shared, round_)
-    # In this order both compute in memory that was not touched before.
-    saved_s, saved_others_s = _cpu_of(server, shared, cached=True)
-    off_s, off_others_s = _cpu_of(server, shared, cached=False)
-    yield Figure("off_cpu_s", off_s)
-    yield Figure("saved_cpu_s", saved_s)
-    yield Figure("saving_cpu_s", saved_others_s - off_others_s)
+    server.reply(shared, 1)
+    server.settle()
     for number in range(_RESTARTS):
         for case in ("cold", "warm"):
             (reply,) = _restarted(server, store, [shared + prompt_text(_OWN_TOKENS, f"{case}-{number}")], case)
@@ -198,22 +190,6 @@ def _restarted(server: HttpEngine, store: Path, prompts: Sequence[str], case: st
     if not all(reply.restored for reply in replies):
         raise LiveServerError("nothing was restored after kill -9")
     return replies
-
-
-def _cpu_of(server: HttpEngine, prompt: str, *, cached: bool) -> tuple[float, float]:
-    """Returns the processor time of a prefill, with what follows it, of all threads, and of those that do not
-    compute."""
-    before = _cpu_by_thread(server)
-    server.reply(prompt, 1, cached=cached)
-    # Most is saved by then: to ask takes time of its processor, too.
-    time.sleep(_SAVING_S)
-    server.settle()
-    spent = sorted(seconds - before.get(thread, 0.0) for thread, seconds in _cpu_by_thread(server).items())
-    return sum(spent), sum(spent[: -len(os.sched_getaffinity(0))])
-
-
-def _cpu_by_thread(server: HttpEngine) -> dict[int, float]:
-    return {thread: seconds for pid in server.process.pids() for thread, seconds in cpu_s(pid).items()}
 
 
 def _copy_s(num_bytes: int) -> float:
@@ -251,7 +227,7 @@ def main(parts: tuple[str, ...], words: int, numbers: tuple[int, ...], reply_tok
     sharing: conversations over one system prompt, all sent at once. For more than eight replies at once the daemon
     needs an argument: --engine 'diskprefix --max-sequences 20'. preemption: eight clients send three turns each, with
     all of the history, and there is memory for two and a half of them. restore: after kill -9, with the store's file
-    dropped from the page cache and with all of it there, beside copies in memory; and what saving takes.
+    dropped from the page cache and with all of it there, beside copies in memory.
     """
     sizes = Sizes(words, numbers, words * 3 // 4, reply_tokens)
 

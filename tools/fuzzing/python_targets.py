@@ -183,7 +183,7 @@ def _bundles(_folder: Path) -> Iterable[bytes]:
         payloads = []
         for node in slot_nodes(_PROMPT, slot):
             pieces = [cut.piece for cut in _PROMPT.cuts(node)]
-            payload = payload_of(_PROMPT.tokens(node), sum(piece.num_bytes for piece in pieces))
+            payload = payload_of(_PROMPT.token_ids[node.position : node.end], sum(piece.num_bytes for piece in pieces))
             payloads.append((node, split_payload(payload, pieces)))
         path = slot_path(_KEY, _PROMPT, slot)
         whole = encode_bundle(_KEY, _PROMPT, path, payloads, 5.0)

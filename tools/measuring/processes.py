@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -66,13 +65,3 @@ def family(pid: int) -> list[int]:
 def lower_peak(pid: int) -> None:
     """Makes `VmHWM` begin again at what a process has now."""
     Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
-
-
-def cpu_s(pid: int) -> dict[int, float]:
-    """Returns the processor time of each thread of a process, by its number."""
-    found = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        # The name, which comes first, may have blanks.
-        fields = (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        found[int(task.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return found

@@ -1,4 +1,4 @@
-"""Finding what broke a prefix: where a prompt leaves an earlier one although most of what follows is the same."""
+"""Finding breaks: places where a prompt differs from an earlier one although most of the rest is equal."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ import numpy.typing as npt
 from diskprefix.tokens import TokenIds, common_prefix_length
 from diskprefix.values import Break
 
-_WINDOW = 32
-"""The length of the token runs that are searched for behind the break. A power of two."""
-_LEAST_TOKENS = 256
-"""Fewer lost tokens are not reported."""
-_MOST_PROMPTS = 8
+_RUN = 32
+"""The number of tokens in each run that is searched for behind the break. A power of two."""
+_MIN_TOKENS = 256
+"""The minimum of lost tokens that is reported."""
+_MAX_PROMPTS = 8
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
 def find_break(token_ids: TokenIds, recent: Iterable[TokenIds], known: int) -> Break | None:
-    """Returns the break that costs most; None if none of the `recent` prompts, newest first, shows one. `known` tokens
-    from the first one on are found anyway. A break counts if at least 256 more would be found without it, and if at
-    least half of what followed in the earlier prompt follows here too."""
+    """Returns the break that costs most tokens; None if none of the `recent` prompts, newest first, shows a break. The
+    first `known` tokens are restored anyway. A break counts if at least 256 more would be restored without it, and if
+    at least half of the tokens behind it in the earlier prompt follow here too."""
     commons = ((common_prefix_length(token_ids, earlier), earlier) for earlier in recent)
     costly = (
         (common, earlier)
         for common, earlier in commons
-        if min(len(token_ids), len(earlier)) >= max(known, common) + _LEAST_TOKENS
+        if min(len(token_ids), len(earlier)) >= max(known, common) + _MIN_TOKENS
     )
-    candidates = list(islice(costly, _MOST_PROMPTS))
+    candidates = list(islice(costly, _MAX_PROMPTS))
     if not candidates:
         return None
     hashes = np.sort(_hashes(token_ids))
     breaks = [Break(common, _num_shared(hashes, earlier[common:])) for common, earlier in candidates]
-    found = [one for one in breaks if one.num_tokens and one.at + one.num_tokens >= known + _LEAST_TOKENS]
-    return max(found, key=lambda one: one.at + one.num_tokens, default=None)
+    costly_breaks = [each for each in breaks if each.num_tokens and each.at + each.num_tokens >= known + _MIN_TOKENS]
+    return max(costly_breaks, key=lambda each: each.at + each.num_tokens, default=None)
 
 
 def same_behind(token_ids: TokenIds, earlier: TokenIds) -> int:
-    """Returns how many tokens two prompts end with in common behind one place where they differ; 0 unless this place
-    has at most a quarter of the longer one's tokens."""
+    """Returns the length of the common end of two prompts that differ in one place before it; 0 if this place has more
+    than a quarter of the longer prompt's tokens."""
     common = common_prefix_length(token_ids, earlier)
     behind = common_prefix_length(token_ids[common:][::-1], earlier[common:][::-1])
     return behind if 4 * (common + behind) >= 3 * max(len(token_ids), len(earlier)) else 0
 
 
 def _num_shared(hashes: npt.NDArray[np.uint64], earlier: TokenIds) -> int:
-    """Returns the number of tokens of `earlier` in runs that are among the ascending `hashes`; 0 if fewer than half of
-    them. Equal runs count once: text that repeats itself says little."""
-    wanted = np.unique(_hashes(earlier)[::_WINDOW])
-    found = hashes[np.minimum(np.searchsorted(hashes, wanted), len(hashes) - 1)]
-    num_shared = int(np.count_nonzero(found == wanted))
-    return num_shared * _WINDOW if 2 * num_shared >= len(wanted) else 0
+    """Returns the number of tokens of `earlier` in runs whose hashes are among the ascending `hashes`; 0 if these are
+    fewer than half of its runs. Equal runs count once: text that repeats itself says little."""
+    runs = np.unique(_hashes(earlier)[::_RUN])
+    nearest = hashes[np.minimum(np.searchsorted(hashes, runs), len(hashes) - 1)]
+    num_shared = int(np.count_nonzero(nearest == runs))
+    return num_shared * _RUN if 2 * num_shared >= len(runs) else 0
 
 
 def _hashes(token_ids: TokenIds) -> npt.NDArray[np.uint64]:
-    """Returns a polynomial hash of every run of `_WINDOW` tokens, by doubling the length of the runs."""
+    """Returns a polynomial hash of every run of `_RUN` tokens, by doubling the length of the runs."""
     hashes, factor, length = token_ids.astype(np.uint64), _FACTOR, 1
-    while length < _WINDOW:
+    while length < _RUN:
         hashes = hashes[:-length] * np.uint64(factor) + hashes[length:]
         factor, length = factor * factor & _MASK, 2 * length
     return hashes

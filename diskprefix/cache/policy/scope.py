@@ -1,12 +1,12 @@
-"""The scope grammar: how much of a prompt the disk cache keeps.
+"""The grammar of scopes: how much of a prompt the disk cache keeps.
 
     off            neither restores nor saves
     full           the whole prompt
     auto, auto:N   a boundary inferred from the N most recent requests (30 when N is left out)
     N              the first N prompt tokens
 
-Upper and lower case are the same, blanks around a scope are ignored, N runs from 1 to 1 000 000. A scope of N tokens
-may also be given as an integer. Everything else is refused: a typing error must never turn into another policy.
+Case and surrounding blanks are ignored. N is from 1 to 1 000 000. A scope of N tokens may also be an integer.
+Everything else is refused: a typing error must never turn into another policy.
 """
 
 from __future__ import annotations

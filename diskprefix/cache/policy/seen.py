@@ -1,12 +1,12 @@
 """The earlier prompts of one root, as a prefix tree of ghosts.
 
 A ghost is a block that was seen, whether its state is stored or not. An earlier prompt is a leaf of this tree, so
-prompts that share a beginning share its ghosts. The token ids of a ghost go with the last prompt that needs them; its
-name, which stands for all before it too, is remembered for longer.
+prompts that share a beginning share its ghosts. The token ids of a ghost are dropped with the last prompt that needs
+them. The ghost's name, which stands for the whole prefix up to its end, is remembered for longer.
 
 The tree also tells whether a new prompt is worth keeping. Each prompt is a trial, which succeeds when most of its new
-part is seen again. Prompts with about as many new blocks are alike: for the turns of an agent nearly every trial
-succeeds, for one-off questions none does.
+part comes again. Prompts with about as many new blocks are of one kind: nearly every trial of an agent's turns
+succeeds, and none of one-off questions.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ import numpy as np
 from diskprefix.tokens import ID_BYTES, TokenIds, num_common
 
 MAX_PROMPT_BYTES = 16 << 20
-"""The most memory that the prompts of one root take, with the token ids of their ghosts: 4 million tokens, each counted
+"""The maximum size of the prompts of one root, with the token ids of their ghosts: 4 million tokens, each counted
 once."""
 MAX_GHOSTS = 1 << 17
-"""The most ghosts of one root: 33 million tokens with blocks of 256."""
+"""The maximum number of ghosts of one root: 33 million tokens with blocks of 256."""
 _GHOST_BYTES, _PROMPT_BYTES, _PATH_BYTES, _END_BYTES = 320, 384, 8, 128
-"""The approximate memory of a ghost, of a prompt and of the end of one, each beside its token ids; and of a ghost in a
-prompt's path."""
-_MOST_OLDER = 1000
-"""Prompts before the window that are compared."""
-_ENDS_OF_A_GHOST = 16
-"""Prompts with the same last block whose ends are remembered: turns of a conversation, and requests beside it that ask
-for a title or a summary."""
+"""The approximate sizes in memory of a ghost, a prompt, a ghost in a prompt's path, and the end of a prompt, without
+their token ids."""
+_MAX_OLDER = 1000
+"""The maximum number of prompts before the window that are compared."""
+_MAX_ENDS = 16
+"""The maximum number of prompts with the same last block whose ends are remembered: turns of a conversation, and
+requests beside it that ask for a title or a summary."""
 _ENOUGH_TRIALS = 10
-"""Fewer trials of similar prompts say nothing."""
+"""The minimum number of trials that say something about similar prompts."""
 _LIKELY = 2 / 5
 """Prompts of a kind are kept at once if a larger share of them came again, because computing takes far longer than
 writing. With 1/2, an agent restored 1.7 points less (`openhands-mock` of `tools/bench`)."""
 
 
 class Ghost:
-    """A block of earlier prompts. `token_ids` are int32, little-endian, and empty once none of the `num_prompts` that
-    are remembered has it. `ends` are the token ids behind it of prompts that end before the next block is full, newest
-    last. `kind` is the kind of prompt whose trial it decides, 0 if it decides none, and `came_again` the result."""
+    """A block of earlier prompts, of which `num_prompts` are remembered. `token_ids` are int32, little-endian, and
+    empty without such prompts. `ends` are the last token ids of prompts that end behind this block and before the next
+    one is full, newest last. `kind` is the kind of prompt whose trial this block decides, 0 for none, and `came_again`
+    the result."""
 
     __slots__ = ("came_again", "ends", "kind", "name", "num_prompts", "token_ids")
 
@@ -90,10 +91,10 @@ class Earlier(NamedTuple):
 class Sighting:
     """Knowledge about a prompt from earlier ones.
 
-    `recent` are those of the window, newest first. `older` is the prompt from before the window that shares more with
-    this one than any of the window, if there is one. `num_blocks` of its first blocks were seen before, by any prompt.
-    Of `trials` similar prompts, `again` came again. `continues`: it is an earlier prompt with more behind it.
-    `is_trusting`: a prompt is kept while too few similar prompts were seen to know.
+    `recent` are the prompts of the window, newest first. `older` is a prompt from before the window that shares more
+    with the new prompt than any of the window, or None. The first `num_blocks` blocks were seen before. Of `trials`
+    similar prompts, `again` came again. `continues`: the new prompt begins with a whole earlier one. `is_trusting`: the
+    new prompt is kept if too few similar ones were seen.
     """
 
     num_blocks: int = 0
@@ -116,12 +117,12 @@ class Sighting:
 
 
 class SeenPrompts:
-    """The earlier prompts of one root. Not thread-safe. All names are those of full blocks, and stand for the whole
-    prefix up to their end.
+    """The earlier prompts of one root. Not thread-safe. A name of a full block stands for the whole prefix up to the
+    block's end.
 
     `is_trusting`: the first prompts of each kind are kept, to find out whether they come again. This is not for roots
-    of salts: a client may choose one for each of its users, and each new one would be trusted again. When the prompts
-    take more than `max_bytes`, or there are more than `max_ghosts`, the oldest ones go.
+    of salts: a client may choose a salt for each of its users, and each would be trusted anew. The oldest prompts are
+    forgotten when they take more than `max_bytes`, or when there are more than `max_ghosts`.
     """
 
     def __init__(
@@ -136,12 +137,12 @@ class SeenPrompts:
         self.is_trusting = is_trusting
         self._max_bytes, self._max_ghosts = max_bytes, max_ghosts
         self._ghosts: OrderedDict[bytes, Ghost] = OrderedDict()
-        """By name, the one that was seen longest ago first. A ghost comes before those that it continues."""
+        """By name, the least recently seen first. A ghost comes before the ghosts that it continues."""
         self._prompts: deque[SeenPrompt] = deque()
         self._windows: dict[bytes, deque[SeenPrompt]] = {}
-        """The prompts of each group, oldest first. Those without a group are under the empty name."""
+        """The prompts of each group, oldest first. The empty name has the prompts without a group."""
         self._counts: dict[int, list[int]] = {}
-        """For each kind of prompt: the number of trials, and of those that came again."""
+        """For each kind of prompt: the number of trials, and of successful trials."""
         self._prompt_bytes = self._end_bytes = 0
 
     def __len__(self) -> int:
@@ -154,10 +155,10 @@ class SeenPrompts:
         return self._prompt_bytes + self._end_bytes + _GHOST_BYTES * len(self._ghosts)
 
     def sighting_of(self, token_ids: TokenIds, names: Sequence[bytes], window: int, group: bytes = b"") -> Sighting:
-        """Returns the knowledge about a prompt from the last `window` prompts of its group, and from all others."""
+        """Returns the knowledge about a prompt. `window` is the number of recent prompts of its group."""
         content, path = token_ids.tobytes(), self._path(names)
         trials, again = self._counts.get(_kind(len(names) - len(path)), (0, 0))
-        newest_first = self._newest_first(group)
+        newest_first = reversed(self._windows.get(group, deque()))
         recent = tuple(Earlier(prompt, self._common(prompt, content, path)) for prompt in islice(newest_first, window))
         return Sighting(
             num_blocks=len(path),
@@ -166,11 +167,11 @@ class SeenPrompts:
             continues=self._continues(content, path),
             is_trusting=self.is_trusting,
             recent=recent,
-            older=self._older(islice(newest_first, _MOST_OLDER), content, path, recent),
+            older=self._older(islice(newest_first, _MAX_OLDER), content, path, recent),
         )
 
     def remember(self, token_ids: TokenIds, names: Sequence[bytes], group: bytes = b"") -> None:
-        """Adds a prompt as the newest. One without tokens is not remembered."""
+        """Adds a prompt as the newest, unless it is empty."""
         if not len(token_ids):
             return
         content, path = token_ids.tobytes(), self._path(names)
@@ -195,7 +196,7 @@ class SeenPrompts:
         prompt = SeenPrompt(tuple(path), content[len(path) * self._block_bytes :], group)
         if path:
             others = [end for end in path[-1].ends if end != prompt.rest]
-            self._set_ends(path[-1], (*others, prompt.rest)[-_ENDS_OF_A_GHOST:])
+            self._set_ends(path[-1], (*others, prompt.rest)[-_MAX_ENDS:])
         self._prompts.append(prompt)
         self._windows.setdefault(group, deque()).append(prompt)
         self._prompt_bytes += _bytes_of(prompt)
@@ -231,11 +232,8 @@ class SeenPrompts:
         self._end_bytes += _bytes_of_ends(ends) - _bytes_of_ends(ghost.ends)
         ghost.ends = ends
 
-    def _newest_first(self, group: bytes) -> Iterator[SeenPrompt]:
-        return reversed(self._windows.get(group, deque()))
-
     def _path(self, names: Sequence[bytes]) -> list[Ghost]:
-        """Returns the ghosts of a prompt's first blocks, as far as they were seen."""
+        """Returns the ghosts of the first blocks of a prompt that were seen before."""
         path: list[Ghost] = []
         for name in names:
             ghost = self._ghosts.get(name)
@@ -245,12 +243,12 @@ class SeenPrompts:
         return path
 
     def _common(self, prompt: SeenPrompt, content: bytes, path: Sequence[Ghost]) -> int:
-        """Returns the number of tokens that an earlier prompt shares with the one that has this content and path: the
-        blocks of their common path, and what is equal in the block where they part."""
+        """Returns the number of tokens that an earlier prompt shares with the new one, which has this content and path:
+        the blocks of their common path, and the first tokens of the next block."""
         blocks, low, high = prompt.blocks, 0, min(len(prompt.blocks), len(path))
         while low < high:
             middle = (low + high + 1) // 2
-            # A ghost stands for all before it, so equal ones have equal paths.
+            # A ghost stands for all blocks before it too.
             low, high = (middle, high) if blocks[middle - 1] is path[middle - 1] else (low, middle - 1)
         start = low * self._block_bytes
         behind = blocks[low].token_ids if low < len(blocks) else prompt.rest
@@ -259,30 +257,28 @@ class SeenPrompts:
     def _older(
         self, prompts: Iterator[SeenPrompt], content: bytes, path: Sequence[Ghost], recent: Sequence[Earlier]
     ) -> Earlier | None:
-        """Returns the prompt that shares most, if that is more than any of the `recent` ones shares.
+        """Returns the prompt that shares most tokens, if it shares more than all `recent` ones; else None.
 
         Requests beside a conversation, such as the turns of a sub-agent, may fill the window between two of its turns.
         """
-        most, found = max((one.common for one in recent), default=0), None
+        max_common, best = max((earlier.common for earlier in recent), default=0), None
         for prompt in prompts:
-            last, place = divmod(most * ID_BYTES, self._block_bytes)
+            last, place = divmod(max_common * ID_BYTES, self._block_bytes)
             if last > min(len(path), len(prompt.blocks)) or (last and prompt.blocks[last - 1] is not path[last - 1]):
                 continue
-            # Few prompts have this token too, so few are compared.
+            # Few prompts share the next token too, so few are compared.
             behind = prompt.blocks[last].token_ids if last < len(prompt.blocks) else prompt.rest
-            if behind[place : place + ID_BYTES] != content[most * ID_BYTES : (most + 1) * ID_BYTES]:
+            if behind[place : place + ID_BYTES] != content[max_common * ID_BYTES : (max_common + 1) * ID_BYTES]:
                 continue
-            if (common := self._common(prompt, content, path)) > most:
-                most, found = common, Earlier(prompt, common)
-        return found
+            if (common := self._common(prompt, content, path)) > max_common:
+                max_common, best = common, Earlier(prompt, common)
+        return best
 
     def _continues(self, content: bytes, path: Sequence[Ghost]) -> bool:
         """Returns whether the prompt begins with a whole earlier prompt of at least a block."""
-        for number, ghost in enumerate(path, start=1):
-            start = number * self._block_bytes
-            if any(content.startswith(end, start) for end in ghost.ends):
-                return True
-        return False
+        size = self._block_bytes
+        ends = ((end, number * size) for number, ghost in enumerate(path, start=1) for end in ghost.ends)
+        return any(content.startswith(end, start) for end, start in ends)
 
 
 def _bytes_of(prompt: SeenPrompt) -> int:
@@ -294,5 +290,5 @@ def _bytes_of_ends(ends: Sequence[bytes]) -> int:
 
 
 def _kind(num_new: int) -> int:
-    """Returns the kind of a prompt: numbers of new blocks that differ by less than a factor of two are of one kind."""
+    """Returns the kind of prompts with so many new blocks: from one power of two up to the next."""
     return num_new.bit_length()

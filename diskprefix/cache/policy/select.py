@@ -1,7 +1,7 @@
 """Decides how much of a prompt is kept.
 
-policies/README.md explains the rules. `auto` only cuts at safe boundaries: positions between messages, where other
-prompts can go on too.
+policies/README.md explains the rules. `auto` only cuts at safe boundaries: positions between messages, behind which
+other prompts may differ.
 
 Where state can be cut anywhere (`sliceable`), the longest prefix that this prompt shares with an earlier one is kept,
 and more if the prompt is expected to come again (`_expected`) or has a new system message (`_system_guess`).
@@ -14,9 +14,9 @@ if it is expected to come again. The set of positions is chosen for which
 
     sum over its positions of (tokens since the position before) x (votes for it or for a later one)  -  price of each
 
-is largest. The first position before is where this prompt was restored to: what is stored already saves nothing more.
-The price is `min_tokens`, or more for large states: what saves that much is worth keeping. The end of a conversation
-that is expected to continue has the lowest price, because it soon replaces an earlier end (`anchors`).
+is largest. The first position counts from where this prompt was restored to, as tokens before that are stored already.
+The price is `min_tokens`, or more for large states. The end of a conversation that is expected to continue has the
+lowest price, because it soon replaces an earlier end (`anchors`).
 """
 
 from __future__ import annotations
@@ -27,32 +27,30 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
-import numpy as np
-
 from diskprefix.cache.policy.seen import Earlier, Sighting
 from diskprefix.settings import Settings
 from diskprefix.tokens import LEAST_TOKENS, floor_to_grid
 from diskprefix.values import Prompt, Reason, Scope, Selection
 
 StateKind: TypeAlias = Literal["token", "sliceable", "token_checkpoints", "checkpoints"]
-"""Where a restored prefix can end: at any token; at the end of any block; at a checkpoint, which may be at any token;
-at a checkpoint, which is at the end of a block."""
+"""The places where a restored prefix can end: any token; the end of any block; a checkpoint, which may be at any token;
+a checkpoint, which is at the end of a block."""
 AT_ANY_TOKEN: tuple[StateKind, ...] = ("token", "token_checkpoints")
 """The kinds of models that are exact at every token."""
 AT_CHECKPOINTS: tuple[StateKind, ...] = ("token_checkpoints", "checkpoints")
 """The kinds with state that exists at one position only."""
 
 _SHORT_END = 8
-"""If at most one part of this many was rewritten, a prompt belongs to the same conversation."""
-_SEEN_ENOUGH = 8
-"""If this many recent prompts share nothing with each other, a new system message is not kept at once."""
+"""A prompt belongs to an earlier one's conversation if at most this part (1/8) of the earlier one was rewritten."""
+_MIN_UNLIKE = 8
+"""The number of recent prompts without a common beginning after which a new system message is not kept at once."""
 _BYTES_FOR_A_TOKEN = 256 << 10
-"""A checkpoint of this many bytes must save a token more. Keys and values of a token have 10 to 200 KiB."""
+"""A checkpoint must save a token for each of so many bytes. Keys and values of a token have 10 to 200 KiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The settings of the policy, and where a restored prefix can end (`state`). All numbers are in tokens.
+    """The settings of the policy, in tokens, and the kind of the model's state.
 
     A prefix shorter than `min_tokens` is not kept. `cold_max` and `interval` place the checkpoints of the scopes `full`
     and `N`. `state_bytes` is the size of a checkpoint's states.
@@ -72,7 +70,7 @@ class Rules:
 
     @property
     def price(self) -> int:
-        """The least number of tokens that a checkpoint must save."""
+        """The minimum number of tokens that a checkpoint must save."""
         return max(self.min_tokens, 1, self.grid, self.state_bytes // _BYTES_FOR_A_TOKEN)
 
     @classmethod
@@ -89,7 +87,7 @@ class Rules:
 
 
 class _Choice(NamedTuple):
-    """A boundary, its reason, and for state at checkpoints only, the positions below it with their votes."""
+    """A boundary and its reason. For state at checkpoints, `support` has the positions up to it with their votes."""
 
     selected: int
     reason: Reason
@@ -99,12 +97,12 @@ class _Choice(NamedTuple):
     goes_on: bool = False
     """A later prompt is expected to continue from the reply."""
     anchors: tuple[int, ...] = ()
-    """Positions, stored already or not, at which other conversations are expected to leave this prompt."""
+    """Positions, stored already or not, behind which other conversations are expected to differ from this prompt."""
 
 
 class _Window(NamedTuple):
-    """The earlier prompts of the window, newest first, and what is known from all others. `seen` is the number of the
-    prompt's tokens whose blocks were seen before, in these prompts or in older ones."""
+    """The earlier prompts of the window, newest first, and the knowledge from all others. `seen` is the number of the
+    prompt's tokens whose blocks were seen before, in the window or not."""
 
     recent: Sequence[Earlier]
     seen: int
@@ -112,47 +110,37 @@ class _Window(NamedTuple):
 
     @property
     def common(self) -> int:
-        """The most that is shared with a prompt of the window."""
-        return max((one.common for one in self.recent), default=0)
+        """The maximum number of tokens that a prompt of the window shares with this one."""
+        return max((earlier.common for earlier in self.recent), default=0)
 
     @property
     def known(self) -> int:
-        """The most that was seen before, in the window or not."""
+        """The number of first tokens that were seen before, in the window or not."""
         return max(self.common, self.seen)
 
     @property
-    def most_common(self) -> int:
-        """The most that is shared with a prompt of the window, or with the older one."""
+    def max_common(self) -> int:
+        """The maximum number of tokens that a prompt of the window or the older prompt shares with this one."""
         older = self.sighting.older
         return max(self.common, older.common if older is not None else 0)
 
     @property
     def lost(self) -> int:
-        """The number of tokens at the end of the prompt that shares most with this one, which this one lacks. If there
-        are several such prompts, the fewest."""
+        """The number of last tokens of the most similar earlier prompt that this one lacks; the minimum, if there are
+        several such prompts."""
         common, older = self.common, self.sighting.older
         if older is not None and older.common > common:
             return older.lost
-        return min((one.lost for one in self.recent if one.common == common), default=0)
+        return min((earlier.lost for earlier in self.recent if earlier.common == common), default=0)
 
 
-def select(
-    scope: Scope,
-    prompt: Prompt,
-    rules: Rules,
-    sighting: Sighting,
-    *,
-    restored: int = 0,
-) -> Selection:
-    """Returns the part of `prompt` to keep under `scope`, given what is known from earlier prompts. Same inputs, same
-    answer.
+def select(scope: Scope, prompt: Prompt, rules: Rules, sighting: Sighting, *, restored: int = 0) -> Selection:
+    """Returns the part of `prompt` to keep under `scope`, given a sighting. A pure function.
 
-    If messages were left out of a prompt, the scopes `auto` and `N` keep marked positions only: its tokens are not
-    those of the conversation.
-
-    `restored` is the number of tokens that need not be computed; the checkpoints of `auto` depend on it. Scopes other
-    than `auto` only report the prompts of the window. `Sighting.older` counts only for whether this prompt goes on from
-    it.
+    If messages were left out of a prompt, the scopes `auto` and `N` keep marked positions only, as the tokens are not
+    those of the conversation. The checkpoints of `auto` depend on `restored`, the number of tokens that need not be
+    computed. Other scopes only report the prompts of the window. `Sighting.older` only tells whether this prompt
+    continues it.
     """
     num_tokens, grid, state = len(prompt.token_ids), rules.grid, rules.state
     if scope.kind == "off":
@@ -161,40 +149,45 @@ def select(
     if not auto:
         sighting = Sighting(recent=sighting.recent)
     window = _Window(sighting.recent, min(sighting.num_blocks * rules.block_size, num_tokens), sighting)
-    least = max(rules.min_tokens, 1)
+    min_tokens = max(rules.min_tokens, 1)
 
-    # Nothing would be kept for a mark with fewer than `least` tokens before it.
-    marks = [mark.position for mark in prompt.marks if floor_to_grid(mark.position, grid) >= least]
+    # A mark with fewer tokens before it keeps nothing.
+    marks = [mark.position for mark in prompt.marks if floor_to_grid(mark.position, grid) >= min_tokens]
     at_checkpoints = state in AT_CHECKPOINTS
     if prompt.rewriting.left_out is not None and not scope.keeps_all:
         choice = _Choice(0, "left_out")
+    elif scope.kind == "full":
+        choice = _Choice(num_tokens, "full", goes_on=True)
     elif not auto:
-        choice = _as_told(scope, num_tokens)
+        choice = _Choice(min(scope.value, num_tokens), "tokens", goes_on=scope.value > num_tokens)
     elif at_checkpoints:
-        choice = _by_support(prompt, window, rules, least, restored)
+        choice = _by_support(prompt, window, rules, min_tokens, restored)
     else:
-        choice = _by_sighting(prompt, window, least)
+        choice = _by_sighting(prompt, window, min_tokens)
     if marks and min(marks[-1], num_tokens) > choice.selected:
         choice = choice._replace(selected=min(marks[-1], num_tokens), reason="marks", is_whole=True)
 
     selected, reason = choice.selected, choice.reason
     aligned = floor_to_grid(selected, grid)
     keep_tail = 0 < selected == num_tokens and choice.is_whole
-    if selected and (selected if keep_tail else aligned) < least:
-        aligned, keep_tail, reason = 0, False, _why_short(prompt, least)
+    if selected and (selected if keep_tail else aligned) < min_tokens:
+        aligned, keep_tail, reason = 0, False, _why_short(prompt, min_tokens)
     support: dict[int, int] = {}
     if at_checkpoints and (aligned or keep_tail):
         positions = {aligned} | {floor_to_grid(position, grid) for position in marks}
         if choice.support is None:
             if scope.keeps_all or reason == "tokens":
-                positions |= _continued(aligned, grid, rules.interval)
+                # They bound the recomputation for a prompt that differs in between.
+                positions |= {floor_to_grid(at, grid) for at in range(rules.interval, aligned + 1, rules.interval)}
             if scope.keeps_all:
-                positions |= _structural(prompt, grid, rules.cold_max)
+                # Other conversations share the first two, the next turn has the last one.
+                cold, last = prompt.last_safe(min(rules.cold_max, num_tokens)), prompt.last_safe(num_tokens)
+                positions |= {floor_to_grid(at, grid) for at in (prompt.system_end, cold, last)}
         support = dict.fromkeys(positions, 0) | (choice.support or {})
         if keep_tail:
             # The tail has the states there.
             support.pop(num_tokens, None)
-    checkpoints = tuple(sorted(position for position in support if least <= position <= aligned))
+    checkpoints = tuple(sorted(position for position in support if min_tokens <= position <= aligned))
     anchors = {*choice.anchors, floor_to_grid(prompt.system_end, grid), *(floor_to_grid(at, grid) for at in marks)}
     if choice.support is None:
         anchors |= set(checkpoints)
@@ -220,31 +213,25 @@ def select(
     )
 
 
-def _as_told(scope: Scope, num_tokens: int) -> _Choice:
-    if scope.kind == "full":
-        return _Choice(num_tokens, "full", goes_on=True)
-    return _Choice(min(scope.value, num_tokens), "tokens", goes_on=scope.value > num_tokens)
-
-
-def _by_sighting(prompt: Prompt, window: _Window, least: int) -> _Choice:
+def _by_sighting(prompt: Prompt, window: _Window, min_tokens: int) -> _Choice:
     """Returns the boundary if state can be cut anywhere."""
     expected = _expected(prompt, window)
     if expected is not None and expected.selected > window.known:
         return expected
-    if (guess := _system_guess(prompt, window, least)) is not None:
+    if (guess := _system_guess(prompt, window, min_tokens)) is not None:
         return guess
     safe = prompt.last_safe(window.known)
     goes_on = expected is not None and expected.goes_on and safe == expected.selected
     return _Choice(safe, "shared_prefix", goes_on=goes_on) if safe else _Choice(0, _why_nothing(window))
 
 
-def _by_support(prompt: Prompt, window: _Window, rules: Rules, least: int, restored: int) -> _Choice:
-    """Returns the checkpoints after `restored` that are expected to save most. Each must save its price in tokens."""
+def _by_support(prompt: Prompt, window: _Window, rules: Rules, min_tokens: int, restored: int) -> _Choice:
+    """Returns the checkpoints behind `restored` that are expected to save most tokens. Each must save its price."""
     grid, price = rules.grid, rules.price
     leaving: Counter[int] = Counter()
     far: set[int] = set()
     for earlier in window.recent:
-        # A prompt that this one continues does not leave it: its conversation goes on from here.
+        # An earlier prompt that this one continues has lost nothing.
         if earlier.lost:
             at = prompt.last_safe(earlier.common)
             leaving[at] += 1
@@ -254,13 +241,13 @@ def _by_support(prompt: Prompt, window: _Window, rules: Rules, least: int, resto
     of_others: Counter[int] = Counter()
     for at, number in leaving.items():
         votes[floor_to_grid(at, grid)] += number
-        # The turns of one conversation leave it near their ends, each at another place.
+        # The turns of one conversation differ near their ends, each at another place.
         if at in far or number > 1:
             of_others[floor_to_grid(at, grid)] += number
     if window.seen > window.common:
         votes[floor_to_grid(prompt.last_safe(window.seen), grid)] += 1
     reasons: dict[int, Reason] = {}
-    guess, expected = _system_guess(prompt, window, least), _expected(prompt, window)
+    guess, expected = _system_guess(prompt, window, min_tokens), _expected(prompt, window)
     for choice in (guess, expected):
         if choice is not None:
             aligned = floor_to_grid(choice.selected, grid)
@@ -269,35 +256,34 @@ def _by_support(prompt: Prompt, window: _Window, rules: Rules, least: int, resto
     end = floor_to_grid(expected.selected, grid) if expected is not None else 0
     prices = {end: min(price, max(LEAST_TOKENS, grid))} if expected is not None else {}
     goes_on = expected is not None and expected.goes_on
-    anchors = tuple(_best_positions({at: n for at, n in of_others.items() if at >= least}, 0, price))
-    ahead = {at: n for at, n in votes.items() if at > restored and at >= least}
+    anchors = tuple(_best_positions({at: n for at, n in of_others.items() if at >= min_tokens}, 0, price))
+    ahead = {at: n for at, n in votes.items() if at > restored and at >= min_tokens}
     support = _best_positions(ahead, restored, price, prices)
     if support:
         last = max(support)
-        # Of an exact repeat the end counts too: nothing can go on from a checkpoint there without the logits.
+        # An exact repeat needs the logits of its end too: a checkpoint alone does not restore it.
         is_whole = window.common == len(prompt.token_ids)
         reason = reasons.get(last, "best_checkpoints")
         return _Choice(last, reason, support, is_whole=is_whole, goes_on=goes_on, anchors=anchors)
-    if max(votes, default=0) >= least:
+    if max(votes, default=0) >= min_tokens:
         return _Choice(0, "already_saved", {}, goes_on=goes_on, anchors=anchors)
-    return _Choice(0, _why_short(prompt, least) if any(votes) else _why_nothing(window), {})
+    return _Choice(0, _why_short(prompt, min_tokens) if any(votes) else _why_nothing(window), {})
 
 
 def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
-    """Returns the part of the prompt that is expected to come again, alone or with more behind it; None if that is not
-    expected.
+    """Returns the part of the prompt that is expected to come again, alone or with more behind it; None if none is.
 
     A client may rewrite the end of a conversation in each turn (the beginning of a reply, a reminder, a list of open
-    files). The number of tokens that were rewritten of the earlier prompt is expected to be rewritten of this one.
+    files). As many tokens of this prompt are expected to be rewritten as were of the earlier one.
     """
-    num_tokens, common = len(prompt.token_ids), window.most_common
+    num_tokens, common = len(prompt.token_ids), window.max_common
     last = prompt.last_safe(num_tokens)
     if window.sighting.continues:
         return _Choice(last, "continues", is_whole=False, goes_on=True)
-    # To share only the system message, or less than was lost, says nothing about the rest.
+    # A shared system message alone, or less than was lost, says nothing about the rest.
     is_same = prompt.last_safe(common) > prompt.system_end and window.lost <= common
     end = prompt.last_safe(max(num_tokens - window.lost, 0)) if is_same else last
-    # What is rewritten before a reply takes the reply with it.
+    # A reply behind a rewritten end does not come again.
     goes_on = not (is_same and window.lost)
     if is_same and 0 < window.lost * _SHORT_END <= common + window.lost:
         return _Choice(end, "continues", is_whole=False)
@@ -306,18 +292,18 @@ def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
     return _Choice(end, "learning", is_whole=False, goes_on=goes_on) if window.sighting.is_learning else None
 
 
-def _system_guess(prompt: Prompt, window: _Window, least: int) -> _Choice | None:
-    """Returns the end of a system message that was not seen before. None if there is none, or if the recent prompts
-    show that system messages do not come again."""
+def _system_guess(prompt: Prompt, window: _Window, min_tokens: int) -> _Choice | None:
+    """Returns the end of a new system message; None if there is none, or if the recent prompts show that system
+    messages do not come again."""
     if not prompt.system_end or window.known >= prompt.system_end:
         return None
-    beginnings = [bytes(earlier.prompt.token_ids[:least]) for earlier in window.recent]
+    beginnings = [bytes(earlier.prompt.token_ids[:min_tokens]) for earlier in window.recent]
     is_shared = len(set(beginnings)) < len(beginnings)
-    return _Choice(prompt.system_end, "new_system_prompt") if is_shared or len(beginnings) < _SEEN_ENOUGH else None
+    return _Choice(prompt.system_end, "new_system_prompt") if is_shared or len(beginnings) < _MIN_UNLIKE else None
 
 
-def _why_short(prompt: Prompt, least: int) -> Reason:
-    return "short_prompt" if len(prompt.token_ids) < least else "short_prefix"
+def _why_short(prompt: Prompt, min_tokens: int) -> Reason:
+    return "short_prompt" if len(prompt.token_ids) < min_tokens else "short_prefix"
 
 
 def _why_nothing(window: _Window) -> Reason:
@@ -329,13 +315,13 @@ def _why_nothing(window: _Window) -> Reason:
 def _best_positions(
     votes: dict[int, int], start: int, price: int, prices: Mapping[int, int] = MappingProxyType({})
 ) -> dict[int, int]:
-    """Returns the set of positions that saves most, with the votes that each gets in it; of equal sets a longer one. By
-    dynamic programming from the last position to the first, in O(n²) for n positions. `prices` has those that differ
-    from `price`."""
+    """Returns the set of positions that saves most, a longer one of equal sets, with the votes that each position gets
+    in it. Uses dynamic programming from the last position to the first, in O(n²) for n positions. `prices` has the
+    prices that differ from `price`."""
     positions = [start, *sorted(votes)]
     num_votes = [0] * (len(positions) + 1)
     """Votes for each position and those after it."""
-    # What the positions after this one save at most, if this one is taken, and the next one that is taken then.
+    # The maximum that later positions save if this one is taken, and the next position that is taken then.
     saved: list[tuple[int, int]] = [(0, 0)] * len(positions)
     for i in range(len(positions) - 1, -1, -1):
         num_votes[i] = num_votes[i + 1] + votes.get(positions[i], 0)
@@ -351,18 +337,3 @@ def _best_positions(
         taken[positions[number]] = num_votes[number]
         number = saved[number][1]
     return taken
-
-
-def _continued(end: int, grid: int, interval: int) -> set[int]:
-    """Returns every `interval` tokens up to `end`: they bound the recomputation for a prompt that leaves this one in
-    between."""
-    positions = np.arange(interval, end + 1, interval)
-    return set((positions - positions % grid).tolist())
-
-
-def _structural(prompt: Prompt, grid: int, cold_max: int) -> set[int]:
-    """Returns the end of the system message and a cold boundary, which other conversations share, and the last
-    boundary, which the next turn keeps."""
-    num_tokens = len(prompt.token_ids)
-    boundaries = prompt.system_end, prompt.last_safe(min(cold_max, num_tokens)), prompt.last_safe(num_tokens)
-    return {floor_to_grid(position, grid) for position in boundaries}

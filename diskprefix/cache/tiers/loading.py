@@ -19,35 +19,35 @@ from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
 
 READER_THREADS = 2
-"""Of one load, beside a model that computes on the same cores."""
-MOST_LOADS = 3
-"""The loads of a daemon at a time: a short one need not wait for two long ones."""
+"""The threads of one load, which runs beside a model on the same cores."""
+MAX_LOADS = 3
+"""The maximum number of loads at a time: a short load need not wait for two long ones."""
 
 
 @dataclass
 class Loader:
     """Verifies, decodes and copies pieces on the reading threads, which take them one after the other.
 
-    `path` has the nodes of the prefix that ends at `end`, each with the view that has it, except those that end among
-    the first `have` tokens, which the sink has already. The last node may reach further; it is verified as a whole.
-    `first_needed` gives, for each group of per-token tensors and for the logits, the first token that is needed: layers
-    with a window need no earlier ones. `num_bytes` is the size of what was loaded, before encoding. `on_logits` is
-    called with the next-token logits as soon as they are loaded, on a reading thread, and `on_block` with the number of
-    each full block. The logits come first, then the nodes one after the other, as they lie in the store. `is_wanted` is
-    called before each piece. If it returns False, no more is read.
+    `path` has the nodes of the first `stop` tokens, each with the view that has the node, except nodes within the first
+    `have` tokens, which the sink has already. The last node may reach further; all of it is verified. `first_needed`
+    is the first token to load for each group of per-token tensors, and for the logits: layers with a window need no
+    earlier ones. `num_bytes` is the size of the loaded pieces before encoding. On a reading thread, `on_logits` is
+    called with the next-token logits as soon as they are loaded, and `on_block` with the number of each full block. The
+    logits come first, then the nodes in the order of the store. `is_wanted` is called before each piece; if it returns
+    False, no more is read.
     """
 
     nodes: PromptNodes
     path: Sequence[tuple[Node, View]]
     have: int
-    end: int
+    stop: int
     first_needed: Mapping[int, int]
     sink: BlockSink
     on_logits: Callable[[Bytes], None] = lambda _: None
     on_block: Callable[[int], None] = lambda _: None
     is_wanted: Callable[[], bool] = lambda: True
     is_cut: bool = False
-    """Pieces are missing because nobody wanted them."""
+    """Set if pieces are missing because `is_wanted` returned False."""
     logits: Bytes | None = None
     """The next-token logits as bytes, shape [1, bytes], if they were loaded."""
     num_bytes: int = 0
@@ -57,13 +57,12 @@ class Loader:
         self._taking = threading.Lock()
         self._bad: dict[int, StoreCorrupt] = {}
         self._left: dict[int, int] = {}
-        """The pieces of a node that are still to be loaded."""
+        """The number of pieces that are still to be loaded, by the index of the node."""
 
     def run(self, readers: Executor) -> tuple[Node, View, StoreCorrupt] | None:
-        """Loads everything. Returns the first node that cannot be used, its view, and its fault; None if all can be
-        used."""
+        """Loads everything. Returns the first damaged node, its view, and the error; None if all nodes are sound."""
         threads = [readers.submit(self._take) for _ in range(READER_THREADS)]
-        # What is read belongs to the views: no thread may still read it when they are closed.
+        # No thread may read from a view that is closed.
         wait(threads)
         for thread in threads:
             thread.result()
@@ -73,8 +72,8 @@ class Loader:
         return *self.path[index], error
 
     def _in_order(self) -> Iterator[tuple[int, Cut, Write]]:
-        """Yields the index of a node, a piece of it, and what writes that, for all that is to be loaded. For one thread
-        at a time: a view serves no two at once."""
+        """Yields all pieces to load, each with the index of its node and the function that writes the piece. For one
+        thread at a time, like the views."""
         # A reply can begin with the logits while the rest is loaded.
         for of_logits in (True, False):
             for index, pieces in groupby(self._needed(of_logits), key=itemgetter(0)):
@@ -85,22 +84,22 @@ class Loader:
                     yield index, cuts[number], write
 
     def _needed(self, of_logits: bool) -> Iterator[tuple[int, int]]:
-        """Yields the index of a node, and the number of a piece there: of the logits, or of everything else."""
+        """Yields the index of a node and the number of a piece there: pieces of logits, or all others."""
         for index, (node, _) in enumerate(self.path):
             if of_logits and index < len(self.path) - 1:
                 continue
-            # Of layers with a window, the run looks at the blocks under the window only.
-            end = min(node.end, self.end)
+            # Layers with a window need only the blocks under the window.
+            stop = min(node.end, self.stop)
             for number, cut in enumerate(self.nodes.cuts(node)):
                 is_logits = cut.group == self.nodes.layout.logits_group
-                if end > self.first_needed.get(cut.group, -1) and is_logits == of_logits:
+                if stop > self.first_needed.get(cut.group, -1) and is_logits == of_logits:
                     yield index, number
 
     def _take(self) -> None:
         loaded: int | None = None
         while not self._bad:
             with self._taking:
-                number = self._completed(loaded)
+                number = self._count_piece(loaded)
                 self.is_cut = self.is_cut or not self.is_wanted()
                 load = None if self.is_cut else next(self._loads, None)
                 self.num_bytes += load[1].piece.num_bytes if load else 0
@@ -114,13 +113,13 @@ class Loader:
             except StoreCorrupt as error:
                 self._bad.setdefault(loaded, error)
 
-    def _completed(self, index: int | None) -> int | None:
-        """Counts a piece of a node as loaded. Returns the number of a full block of which it was the last one."""
+    def _count_piece(self, index: int | None) -> int | None:
+        """Counts a loaded piece of a node. If it completes a full block, returns the number of the block."""
         if index is None:
             return None
         self._left[index] -= 1
         (node, _), size = self.path[index], self.nodes.block_size
-        is_whole = node.num_tokens == size and node.end <= self.end and node.position >= self.have
+        is_whole = node.num_tokens == size and node.end <= self.stop and node.position >= self.have
         return node.position // size if is_whole and not self._left[index] else None
 
     def _load(self, node: Node, cut: Cut, write: Write) -> None:
@@ -132,14 +131,14 @@ class Loader:
             self.on_logits(logits)
         else:
             rows = slice(cut.first_row, cut.first_row + piece.num_rows)
-            start, end = max(node.position, self.have), min(node.end, self.end)
-            if end - start < node.num_tokens and cut.group < len(self.nodes.layout.groups):
+            start, stop = max(node.position, self.have), min(node.end, self.stop)
+            if stop - start < node.num_tokens and cut.group < len(self.nodes.layout.groups):
                 write = partial(_write_part, cut, write, (start - node.position) * (piece.row_bytes // node.num_tokens))
-            self.sink.fill(start, end - start, cut.group, rows, write)
+            self.sink.fill(start, stop - start, cut.group, rows, write)
 
 
 def _write_part(cut: Cut, write: Write, first_byte: int, out: Bytes) -> None:
-    """Writes a part of each row of a piece, from `first_byte` on: a row holds its tokens one after the other."""
+    """Writes a part of each row of a piece, from `first_byte` on: the tokens in a row lie one after the other."""
     whole = np.empty((cut.piece.num_rows, cut.piece.row_bytes), dtype=np.uint8)
     write(whole)
     out[...] = whole[:, first_byte : first_byte + out.shape[1]]

@@ -16,34 +16,19 @@ from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import TierName, Write
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
-from diskprefix.store.codec.codec import Piece, populate
+from diskprefix.store.codec.codec import Piece, decode_piece, piece_seed, populate
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
-from diskprefix.store.save import Save
-from diskprefix.store.schema import MAX_PREFILL_S, Kind, NodeRecord, RootRecord
+from diskprefix.store.schema import MAX_PREFILL_S, Kind
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Publication, Store
+from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds, common_prefix_length
 
 log = logging.getLogger("diskprefix")
 
-_TRIES = 64
-"""Nodes that are tried to find one that shares a part of the prompt. Few are of no use: damaged ones."""
-
-
-def publisher(writer: Writer, save: Save, root: bytes, record: RootRecord) -> Callable[[tuple[NewNode, ...]], bool]:
-    """Returns a function that adds nodes of one prompt, parents first, to a save, with their payloads in the buffer of
-    the writer. It returns False if there is no room."""
-
-    def publish(nodes: tuple[NewNode, ...]) -> bool:
-        publication = Publication(epoch=save.epoch, root=root, root_record=record, nodes=nodes)
-        room = writer.reserve(publication.payload_bytes)
-        if room is not None:
-            writer.add(save, publication, [room])
-        return room is not None
-
-    return publish
+_MAX_TRIES = 64
+"""The maximum number of nodes that are tried to find one that shares a part of the prompt. Damaged ones are few."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +44,7 @@ class BufferTier:
 
 
 class BufferView:
-    """The nodes that wait at one moment, with their raw payloads. See `View`."""
+    """A view of the nodes that wait, with their payloads as they are in memory."""
 
     tier: TierName = "memory"
 
@@ -68,25 +53,20 @@ class BufferView:
         self.damaged: set[bytes] = set()
 
     def has(self, node: Node, token_ids: bytes) -> bool:
-        found = self._pending.get(node.name)
-        return (
-            found is not None
-            and _node(found) == node
-            and found.token_ids.tobytes() == token_ids
-            and node.name not in self.damaged
-        )
+        new = None if node.name in self.damaged else self._pending.get(node.name)
+        return new is not None and _node(new) == node and new.token_ids.tobytes() == token_ids
 
     def similar(self, parent: bytes, token_ids: TokenIds) -> Iterator[tuple[Node, TokenIds]]:
-        ahead = [found for found in self._pending.values() if found.parent == parent and found.name not in self.damaged]
-        ahead.sort(key=lambda found: (common_prefix_length(found.token_ids, token_ids), len(found.token_ids)))
-        yield from ((_node(found), found.token_ids) for found in reversed(ahead))
+        children = [new for new in self._pending.values() if new.parent == parent and new.name not in self.damaged]
+        children.sort(key=lambda new: (common_prefix_length(new.token_ids, token_ids), len(new.token_ids)))
+        yield from ((_node(new), new.token_ids) for new in reversed(children))
 
     def num_children(self, parent: bytes) -> int:
-        return self._children[parent]
+        return self._num_children[parent]
 
     @cached_property
-    def _children(self) -> Counter[bytes]:
-        return Counter(found.parent for found in self._pending.values())
+    def _num_children(self) -> Counter[bytes]:
+        return Counter(new.parent for new in self._pending.values())
 
     def prefill_s(self, node: Node) -> float:
         return self._pending[node.name].prefill_s
@@ -95,16 +75,16 @@ class BufferView:
         for number in needed:
             yield partial(_copy, self._pending[node.name], number)
 
-    def drop(self, node: Node, error: StoreCorrupt) -> None:  # noqa: ARG002 (the writer drops it itself; see `View`)
+    def drop(self, node: Node, error: StoreCorrupt) -> None:  # noqa: ARG002 (the writer drops the node itself)
         self.damaged.add(node.name)
 
 
-def _node(found: NewNode) -> Node:
-    return Node(found.name, found.parent, found.position, len(found.token_ids), found.kind)
+def _node(new: NewNode) -> Node:
+    return Node(new.name, new.parent, new.position, len(new.token_ids), new.kind)
 
 
 def _copy(node: NewNode, number: int, out: Bytes) -> None:
-    # The writer, which checks that as well, may not have come to it.
+    # The writer may not have checked the node yet.
     if not node.is_sound(number):
         raise StoreCorrupt("its state is not finite")
     out[...] = np.frombuffer(node.payload[number], dtype=np.uint8).reshape(out.shape)
@@ -112,7 +92,7 @@ def _copy(node: NewNode, number: int, out: Bytes) -> None:
 
 @dataclass(frozen=True)
 class DiskTier:
-    """A store, as a `Tier`. `quarantine` has a node removed, given its name and its parent's."""
+    """A store, as a `Tier`. `quarantine` has a node removed by its name and the name of its parent."""
 
     store: Store
     quarantine: Callable[[bytes, bytes], object]
@@ -120,23 +100,16 @@ class DiskTier:
     @contextmanager
     def view(self) -> Iterator[DiskView]:
         with self.store.snapshot() as snapshot:
-            yield DiskView(snapshot, self._remove)
-
-    def _remove(self, node: Node, error: StoreCorrupt) -> None:
-        what = "checkpoint" if node.kind == Kind.CHECKPOINT else "block"
-        log.warning("[disk-cache] %s %s is damaged and will be removed: %s", what, node.name.hex(), error)
-        self.quarantine(node.name, node.parent)
+            yield DiskView(snapshot, self.quarantine)
 
 
 class DiskView:
-    """A snapshot of a store. See `View`."""
+    """A view of a store, by a snapshot."""
 
     tier: TierName = "disk"
 
-    def __init__(self, snapshot: Snapshot, on_damaged: Callable[[Node, StoreCorrupt], object]) -> None:
-        """`on_damaged` is called for each node that is found damaged."""
-        self._snapshot = snapshot
-        self._on_damaged = on_damaged
+    def __init__(self, snapshot: Snapshot, quarantine: Callable[[bytes, bytes], object]) -> None:
+        self._snapshot, self._quarantine = snapshot, quarantine
         self.damaged: set[bytes] = set()
 
     def has(self, node: Node, token_ids: bytes) -> bool:
@@ -149,11 +122,14 @@ class DiskView:
             return False
 
     def similar(self, parent: bytes, token_ids: TokenIds) -> Iterator[tuple[Node, TokenIds]]:
-        for name in islice(self._snapshot.similar_children(parent, token_ids.tobytes()), _TRIES):
-            record = self._sound_record(name, parent)
+        for name in islice(self._snapshot.similar_children(parent, token_ids.tobytes()), _MAX_TRIES):
+            try:
+                record = None if name in self.damaged else self._snapshot.node(name)
+            except StoreCorrupt as error:
+                self.drop(Node(name, parent, 0, 0, Kind.BLOCK), error)
+                continue
             if record is not None and record.parent == parent:
-                node = Node(name, parent, record.position, record.num_tokens, record.kind)
-                yield node, record.token_ids
+                yield Node(name, parent, record.position, record.num_tokens, record.kind), record.token_ids
 
     def num_children(self, parent: bytes) -> int:
         try:
@@ -175,20 +151,12 @@ class DiskView:
 
     def drop(self, node: Node, error: StoreCorrupt) -> None:
         self.damaged.add(node.name)
-        self._on_damaged(node, error)
-
-    def _sound_record(self, name: bytes, parent: bytes) -> NodeRecord | None:
-        """Returns the record of a node that is listed as continuing `parent`; None if it is missing or damaged."""
-        if name in self.damaged:
-            return None
-        try:
-            return self._snapshot.node(name)
-        except StoreCorrupt as error:
-            self.drop(Node(name, parent, 0, 0, Kind.BLOCK), error)
-            return None
+        kind = "checkpoint" if node.kind == Kind.CHECKPOINT else "block"
+        log.warning("[disk-cache] %s %s is damaged and will be removed: %s", kind, node.name.hex(), error)
+        self._quarantine(node.name, node.parent)
 
     def _decode(self, name: bytes, index: int, stored: memoryview | None, piece: Piece, out: Bytes) -> None:
         if stored is None:
             raise StoreCorrupt("a piece of its payload is missing")
         populate(stored)
-        self._snapshot.decode(name, index, stored, piece, out)
+        decode_piece(stored, piece, piece_seed(name, index), out)

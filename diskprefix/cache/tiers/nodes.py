@@ -13,7 +13,7 @@ from diskprefix.tokens import ID_BYTES, TokenIds, TokenPath
 
 
 class Node(NamedTuple):
-    """A stretch of the prompt and its name in the tree."""
+    """A run of the prompt's tokens, with its name in the tree."""
 
     name: bytes
     parent: bytes
@@ -40,16 +40,16 @@ class PromptNodes:
         self.path, self.layout = path, layout
         self.token_ids, self.block_size, self.num_blocks = path.token_ids, path.block_size, path.num_blocks
         self.parent = path.parent
-        """Returns the name of the node that others behind so many first blocks continue."""
+        """Returns the name that nodes behind so many first blocks continue."""
         self._bytes = path.token_ids.tobytes()
 
     def extended(self, token_ids: TokenIds) -> PromptNodes:
         """Returns the nodes of tokens that begin with these, or that these begin with."""
         return PromptNodes(self.path.extended(token_ids), self.layout)
 
-    def partial_block(self, end: int) -> Node:
-        """Returns the block that ends at `end`, before it is full."""
-        return self._last_node(end, Kind.BLOCK)
+    def partial_block(self, stop: int) -> Node:
+        """Returns the block of the tokens before `stop`, which is not full."""
+        return self._last_node(stop, Kind.BLOCK)
 
     def behind(self, num_blocks: int, token_ids: bytes, kind: Kind) -> Node:
         """Returns the node that continues the first `num_blocks` blocks with these token ids (int32, little-endian),
@@ -69,24 +69,21 @@ class PromptNodes:
         """A text that identifies the end of the prompt."""
         return self.parent(self.num_blocks).hex() + self._bytes[ID_BYTES * self.num_blocks * self.block_size :].hex()
 
-    def checkpoint(self, end: int) -> Node:
-        """Returns the checkpoint at `end`. It holds the tokens behind the last whole block before it."""
-        return self._last_node(end, Kind.CHECKPOINT)
+    def checkpoint(self, stop: int) -> Node:
+        """Returns the checkpoint at `stop`. It holds the tokens behind the last full block before `stop`."""
+        return self._last_node(stop, Kind.CHECKPOINT)
 
-    def checkpoints(self, num_blocks: int, most: int) -> Iterator[Node]:
-        """Yields the nodes that may hold the states behind the first `num_blocks` blocks, and before the next one ends:
-        checkpoints, and the tails of shorter prompts. They end at `most` at the latest. The longest come first."""
+    def checkpoints(self, num_blocks: int, stop: int) -> Iterator[Node]:
+        """Yields the nodes that may hold states at the end of the first `num_blocks` blocks or within the next one, up
+        to `stop`: checkpoints, and the tails of shorter prompts. The longest come first."""
         parent, start = self.parent(num_blocks), num_blocks * self.block_size
-        token_ids = self._bytes[ID_BYTES * start : ID_BYTES * min(most, start + self.block_size - 1)]
+        token_ids = self._bytes[ID_BYTES * start : ID_BYTES * min(stop, start + self.block_size - 1)]
         for num_tokens, names in reversed(list(enumerate(checkpoint_names(self.path.secret, parent, token_ids)))):
             yield from (Node(name, parent, start, num_tokens, kind) for kind, name in names)
 
     def tail(self) -> Node:
-        """Returns the tail behind the full blocks: 0 to `block_size - 1` tokens, and the next-token logits."""
+        """Returns the tail: the 0 to `block_size - 1` tokens behind the full blocks, and the next-token logits."""
         return self._last_node(len(self.token_ids), Kind.TAIL)
-
-    def tokens(self, node: Node) -> TokenIds:
-        return self.token_ids[node.position : node.end]
 
     def token_bytes(self, node: Node) -> bytes:
         """Returns the node's token ids as the store holds them."""
@@ -95,13 +92,13 @@ class PromptNodes:
     def new_node(
         self, node: Node, payload: Payload, *, prefill_s: float, ttl_s: float | None, replaces: bool = False
     ) -> NewNode:
-        """Returns a node to be stored. Its tokens' state must be finite."""
+        """Returns a node to be stored. The state of its tokens must be finite."""
         cuts = self.cuts(node)
         return NewNode(
             name=node.name,
             parent=node.parent,
             position=node.position,
-            token_ids=self.tokens(node),
+            token_ids=self.token_ids[node.position : node.end],
             kind=node.kind,
             payload=payload,
             pieces=tuple(cut.piece for cut in cuts),
@@ -115,11 +112,8 @@ class PromptNodes:
         """Returns the pieces that the node's payload is cut into."""
         return self.layout.cuts(node.num_tokens, node.kind)
 
-    def payload_bytes(self, node: Node) -> int:
-        return self.layout.payload_bytes(node.num_tokens, node.kind)
-
-    def _last_node(self, end: int, kind: Kind) -> Node:
-        """Returns the node of the tokens behind the last whole block before `end`."""
-        num_blocks, num_tokens = divmod(end, self.block_size)
-        token_ids = self._bytes[ID_BYTES * (end - num_tokens) : ID_BYTES * end]
+    def _last_node(self, stop: int, kind: Kind) -> Node:
+        """Returns the node of the tokens behind the last full block before `stop`."""
+        num_blocks, num_tokens = divmod(stop, self.block_size)
+        token_ids = self._bytes[ID_BYTES * (stop - num_tokens) : ID_BYTES * stop]
         return self.behind(num_blocks, token_ids, kind)

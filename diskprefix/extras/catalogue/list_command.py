@@ -91,16 +91,21 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
 
 @click.command("show", short_help="Show what a model is, needs, and is served with.")
 @click.argument("name", metavar="NAME|FILE|FOLDER", callback=nonempty)
+@click.option("--plan", is_flag=True, help="Show what a step computes: one layer of each kind.")
 @setting_options((*_PLACES, "weights"))
 @json_option
-def show_model(name: str, as_json: bool, **flags: Any) -> None:
+def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
     """Show a model of `diskprefix list`, a .gguf file or the folder of a model: the memory that it needs by the
     forms of its weights, its context, its template and its settings.
+
+    With --plan, what a step computes, without reading weights: the operators in order, one layer of each kind. A line
+    has what is read and written, the weights with their shapes and forms, and the numbers of the operator.
 
     \b
     diskprefix show unsloth/Qwen3.5-4B-GGUF:Q8_0
     diskprefix show ~/models/qwen-q4.gguf --weights native
     diskprefix show claude-haiku-4-5 --json
+    diskprefix show gpt-oss:20b --plan
 
     \b
     Exit codes: 0 done; 2 wrong usage, or no such model; 3 its files cannot be read.
@@ -113,6 +118,11 @@ def show_model(name: str, as_json: bool, **flags: Any) -> None:
         raise ModelError(f"{known.source} is not on this machine; `diskprefix {fetches}")
     row = row_of(known) | {"positions": fit.needs.state.positions, "template": bool(template_of(known.path))}
     row |= {"architecture": verified_of(known.path), "settings": _own(known), "memory": dict(fit.rows())}
+    if plan:
+        from diskprefix.extras.catalogue.plan_table import show_step, step_of  # Here, as it imports torch.
+
+        with status("making the plan …"):
+            row["plan"] = step_of(known.settings)
     if as_json:
         print_json(row)
         return
@@ -124,10 +134,14 @@ def show_model(name: str, as_json: bool, **flags: Any) -> None:
         "template": "the model's own" if row["template"] else "none: give one with --chat-template",
         "settings": ", ".join(f"{key} = {value}" for key, value in row["settings"].items()) or "those of serve",
     }
+    if plan and row["plan"]["reason"]:
+        lines["plan"] = f"none, transformers' modules compute a step: {row['plan']['reason']}"
     for key, line in lines.items():
         click.echo(f"{key:<9} {plain(line).plain}")
     for line in ("", *fit.lines()):
         click.echo(line)
+    if plan:
+        show_step(row["plan"])
 
 
 def _served_otherwise(settings: Settings) -> tuple[KnownModel, ...]:

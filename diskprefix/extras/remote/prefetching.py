@@ -29,13 +29,13 @@ class PrefetchJob:
 
     def __init__(
         self,
-        wish: PrefetchRequest,
+        request: PrefetchRequest,
         num_near: int,
         deadline: float,
         fetchers: Fetchers[FetchedNodes],
         start: Callable[[PrefetchRequest, BundleSlot, int], ObjectFetch[FetchedNodes]],
     ) -> None:
-        self._wish, self._num_near, self._deadline = wish, num_near, deadline
+        self._request, self._num_near, self._deadline = request, num_near, deadline
         self._fetchers, self._start = fetchers, start
         self._running: set[ObjectFetch[FetchedNodes]] = set()
         self.names: set[bytes] = set()
@@ -51,7 +51,7 @@ class PrefetchJob:
                 self._fetchers.leave(fetch)
 
     def _prefetch(self) -> None:
-        nodes = self._wish.nodes
+        nodes = self._request.nodes
         size = blocks_per_bundle(nodes)
         slots = deque(slot for slot in whole_bundles(nodes, size) if slot.last > self._num_near)
         ahead: deque[tuple[BundleSlot, ObjectFetch[FetchedNodes]]] = deque()
@@ -78,14 +78,14 @@ class PrefetchJob:
                 return
 
     def _fetch(self, slot: BundleSlot) -> ObjectFetch[FetchedNodes]:
-        fetch = self._start(self._wish, slot, self._num_near)
+        fetch = self._start(self._request, slot, self._num_near)
         self._running.add(fetch)
         return fetch
 
     def _wait(self, fetch: ObjectFetch[FetchedNodes]) -> FetchedNodes:
         """Returns the result of a fetch, or None and gives up at the deadline, or if the request is cancelled. Raises
         the error of the fetch."""
-        while not self._wish.is_cancelled():
+        while not self._request.is_cancelled():
             left = self._deadline - time.monotonic()
             if left <= 0:
                 self.is_late = True
@@ -103,7 +103,7 @@ class PrefetchJob:
 
     def _publish(self, nodes: tuple[NewNode, ...]) -> bool:
         """Publishes nodes. Returns False, and gives up, if there is no room."""
-        if not self._wish.publish(nodes):
+        if not self._request.publish(nodes):
             self.is_whole = False
             return False
         self.names.update(node.name for node in nodes)

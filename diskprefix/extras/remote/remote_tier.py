@@ -60,26 +60,26 @@ class RemoteTier:
         self._writer = threading.Thread(target=self._write_uploads, name="remote-write", daemon=True)
         self._writer.start()
 
-    def prefetch(self, wish: PrefetchRequest) -> Prefetched:
+    def prefetch(self, request: PrefetchRequest) -> Prefetched:
         """See `SharedTier.prefetch`."""
         if self.objects.breaker.is_open:
             self.counted.count("skipped")
             return Prefetched(is_whole=False)
-        nodes, started = wish.nodes, time.monotonic()
-        with open_views(wish.tiers) as views:
+        nodes, started = request.nodes, time.monotonic()
+        with open_views(request.tiers) as views:
             num_near = num_first_blocks(nodes, views, nodes.num_blocks)
-        num_held = max(num_near * nodes.block_size, wish.have)
+        num_held = max(num_near * nodes.block_size, request.have)
         if nodes.num_blocks * nodes.block_size - num_held < nodes.block_size:
             # Less than a block takes about as long to compute as to ask for.
             return Prefetched()
         num_bytes = (nodes.num_blocks - num_near) * nodes.layout.payload_bytes(nodes.block_size, Kind.BLOCK)
-        if not wish.pays(len(nodes.token_ids) - num_held, num_bytes):
+        if not request.pays(len(nodes.token_ids) - num_held, num_bytes):
             self.counted.count("slower")
             return Prefetched()
         if not self._late_breaker.allows():
             self.counted.count("skipped")
             return Prefetched(is_whole=False)
-        job = PrefetchJob(wish, num_near, started + wish.most_s, self._fetchers, self._start_fetch)
+        job = PrefetchJob(request, num_near, started + request.max_s, self._fetchers, self._start_fetch)
         self._run(job)
         seconds = time.monotonic() - started
         return Prefetched(frozenset(job.names), job.num_bytes, num_bytes, seconds, job.is_whole, job.is_late)
@@ -148,23 +148,23 @@ class RemoteTier:
         """See `SharedTier.counts`."""
         return self.counted.counters()
 
-    def _start_fetch(self, wish: PrefetchRequest, slot: BundleSlot, num_near: int) -> ObjectFetch[FetchedNodes]:
+    def _start_fetch(self, request: PrefetchRequest, slot: BundleSlot, num_near: int) -> ObjectFetch[FetchedNodes]:
         """Returns the fetch of a bundle's nodes from block `num_near` on. Requests with a common prefix share it."""
-        path = slot_path(self.key, wish.nodes, slot)
+        path = slot_path(self.key, request.nodes, slot)
         key = path, max(num_near, slot.first)
-        return self._fetchers.share(key, partial(self._fetch, wish, slot, num_near, path))
+        return self._fetchers.share(key, partial(self._fetch, request, slot, num_near, path))
 
-    def _fetch(self, wish: PrefetchRequest, slot: BundleSlot, num_near: int, path: str) -> FetchedNodes:
+    def _fetch(self, request: PrefetchRequest, slot: BundleSlot, num_near: int, path: str) -> FetchedNodes:
         """Fetches the nodes of a bundle. Raises `RemoteUnavailable`."""
         if self.counted.is_bad(path):
             return None
         try:
-            data = self.objects.get(path, max_object_bytes(wish.nodes, slot))
+            data = self.objects.get(path, max_object_bytes(request.nodes, slot))
             if data is None:
                 self.counted.count("missing")
                 self.counted.forget([path])
                 return None
-            bundle = decode_bundle(self.key, wish.nodes, slot, path, data, num_near)
+            bundle = decode_bundle(self.key, request.nodes, slot, path, data, num_near)
         except ObjectRefused as error:
             self.counted.refuse(path, error)
             return None
@@ -182,10 +182,10 @@ class RemoteTier:
                 token_ids=np.frombuffer(token_ids, dtype=np.int32),
                 kind=node.kind,
                 payload=payload,
-                pieces=tuple(cut.piece for cut in wish.nodes.cuts(node)),
-                prefill_s=wish.prefill_s_per_token * node.num_tokens,
-                ttl_s=wish.ttl_s,
-                replaces=wish.replaces,
+                pieces=tuple(cut.piece for cut in request.nodes.cuts(node)),
+                prefill_s=request.prefill_s_per_token * node.num_tokens,
+                ttl_s=request.ttl_s,
+                replaces=request.replaces,
             )
             for node, token_ids, payload in bundle
         )

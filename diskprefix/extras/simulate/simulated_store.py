@@ -21,7 +21,7 @@ from diskprefix.store.eviction import (
     limits_s,
     longer_ttl,
     recorded_ttl,
-    superseded,
+    superseded_ends,
     usable_bytes,
     with_uses,
 )
@@ -137,7 +137,7 @@ class SimulatedStore:
                     continue
                 if limits_s(self._records["ttl_s"][row], self._ttl_s) <= own_s:
                     names_at.setdefault(node.end, []).append(node.name)
-        for position in superseded(names_at, anchors):
+        for position in superseded_ends(names_at, anchors):
             self._delete(names_at[position])
 
     def touch(self, name: bytes, now: float, hits: int, ttl_s: float | None) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diskprefix.cache.choosing import choose_kept, marked_nodes, sighting_of, ttl_at
+from diskprefix.cache.choosing import marked_nodes, selection_of, sighting_of, ttl_at
 from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.policy.seen import SeenPrompts
 from diskprefix.cache.policy.select import Rules
@@ -142,7 +142,7 @@ class Simulator:
         is_asked = request.scope is not None or request.ttl_s is not None
         options = CacheOptions(scope=scope, group=request.group, save=request.save, is_asked=is_asked)
         spending, stored = self._spending(request.when), restored.stored_tokens
-        selection = choose_kept(sighting_of(seen, prompt, options, names), self._rules, prompt, options, stored)
+        selection = selection_of(sighting_of(seen, prompt, options, names), self._rules, prompt, options, stored)
         had = max(in_memory, stored)
         selection = within_budget(selection, prompt, spending, self._rules, stored=stored, had=had, is_asked=is_asked)
         self.totals.unaffordable += selection.reason == "write_budget"
@@ -207,8 +207,9 @@ class Simulator:
                 self.store.touch(name, request.when, 0, ttl_s)
         if len(request.reply):
             whole = self.nodes(request, np.concatenate([request.prompt.token_ids, request.reply]))
-            stop = planner.reply_end(len(whole.token_ids), selection)
-            plan = planner.plan_reply(whole, selection, {stop} if stop and self._geometry.state_bytes else ())
+            if not (stop := planner.reply_stop(len(whole.token_ids), selection)):
+                return written
+            plan = planner.plan_reply(whole, stop, selection, {stop} if self._geometry.state_bytes else ())
             if keeps_logits and plan.last_node is not None:
                 self._ends.add(nodes.end_id)
             written += self._store(request, planner, plan, selection)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from diskprefix import hooks
-from diskprefix.cache.choosing import choose_kept, sighting_of, ttl_at
+from diskprefix.cache.choosing import selection_of, sighting_of, ttl_at
 from diskprefix.cache.namespaces import TenantNamespace, TenantNamespaces
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.tiers.nodes import Node
@@ -298,7 +298,7 @@ class SchedulerSide:
         self._namespaces.read(namespace)
         names = tracked.names[0][1:]
         restored = tracked.num_matched * self._block_size
-        selection = choose_kept(
+        selection = selection_of(
             sighting_of(namespace.seen, prompt, options, names), self._rules, prompt, options, restored
         )
         if options.save and len(prompt.token_ids) >= self._settings.kv_cache_min_tokens:

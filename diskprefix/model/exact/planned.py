@@ -22,10 +22,10 @@ from diskprefix.model.families.model_types import (
     NAMES,
     SECTIONS_IN_ORDER,
     TURN_BACK,
-    has_plan,
     of_model,
     padded_tokens,
     pairing_of,
+    without_plan,
 )
 from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary, StateLocation
 from diskprefix.model.slots import Slots, decoder_of
@@ -48,7 +48,7 @@ class ModelPlan:
         self._padded = padded_tokens(model.config)
         # A plan is kept as long as its model.
         self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
-        self._plan = self._make(_ROWS)
+        self.plan = self._make(_ROWS)
 
     def _make(self, max_rows: int) -> ComputePlan:
         compiled, model = operators(), self._model()
@@ -73,20 +73,20 @@ class ModelPlan:
         `num_logits` says, [logits, vocab], and if needed the hidden states behind the last norm, [rows, hidden_size].
         `pictures` are those of each sequence."""
         num_rows = len(ids)
-        if num_rows > self._plan.max_rows:
-            self._plan = self._make(num_rows)
+        if num_rows > self.plan.max_rows:
+            self.plan = self._make(num_rows)
         # Layers that only read memory compute the rows that get logits: all of them, then.
-        computed = [run.num_rows for run in runs] if needs_hidden and self._plan.hidden.is_of_logits else num_logits
+        computed = [run.num_rows for run in runs] if needs_hidden and self.plan.hidden.is_of_logits else num_logits
         described = [self._described(*one) for one in zip(sequences, runs, computed, strict=True)]
         of_pictures = _encoded(ids, pictures, runs)
         if self._padded:
             ids = np.where(np.isin(ids, self._padded[1:]), self._padded[0], ids)
-        self._plan.run(described, ids, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
-        logits = self._copied(self._plan.logits, sum(computed))
+        self.plan.run(described, ids, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
+        logits = self._copied(self.plan.logits, sum(computed))
         if computed is not num_logits:
             parts = zip(torch.split(logits, [*computed]), num_logits, strict=True)
             logits = torch.cat([part[-count:] for part, count in parts])
-        return logits, self._copied(self._plan.hidden, num_rows) if needs_hidden else None
+        return logits, self._copied(self.plan.hidden, num_rows) if needs_hidden else None
 
     def _described(self, sequence: KVSequence, run: Run, num_logits: int) -> PlannedRun:
         """Raises `NotInvariant` if pages are missing that the operators would read or write."""
@@ -99,9 +99,9 @@ class ModelPlan:
         if run.replays is None:
             return PlannedRun(run.start, run.num_rows, num_logits, addresses, run.flat_spans, states, states)
         befores = [page.tensor.data_ptr() for page in sequence.spares]
-        kept = np.empty(run.num_rows * self._plan.kept_bytes, np.uint8)
+        kept = np.empty(run.num_rows * self.plan.kept_bytes, np.uint8)
         found = PlannedRun(run.start, run.num_rows, num_logits, addresses, run.flat_spans, befores, states, kept)
-        run.replays.append(partial(self._replay, self._plan, found))
+        run.replays.append(partial(self._replay, self.plan, found))
         return found
 
     @staticmethod
@@ -109,7 +109,7 @@ class ModelPlan:
         plan.replay(run, num_rows, torch.get_num_threads())
 
     def _copied(self, rows: Any, num_rows: int) -> torch.Tensor:
-        return torch.from_numpy(self._plan.copied(rows, num_rows)).view(self._dtype)
+        return torch.from_numpy(self.plan.copied(rows, num_rows)).view(self._dtype)
 
 
 def _positions(runs: Sequence[Run], pictures: Sequence[PictureRows | None]) -> np.ndarray:
@@ -222,9 +222,11 @@ _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = 
 """The last plans of models, by their layers, kernels and memory; None for a model of no family."""
 
 
-def is_planned(model: PreTrainedModel, layout: Layout) -> bool:
-    """Returns whether a model that is exact at every token has a plan."""
-    return has_plan(model.config) and not layout.has_draft_layer
+def reason_without_plan(model: PreTrainedModel, layout: Layout) -> str:
+    """Returns why a model that is exact at every token has no plan, "" if it has one."""
+    if model.dtype not in _DTYPES:
+        return f"no plan computes in {str(model.dtype).removeprefix('torch.')}"
+    return "no plan has a draft layer" if layout.has_draft_layer else without_plan(model.config)
 
 
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
@@ -233,6 +235,6 @@ def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPl
     key = layout, page_tokens, operators(), len(_layers(model))
     known, plan = _plans.get(model, (None, None))
     if known != key:
-        plan = ModelPlan(model, layout, page_tokens) if is_planned(model, layout) else None
+        plan = None if reason_without_plan(model, layout) else ModelPlan(model, layout, page_tokens)
         _plans[model] = key, plan
     return plan

@@ -28,7 +28,7 @@ from diskprefix.model.exact.drafts import draft_layer_of
 from diskprefix.model.exact.fused import kind_of
 from diskprefix.model.exact.invariant import as_it_was, install, recognised, uninstall
 from diskprefix.model.exact.patterns import NotInvariant
-from diskprefix.model.exact.planned import is_planned
+from diskprefix.model.exact.planned import reason_without_plan
 from diskprefix.model.exact.runner import can_pack, forward
 from diskprefix.model.exact.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
 from diskprefix.model.exact.verified import is_verified
@@ -65,7 +65,7 @@ def make_exact(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]
     `identity`, the model's fingerprint, if it is given; one that failed is not, so that a wrong moment of one process
     does not decide for the next. Raises only what torch raises when memory runs out.
     """
-    reason = _known_reason(model)
+    reason = known_reason(model, model.device)
     if not reason:
         drafts = " with its draft layer" if draft_layer_of(model) is not None else ""
         key = _key(model, f"{attention.kernel(model.device)}{drafts} {identity}") if identity else ""
@@ -78,7 +78,7 @@ def make_exact(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]
             if key:
                 _passed.put(key, layout.record())
             install(model)
-            parts = "one plan" if is_planned(model, layout) else recognised(model)
+            parts = recognised(model) if reason_without_plan(model, layout) else "one plan"
             log.info("[model] kernels: %s, %s", described(), parts)
             return layout, ""
     layout = rehearse(model, identity)
@@ -91,10 +91,10 @@ def make_exact(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]
     return layout, reason
 
 
-def _known_reason(model: PreTrainedModel) -> str:
-    """Returns the reasons that are known without running the model."""
-    if model.device.type != "cpu":
-        return f"the compiled operators, which make a model exact at every token, do not run on {model.device.type}"
+def known_reason(model: PreTrainedModel, device: torch.device) -> str:
+    """Returns why a model on a device is not exact at every token, as far as that is known without running it."""
+    if device.type != "cpu":
+        return f"the compiled operators, which make a model exact at every token, do not run on {device.type}"
     if operators() is None:
         return f"it needs the compiled operators: {described()}"
     return "" if is_verified(model) else "no such architecture was verified at every token"

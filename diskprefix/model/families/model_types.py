@@ -321,19 +321,23 @@ _ACTIVATIONS = {
 }
 
 
-def has_plan(config: Any) -> bool:
-    """Returns whether a model of this configuration has a plan: its type has one, and no option that a plan lacks."""
+def without_plan(config: Any) -> str:
+    """Returns what plans lack that a model of this configuration needs, "" if it has a plan."""
     if config.model_type == "gemma3n":
-        # With encoders, some of its tokens are embedded by these.
-        return False
+        return "its encoders embed some tokens"
     config = config.get_text_config(decoder=True)
+    if config.model_type not in OPTIONS:
+        return f"no family has {config.model_type}"
+    if _activation(config) not in _ACTIVATIONS:
+        return f"no plan has the activation {_activation(config)}"
     counts = getattr(config, "num_experts_per_tok", None)
-    is_even = not isinstance(counts, list) or len(set(counts)) == 1
-    is_known = config.model_type in OPTIONS and _activation(config) in _ACTIVATIONS
-    has_usual_streams = getattr(config, "altup_num_inputs", 1) <= calls.MAX_STREAMS
+    if isinstance(counts, list) and len(set(counts)) > 1:
+        return "no plan has another number of experts in some layers"
+    if getattr(config, "altup_num_inputs", 1) > calls.MAX_STREAMS:
+        return "no plan has so many streams"
     without = _WITHOUT | {"word_embed_proj_dim": config.hidden_size}
-    is_known = is_known and is_even and has_usual_streams
-    return is_known and all(getattr(config, one, said) == said for one, said in without.items())
+    others = (name for name, said in without.items() if getattr(config, name, said) != said)
+    return next((f"no plan has this {name}" for name in others), "")
 
 
 def _activation(config: Any) -> str:

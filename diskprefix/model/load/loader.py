@@ -193,7 +193,7 @@ def load_model(
             if parameters is not None and begun is not None:
                 from diskprefix.model.quants.quantised import take_matrices
 
-                take_matrices(model, parameters.matrices, begun.packing)
+                take_matrices(model, parameters.matrices, begun.packing.finish())
             _finish(model, source)
             for file, stamp in stamps.items():
                 if file_stamp(file) != stamp:
@@ -208,6 +208,26 @@ def load_model(
         fit=fit,
         timings=timings,
     )
+
+
+def load_unwritten(settings: Settings) -> PreTrainedModel:
+    """Returns a model as `load_model` does, on the CPU, but reads no weights: their memory has any numbers, and takes
+    no room as long as nothing is written there. Raises `ModelError` and `SettingsError`."""
+    source = _source(settings, lambda _line: None, lambda _step: nullcontext())
+    with _load_failures(source.path):
+        import torch
+
+        from diskprefix.model.quants.quantised import replace_modules, take_matrices
+
+        parameters = None if source.gguf is None else source.gguf.parameters(source.weights, source.dtype)
+        matrices = {} if parameters is None else parameters.matrices
+        model = source.kind.skeleton(source.config).to(source.dtype)
+        replace_modules(model, {name: matrix.form for name, matrix in matrices.items()})
+        model.to_empty(device="cpu")
+        packed = {one.key: torch.empty(one.packed_shape, dtype=torch.uint8) for one in matrices.values()}
+        take_matrices(model, matrices, packed)
+        _finish(model, source)
+    return model
 
 
 def _source(

@@ -31,6 +31,7 @@ def matrix_of(packed: torch.Tensor, form: QuantForm, bias: torch.Tensor | None) 
         numbers=form.numbers,
         has_table=bool(form.table),
         bias=bias,
+        form=form,
     )
 
 

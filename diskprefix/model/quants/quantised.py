@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
-from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking, in_order, regrouped
+from diskprefix.model.quants.file_matrix import FileMatrix, in_order, regrouped
 from diskprefix.model.quants.forms import compiled, matrix_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
@@ -135,9 +135,32 @@ def untie(config: PreTrainedConfig) -> None:
         one.tie_word_embeddings = False
 
 
-def take_matrices(model: PreTrainedModel, matrices: Mapping[str, FileMatrix], packing: MatrixPacking) -> None:
-    """Gives the modules that wait for matrices of a `.gguf` file what `packing` made. Raises its errors."""
-    packed = packing.finish()
+def replace_modules(model: PreTrainedModel, forms: Mapping[str, QuantForm]) -> None:
+    """Puts modules that wait for quants in the place of those that have a form."""
+    experts: dict[str, dict[str, QuantForm]] = defaultdict(dict)
+    for name, form in forms.items():
+        owner, _dot, part = name.rpartition(".")
+        module = model.get_submodule(owner if owner and is_mixture(model.get_submodule(owner)) else name)
+        if is_mixture(module):
+            experts[owner][part] = form
+        elif isinstance(module, nn.Embedding):
+            model.set_submodule(name, QuantisedEmbedding(module, form))
+        else:
+            model.set_submodule(name, QuantisedLinear(module, form))
+    for name, of_parts in experts.items():
+        model.set_submodule(name, QuantisedExperts(model.get_submodule(name), of_parts))
+    tied = model.all_tied_weights_keys
+    model.all_tied_weights_keys = {
+        name: source for name, source in tied.items() if name.removesuffix(".weight") not in forms
+    }
+    if model.all_tied_weights_keys != tied:
+        untie(model.config)
+
+
+def take_matrices(
+    model: PreTrainedModel, matrices: Mapping[str, FileMatrix], packed: Mapping[Hashable, torch.Tensor]
+) -> None:
+    """Gives the modules that wait for matrices of a `.gguf` file those that are packed, by their keys."""
     for name, matrix in matrices.items():
         module = model.get_submodule(name)
         assert isinstance(module, QuantisedLinear | QuantisedEmbedding | QuantisedMatrices)
@@ -183,25 +206,7 @@ class Quantiser(HfQuantizer):  # type: ignore[misc]
     """Puts quantised modules where the weights have quants."""
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
-        config = self.quantization_config
-        experts: dict[str, dict[str, QuantForm]] = defaultdict(dict)
-        for name, form in config.forms.items():
-            owner, _dot, part = name.rpartition(".")
-            module = model.get_submodule(owner if owner and is_mixture(model.get_submodule(owner)) else name)
-            if is_mixture(module):
-                experts[owner][part] = form
-            elif isinstance(module, nn.Embedding):
-                model.set_submodule(name, QuantisedEmbedding(module, form))
-            else:
-                model.set_submodule(name, QuantisedLinear(module, form))
-        for name, forms in experts.items():
-            model.set_submodule(name, QuantisedExperts(model.get_submodule(name), forms))
-        tied = model.all_tied_weights_keys
-        model.all_tied_weights_keys = {
-            name: source for name, source in tied.items() if name.removesuffix(".weight") not in config.forms
-        }
-        if model.all_tied_weights_keys != tied:
-            untie(model.config)
+        replace_modules(model, self.quantization_config.forms)
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         return False

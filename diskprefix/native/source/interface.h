@@ -61,7 +61,7 @@ struct Matrix {
   const float* bias;  // [rows], or null
 };
 
-constexpr int64_t MAX_MATRICES = 3, MAX_GROUPS = 64;
+constexpr int64_t MAX_MATRICES = 3, MAX_GROUPS = 64, MAX_STREAMS = 4;
 
 // Rows of a quantised matrix, bfloat16 [num_rows, columns].
 struct Lookup {
@@ -423,7 +423,7 @@ struct GatedNorm {
 // base + Σ (factor + offset) × rows over the first `count` of `rows`, each [num_rows, width]. A row has `count` factors.
 struct Mix {
   int64_t dtype, num_rows, width, count;
-  const void* rows[4];
+  const void* rows[MAX_STREAMS];
   const void* factors;
   int64_t factor_stride;
   double offset;

@@ -1,7 +1,7 @@
 """Payload codecs, and the reading of payload pages. `README.md` gives the format of a stored piece.
 
-A piece is checked before it is used: its checksum, unless a cipher or a digest has verified it, then its sizes against
-what the caller expects. Sizes that come from disk are never used to allocate.
+A piece is checked before it is used: its checksum, unless a digest has verified it, then its sizes against what the
+caller expects. Sizes from the disk are never used to allocate.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from diskprefix.store.codec.planes import BF16, FP16, FP32, Bytes, join, split
 from diskprefix.tokens import checksum
 
 PIECE_BYTES = 512 * 1024
-"""The size of a piece before encoding. It is a part of the format, because it decides where payloads are cut."""
+"""The size of a piece before encoding. The format depends on it, because payloads are cut there."""
 
 _HEADER = struct.Struct("<QIIBB30x")
 _CHECKSUM = struct.Struct("<Q")
 _MIN_SAVING = 32
-"""Data that does not become shorter by this part of its size stays raw: decoding would cost more than reading."""
+"""Data that does not become shorter by 1/32 stays raw: decoding would cost more than reading."""
 _RUN_BYTES = 16 * 1024
-"""Rows are encoded in runs of at least this size. Each run has its own code, because layers and heads differ."""
+"""The minimum size of a run of rows with a code of its own, because layers and heads differ."""
 _MAX_WINDOW_BYTES = 1 << 19
 
 _MADV_POPULATE_READ = 22
 """Linux 5.14. Older kernels return EINVAL, and the pages are read by ordinary page faults."""
 
 _UNREADABLE = {errno.EFAULT, errno.EIO, getattr(errno, "EHWPOISON", 133)}
-"""The errors of madvise where an access to the page would end the process with SIGBUS."""
+"""The errors of madvise for pages whose access would end the process with SIGBUS."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -66,7 +66,7 @@ _EXPONENTS: dict[Element, tuple[type[np.signedinteger], type[np.unsignedinteger]
     Element.FP16: (np.int16, np.uint16, 0x7C00),
     Element.FP32: (np.int32, np.uint32, 0x7F800000),
 }
-"""Integers of the same size, and the bits of infinity. The bits of NaN are greater. The sign bit is apart."""
+"""Signed and unsigned integers of the element's size, and the bits of infinity. The bits of NaN are greater."""
 
 
 @dataclass(frozen=True)
@@ -83,20 +83,20 @@ class Piece:
 
     @property
     def max_bytes(self) -> int:
-        """The maximum number of bytes that the stored piece can take, with any codec."""
+        """The maximum size of the stored piece, with any codec."""
         return _HEADER.size + self.num_bytes
 
 
 def piece_seed(name: bytes, index: int) -> int:
-    """Returns the seed of a piece's checksum. With it, a piece does not verify in the place of another one."""
+    """Returns the seed of a piece's checksum, so that a piece does not verify in the place of another one."""
     return (int.from_bytes(name[:8], "little") + index) % 2**64
 
 
 def encode_piece(raw: memoryview, piece: Piece, codec: Codec, seed: int | None) -> bytearray:
     """Returns the piece as it is stored. `raw` is C-contiguous and holds `piece.num_bytes` bytes.
 
-    A piece that the codec does not make shorter is stored raw. `seed` is that of its checksum; with None it has none,
-    because something else verifies it. Safe to call from several threads.
+    A piece that the codec does not make shorter is stored raw. `seed` seeds its checksum; with None it gets none,
+    because something else verifies it. For any thread.
     """
     assert len(raw) == piece.num_bytes < 2**32
     used, bits, data = _encode(raw, piece, codec)
@@ -109,16 +109,16 @@ def encode_piece(raw: memoryview, piece: Piece, codec: Codec, seed: int | None) 
 
 
 def decode_piece(stored: memoryview, piece: Piece, seed: int | None, out: Bytes) -> None:
-    """Verifies a stored piece and writes it to `out`, shape [num_rows, row_bytes]; each row is contiguous. `seed` is
-    that of its checksum, None if something else has verified it.
+    """Verifies a stored piece and writes it to `out`, shape [num_rows, row_bytes]; each row is contiguous. `seed` seeds
+    its checksum, None if something else has verified it. For any thread.
 
-    Raises `StoreCorrupt`; `out` may hold anything then. Safe to call from several threads.
+    Raises `StoreCorrupt`; then the content of `out` is undefined.
     """
     assert out.shape == (piece.num_rows, piece.row_bytes)
     if len(stored) < _HEADER.size:
         raise StoreCorrupt(f"a piece of {len(stored)} bytes is shorter than its header")
-    found, raw_bytes, bits, codec, element = _HEADER.unpack_from(stored)
-    if seed is not None and found != checksum(stored[_CHECKSUM.size :], seed):
+    stated_checksum, raw_bytes, bits, codec, element = _HEADER.unpack_from(stored)
+    if seed is not None and stated_checksum != checksum(stored[_CHECKSUM.size :], seed):
         raise StoreCorrupt("the checksum of a piece does not match")
     if (raw_bytes, element) != (piece.num_bytes, piece.element):
         raise StoreCorrupt(
@@ -134,26 +134,25 @@ def decode_piece(stored: memoryview, piece: Piece, seed: int | None, out: Bytes)
             raise StoreCorrupt(f"rows of {piece.row_bytes} bytes of kind {element} cannot be in planes")
         join(form, bits, data, out)
     else:
-        raw = _decompress(data, out.size) if codec == Codec.ZSTD else data
+        raw = _content(_zstd.decompressor, data, range(out.size, out.size + 1)) if codec == Codec.ZSTD else data
         if len(raw) != out.size:
             raise StoreCorrupt(f"a piece has {len(raw)} bytes of data instead of {out.size}")
         out[...] = np.frombuffer(raw, dtype=np.uint8).reshape(out.shape) if len(raw) else 0
 
 
 def is_finite(raw: memoryview, element: Element) -> bool:
-    """Returns True if none of the values is infinite or NaN. Values of other types than bf16, fp16 and fp32 count as
-    finite."""
+    """Returns whether no value is infinite or NaN. Values of other types than bf16, fp16 and fp32 count as finite."""
     if element not in _EXPONENTS:
         return True
     signed, unsigned, infinity = _EXPONENTS[element]
-    # As signed integers, values above zero come last; as unsigned ones, values below zero. The two maxima tell.
+    # The greatest signed integer is the largest positive value, the greatest unsigned one the largest negative value.
     largest = int(np.frombuffer(raw, dtype=signed).max(initial=0))
     last = int(np.frombuffer(raw, dtype=unsigned).max(initial=0))
     return largest < infinity and last < np.iinfo(signed).max + 1 + infinity
 
 
 def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, int, bytes | memoryview]:
-    """Returns the codec, the bits of a code in planes, and the data."""
+    """Returns the codec, the number of bits of a code in planes, and the data."""
     if codec == Codec.RAW or not raw:
         return Codec.RAW, 0, raw
     form = _FORMATS.get(piece.element)
@@ -166,7 +165,7 @@ def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, int, by
     if planes is None:
         return Codec.RAW, 0, raw
     bits, data = planes
-    # Signs and fractions hardly ever shrink. Where they do, as of zeros, a frame may be far shorter, if slow.
+    # Signs and fractions rarely shrink. Where they do, as for zeros, a slow frame may be far shorter.
     if _shrinks(data[: len(raw) // form.item_bytes * (form.item_bytes - 1)]):
         frame = _zstd.general.compress(raw)
         if len(frame) < len(data) // 2:
@@ -175,7 +174,7 @@ def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, int, by
 
 
 def _shrinks(plane: Bytes) -> bool:
-    """Returns whether a sample of the plane becomes shorter."""
+    """Returns whether a sample of a plane becomes shorter."""
     if len(plane) > 4 * _RUN_BYTES:
         plane = np.ascontiguousarray(plane[: len(plane) // 16 * 16].reshape(16, -1)[:, : _RUN_BYTES // 16])
     return _is_worthwhile(len(_zstd.entropy.compress(plane.data)), plane.size)
@@ -197,20 +196,11 @@ def _is_worthwhile(stored_bytes: int, raw_bytes: int) -> bool:
     return stored_bytes <= raw_bytes - raw_bytes // _MIN_SAVING
 
 
-def _decompress(frame: memoryview, num_bytes: int) -> bytes:
-    try:
-        if zstandard.frame_content_size(frame) != num_bytes:
-            raise StoreCorrupt(f"a frame does not hold {num_bytes} bytes")
-        return _zstd.decompressor.decompress(frame, max_output_size=num_bytes, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise StoreCorrupt(f"a frame cannot be decoded: {error}") from error
-
-
 class _Zstd(threading.local):
-    """zstd's contexts are slow to make and serve one thread at a time.
+    """The zstd contexts of a thread, which are slow to make.
 
-    `entropy` is for values, which hardly repeat each other: with a table of 64 places and matches from 7 bytes on,
-    nearly all is left to the Huffman coder, which is smaller and twice as fast to decode as level 1.
+    `entropy` is for values, which hardly repeat: with a table of 64 places and matches from 7 bytes on, nearly all is
+    left to the Huffman coder, whose output is smaller and decodes twice as fast as that of level 1.
     """
 
     def __init__(self) -> None:
@@ -235,10 +225,10 @@ _zstd = _Zstd()
 
 
 def populate(view: memoryview) -> None:
-    """Faults in the pages under `view` with one system call; on a cold page cache this reads at the disk's speed. Does
-    nothing if all are in the page cache: to map them here would take a fifth of a restore.
+    """Reads the pages under `view` into memory with one system call, at the disk's speed. Does nothing if all are in
+    the page cache: mapping them here would take a fifth of a restore.
 
-    Raises `StoreCorrupt` if the file is too short or the disk cannot be read; an access would end the process then.
+    Raises `StoreCorrupt` if the file is too short or the disk cannot be read, where an access would end the process.
     """
     if not len(view):
         return
@@ -253,28 +243,34 @@ def populate(view: memoryview) -> None:
 
 def _is_in_memory(start: int, num_bytes: int) -> bool:
     """Returns whether all pages from address `start` on are in the page cache."""
-    found = np.zeros(-(-num_bytes // mmap.PAGESIZE), dtype=np.uint8)
-    failed = _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), ctypes.c_void_p(found.ctypes.data))
-    return not failed and bool((found & 1).all())
+    flags = np.zeros(-(-num_bytes // mmap.PAGESIZE), dtype=np.uint8)
+    failed = _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), ctypes.c_void_p(flags.ctypes.data))
+    return not failed and bool((flags & 1).all())
 
 
 def address(view: memoryview) -> int:
     """Returns the address of the first byte."""
-    found: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
-    return found
+    start: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+    return start
 
 
 def compress(raw: bytes) -> bytes:
-    """Returns one zstd frame that tells the length of its content."""
+    """Returns one zstd frame that states the size of its content."""
     return _zstd.record_compressor.compress(raw)
 
 
 def decompress(stored: bytes | memoryview, *, max_bytes: int) -> bytes:
-    """Inverse of `compress`. Raises `StoreCorrupt` on anything that is not a frame of at most `max_bytes`."""
+    """Inverse of `compress`. Raises `StoreCorrupt` for anything that is not a frame of at most `max_bytes`."""
+    return _content(_zstd.record_decompressor, stored, range(max_bytes + 1))
+
+
+def _content(decompressor: zstandard.ZstdDecompressor, frame: bytes | memoryview, sizes: range) -> bytes:
+    """Returns the content of one zstd frame. Raises `StoreCorrupt` unless it states one of the `sizes`, and holds
+    it."""
     try:
-        size = zstandard.frame_content_size(stored)
-        if not 0 <= size <= max_bytes:
-            raise StoreCorrupt(f"a compressed record claims {size} bytes")
-        return _zstd.record_decompressor.decompress(stored, max_output_size=size)
+        size = zstandard.frame_content_size(frame)
+        if size not in sizes:
+            raise StoreCorrupt(f"a compressed frame claims {size} bytes")
+        return decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise StoreCorrupt(f"a compressed record cannot be read: {error}") from error
+        raise StoreCorrupt(f"a compressed frame cannot be read: {error}") from error

@@ -1,8 +1,7 @@
-"""Floating-point values as two planes: the exponents, of which there are few different ones, and the rest.
+"""Floating-point values as two planes: the exponents as codes of a few bits, and the rest as it is.
 
-What a model computes spreads over few exponents, while signs and fractions look like noise. So the exponents become
-codes of a few bits. `README.md` gives the bytes. The compiled operators do this at the speed of memory;
-where there are none, numpy does it, with the same bytes.
+The values of a model have few different exponents, while signs and fractions look like noise. `README.md` gives the
+bytes. The compiled operators encode at the speed of memory; without them, numpy makes identical bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from diskprefix.native.library import PlanesCall, PlanesOperators
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Words: TypeAlias = npt.NDArray[np.uint16]
-"""Values of two bytes, or the upper halves of longer ones."""
+"""Values of two bytes, or the upper halves of values of four."""
 
 MAX_BITS = 4
 _GROUP = 64
@@ -32,8 +31,8 @@ _RUN = 2048
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """Values of `item_bytes` bytes. `dtype` is its number in `native/source/interface.h`. The bits `marks` of the upper
-    byte stand beside the codes."""
+    """Values of `item_bytes` bytes. `dtype` is the number in `native/source/interface.h`. The bits `marks` of the upper
+    byte are stored beside the codes."""
 
     dtype: int
     item_bytes: int
@@ -46,7 +45,7 @@ class FloatFormat:
         return (words if self.marks else words >> 8 & 0x80 | words & 0x7F).astype(np.uint8)
 
     def joined(self, exponents: Bytes, rest: Bytes) -> Words:
-        """`exponents` are whole upper bytes where there are marks."""
+        """Returns the words. With `marks`, `exponents` are whole upper bytes."""
         upper, lower = exponents.astype(np.uint16), rest.astype(np.uint16)
         words = upper << 8 | lower if self.marks else upper << 7 | (lower & 0x80) << 8 | lower & 0x7F
         return words.astype(np.uint16, copy=False)
@@ -58,7 +57,7 @@ FP32 = FloatFormat(0, 4)
 
 
 class _Parts(NamedTuple):
-    """The sizes in bytes of the parts of the data before the exceptions, which come last."""
+    """The sizes in bytes of the parts of the data before the exceptions."""
 
     rest: int
     codes: int
@@ -74,39 +73,40 @@ class _Parts(NamedTuple):
 
 
 def split(form: FloatFormat, values: Bytes) -> tuple[int, Bytes] | None:
-    """Returns the bits of a code and the data of `values`, shape [rows, row_bytes]; each row is contiguous. None if the
-    data would not be shorter than the values. Safe to call from several threads."""
+    """Returns the number of bits of a code, and the data of `values`, shape [rows, row_bytes]; each row is contiguous.
+    Returns None if the data would not be shorter than the values. For any thread."""
     operators = _operators()
     return split_with_numpy(form, values) if operators is None else split_with(operators, form, values)
 
 
 def join(form: FloatFormat, bits: int, data: memoryview, out: Bytes) -> None:
-    """Writes the values to `out`, shape [rows, row_bytes]; each row is contiguous.
+    """Writes the values to `out`, shape [rows, row_bytes]; each row is contiguous. For any thread.
 
-    Raises `StoreCorrupt` if the data is none that `split` writes; `out` may hold anything then. Safe to call from
-    several threads.
+    Raises `StoreCorrupt` if `split` never returns such data; then the content of `out` is undefined.
     """
     operators = _operators()
-    if not (
-        join_with_numpy(form, bits, data, out) if operators is None else join_with(operators, form, bits, data, out)
-    ):
+    if operators is None:
+        is_valid = join_with_numpy(form, bits, data, out)
+    else:
+        is_valid = join_with(operators, form, bits, data, out)
+    if not is_valid:
         raise StoreCorrupt(f"{len(data)} bytes are no {out.size // form.item_bytes} values in planes")
 
 
 def _operators() -> PlanesOperators | None:
-    """Returns the compiled operators, None if there are none or if the CPU has the other order of bytes."""
+    """Returns the compiled operators, None if there are none or the CPU is big-endian."""
     return library.planes() if sys.byteorder == "little" else None
 
 
 def split_with(operators: PlanesOperators, form: FloatFormat, values: Bytes) -> tuple[int, Bytes] | None:
-    """`split`, by the compiled operators."""
+    """Does what `split` does, with the compiled operators."""
     data = np.empty(values.size, np.uint8)
     call = _call(form, 0, values, data)
     return None if operators.split(ctypes.byref(call)) else (call.bits, data[: call.num_bytes])
 
 
 def join_with(operators: PlanesOperators, form: FloatFormat, bits: int, data: memoryview, out: Bytes) -> bool:
-    """`join`, by the compiled operators. Returns whether the data is right."""
+    """Does what `join` does, with the compiled operators. Returns whether the data is valid."""
     return not operators.join(ctypes.byref(_call(form, bits, out, np.frombuffer(data, np.uint8))))
 
 
@@ -127,7 +127,7 @@ def _call(form: FloatFormat, bits: int, values: Bytes, data: Bytes) -> PlanesCal
 
 
 def split_with_numpy(form: FloatFormat, values: Bytes) -> tuple[int, Bytes] | None:
-    """`split`, by numpy."""
+    """Does what `split` does, with numpy."""
     items = values.view(f"<u{form.item_bytes}")
     words = items if form.item_bytes == 2 else (items >> 16).astype(np.uint16)
     exponents = form.exponents(words)
@@ -153,7 +153,7 @@ def split_with_numpy(form: FloatFormat, values: Bytes) -> tuple[int, Bytes] | No
 
 
 def join_with_numpy(form: FloatFormat, bits: int, data: memoryview, out: Bytes) -> bool:
-    """`join`, by numpy. Returns whether the data is right."""
+    """Does what `join` does, with numpy. Returns whether the data is valid."""
     items = out.view(f"<u{form.item_bytes}")
     num_rows, width = items.shape
     if not 1 <= bits <= MAX_BITS:
@@ -170,14 +170,14 @@ def join_with_numpy(form: FloatFormat, bits: int, data: memoryview, out: Bytes) 
         np.unpackbits(groups[:, :, bit], axis=-1, bitorder="little").reshape(num_rows, -1)[:, :width]
         for bit in range(groups.shape[2])
     ]
-    found: Any = planes[0]
+    values: Any = planes[0]
     for bit in range(1, bits):
-        found = found | planes[bit] << bit
-    is_exception = found == (1 << bits) - 1
+        values = values | planes[bit] << bit
+    is_exception = values == (1 << bits) - 1
     for start in range(0, width, _RUN):
         if (is_exception[:, start : start + _RUN].sum(axis=1) != listed[:, start // _RUN]).any():
             return False
-    exponents: Any = _by_value(bases.reshape(num_rows, -1), width) - found
+    exponents: Any = _by_value(bases.reshape(num_rows, -1), width) - values
     exponents[is_exception] = exceptions
     if form.marks:
         exponents = exponents << 2 & 0x7C
@@ -193,20 +193,20 @@ def join_with_numpy(form: FloatFormat, bits: int, data: memoryview, out: Bytes) 
 
 
 def _codes(exponents: Bytes) -> list[tuple[Bytes, npt.NDArray[np.int64]]]:
-    """The best base of each run, and how many exceptions it leaves, by the number of bits: the lowest base of those
-    with fewest exceptions. Arrays of shape [rows, runs]."""
+    """Returns for each number of bits, from 1, the base of each run and the number of exceptions that it leaves, in
+    arrays of shape [rows, runs]: the lowest of the bases with the fewest exceptions."""
     runs = [row[start : start + _RUN] for row in exponents for start in range(0, len(row), _RUN)]
     counted = np.array([np.bincount(run, minlength=256) for run in runs]).reshape(len(exponents), -1, 256)
     before = np.zeros((*counted.shape[:2], 257), np.int64)
     np.cumsum(counted, axis=2, out=before[:, :, 1:])
-    found = []
+    by_bits = []
     for bits in range(1, MAX_BITS + 1):
-        # A lower base would find no more, and its codes would wrap around to 255.
+        # A lower base would have no fewer exceptions, and its codes would wrap around to 255.
         lowest = (1 << bits) - 2
         window = before[:, :, lowest + 1 :] - before[:, :, : 256 - lowest]
         bases = lowest + window.argmax(axis=2)
-        found.append((bases.astype(np.uint8), before[:, :, -1] - window.max(axis=2)))
-    return found
+        by_bits.append((bases.astype(np.uint8), before[:, :, -1] - window.max(axis=2)))
+    return by_bits
 
 
 def _by_value(bases: Bytes, width: int) -> Bytes:

@@ -106,7 +106,7 @@ def test_a_prompt_came_again_when_most_of_what_was_new_did(known: int, new: int,
 
 def test_a_request_beside_a_conversation_does_not_take_the_place_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a request for a summary or a title does, whose last full block is that of the conversation."""
-    monkeypatch.setattr(rules, "_ENDS_OF_A_GHOST", 4)
+    monkeypatch.setattr(rules, "_MAX_ENDS", 4)
     seen = nothing_seen()
     for end in ([7], [8, 1], [8, 2], [8, 3]):
         add(seen, joined(blocks(1, 2), end))

@@ -222,6 +222,7 @@ KEPT_BY_AUTO: dict[str, tuple[Prompt, list[Shown], Sighting, int, int, Reason, b
     "seen before the window": (TURN, [chat(SYSTEM, (6, 300))], SEEN_6, 1301, 1280, "shared_prefix", False),
     "its kind comes again": (TURN, [ids(4000, 7)], LIKELY, 2201, 2048, "likely_repeat", True),
     "raw text of such a kind": (LONG, [], LIKELY, 4123, 4096, "likely_repeat", True),
+    "a repeat of such a kind": (LONG, [ids(4123)], LIKELY, 4123, 4123, "shared_prefix", True),
     "it grew too": (TURN, [FIRST_TURN], replace(LIKELY, continues=True), 2201, 2048, "continues", True),
     "little is shared": (LONG, [sharing(4000, 300)], LIKELY, 4123, 4096, "likely_repeat", True),
     "its kind is not known yet": (TURN, [], TRUSTING, 2201, 2048, "learning", True),
@@ -500,55 +501,6 @@ def test_marks_add_to_what_is_kept(scope: Scope, prompt: Prompt, recent: list[To
     assert marked.selected == max(plain.selected, asked)
     assert set(marked.checkpoints) >= set(plain.checkpoints)
     assert marked.saves_reply >= plain.saves_reply
-
-
-@given(prompts(), RECENT, KNOBS, st.randoms(use_true_random=False))
-def test_the_order_of_the_window_is_of_no_importance(
-    prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any], random: Any
-) -> None:
-    shuffled = random.sample(recent, len(recent))
-    assert select(AUTO, prompt, recent, **knobs) == select(AUTO, prompt, shuffled, **knobs)
-
-
-@given(prompts(), RECENT, KNOBS, st.integers(2, 4))
-def test_where_state_can_be_cut_a_prompt_in_the_window_counts_once(
-    prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any], times: int
-) -> None:
-    knobs = knobs | {"state": "sliceable"}
-    once, often = (select(AUTO, prompt, window, **knobs) for window in (recent, recent * times))
-    assert (once.selected, once.kept, once.reason) == (often.selected, often.kept, often.reason)
-
-
-@given(prompts(), RECENT, KNOBS)
-def test_where_state_can_be_cut_auto_keeps_what_was_seen_or_will_return_or_the_system_message(
-    prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any]
-) -> None:
-    prompt = replace(prompt, marks=())
-    selection = select(AUTO, prompt, recent, **(knobs | {"state": "sliceable"}))
-    known = max(selection.common, selection.seen)
-    assert selection.common == max((common_prefix_length(prompt.token_ids, other) for other in recent), default=0)
-    assert selection.seen == min(knobs["sighting"].num_blocks * knobs["block_size"], len(prompt.token_ids))
-    safe = sorted(prompt.boundaries or range(len(prompt.token_ids) + 1))
-    last_known = max((p for p in safe if p <= known), default=0)
-    match selection.reason:
-        case "shared_prefix":
-            assert selection.selected == last_known
-        case "continues" | "likely_repeat":
-            assert selection.selected == safe[-1] > known
-        case "new_system_prompt":
-            assert selection.selected == prompt.system_end > known
-        case "short_prompt" | "short_prefix":
-            assert selection.selected in (last_known, safe[-1], prompt.system_end)
-        case _:
-            assert not selection.selected
-
-
-@given(prompts(), PROMPT_IDS, RECENT)
-def test_appending_tokens_never_shortens_the_match(prompt: Prompt, more: TokenIds, recent: list[TokenIds]) -> None:
-    longer = replace(prompt, token_ids=as_token_ids([*prompt.token_ids, *more]))
-    before, after = select(AUTO, prompt, recent, **SMALL), select(AUTO, longer, recent, **SMALL)
-    assert before.common <= after.common
-    assert before.selected <= after.selected
 
 
 @given(st.sampled_from([FULL, AUTO, tokens(9)]), prompts(), RECENT)

@@ -62,7 +62,7 @@ class Machine:
             published.extend(nodes)
             return True
 
-        wish: dict[str, Any] = {"publish": publish, "most_s": WAIT_S} | wishes
+        wish: dict[str, Any] = {"publish": publish, "max_s": WAIT_S} | wishes
         nodes = self.nodes(token_ids, root)
         return self.remote.prefetch(PrefetchRequest(nodes=nodes, tiers=self.tiers, **wish)), published
 

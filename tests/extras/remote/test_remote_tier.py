@@ -185,12 +185,12 @@ def test_no_error_of_the_library_or_of_our_own_fails_a_request(
 def test_a_bucket_that_is_late_three_times_in_a_row_is_left_alone(make: MakeMachine) -> None:
     other, _ = sharing(make)
     for _ in range(5):
-        prefetched, _ = other.prefetch(PROMPT, most_s=0.0)
+        prefetched, _ = other.prefetch(PROMPT, max_s=0.0)
         assert not prefetched.is_whole
     stats = other.remote.stats()
     assert (stats["late"], stats["skipped"], stats["state"]) == (3, 2, "failing")
     assert prefetched.num_bytes == 0
-    late, _ = make().prefetch(PROMPT, most_s=0.0)
+    late, _ = make().prefetch(PROMPT, max_s=0.0)
     assert (late.is_late, late.num_bytes) == (True, 0)
     assert late.wanted_bytes == 7 * other.nodes(PROMPT).layout.payload_bytes(BLOCK, Kind.BLOCK)
 
@@ -334,7 +334,7 @@ def test_who_computes_what_was_refused_writes_it_anew(make: MakeMachine, bucket:
 
 def test_a_request_that_is_cancelled_or_has_no_time_waits_no_longer(make: MakeMachine) -> None:
     other, _ = sharing(make)
-    for wish in ({"is_cancelled": lambda: True}, {"most_s": 0.0}):
+    for wish in ({"is_cancelled": lambda: True}, {"max_s": 0.0}):
         prefetched, nodes = other.prefetch(PROMPT, **wish)
         assert (prefetched.is_whole, nodes) == (False, [])
     assert other.remote.stats()["late"] == 1
@@ -355,7 +355,8 @@ def test_what_is_computed_sooner_is_not_fetched(make: MakeMachine) -> None:
         return False
 
     assert other.prefetch(PROMPT, pays=pays)[1] == []
-    assert asked == [(len(PROMPT), 7 * other.nodes(PROMPT).payload_bytes(other.nodes(PROMPT).blocks[0]))]
+    nodes = other.nodes(PROMPT)
+    assert asked == [(len(PROMPT), 7 * nodes.layout.payload_bytes(nodes.block_size, Kind.BLOCK))]
     assert (other.remote.stats()["slower"], other.remote.stats()["fetched"]) == (1, 0)
 
 

@@ -468,7 +468,7 @@ def _in_small_tokens(prompt: Prompt) -> Prompt:
     [("token", 20), ("sliceable", 20), ("mamba2", 20), *((state, 999) for state in ("token", "lfm2", "mamba2"))],
 )
 def test_memory_is_as_in_a_daemon(state: str, num_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_blocks, "_RECLAIMED", 1)
+    monkeypatch.setattr(kept_blocks, "_MIN_RECLAIMED", 1)
     is_exact = state in ("token", "lfm2")
     runner = Runner(model_of(state), tiny_settings(tmp_path), exact_at="token" if is_exact else "grid")
     layout = runner.layout

@@ -698,7 +698,7 @@ class History:
         daemon.cache.writer.flush(PATIENCE_S)
         self.scheduler.sleep(2.0)
         with daemon.store.snapshot() as snapshot:
-            num_bytes = snapshot.note_bytes()
+            num_bytes = snapshot.bytes_in("notes")
         most = 4 * root_limit(self.settings.kv_cache_budget)
         if num_bytes > most:
             raise Wrong(f"notes take {num_bytes} bytes, of {most}")

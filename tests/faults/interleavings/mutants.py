@@ -36,11 +36,11 @@ from diskprefix.values import SHARED
 from tests.faults.interleavings.threads import scheduler
 
 _owner: Any = PrefixCache.owner
-_drop_gone: Any = PageCache.drop_gone
+_forget_expired: Any = PageCache.forget_expired
 _make_fetches: Any = Fetches.__init__
 _make: Any = Loop.__init__
 _hold: Any = Captured.__init__
-_added_to = WriteMeter.added_to
+_add_to = WriteMeter.add_to
 _take_shared, _written_lately = FolderLock._take_shared, Store.written_lately
 
 
@@ -54,9 +54,9 @@ def _reserved(self: Writer, num_bytes: int) -> Room:
     return Room(self, num_bytes)
 
 
-def _added_twice(self: WriteMeter, written: WrittenBytes, now: float, recorded_bytes: int) -> WrittenBytes:
+def _add_twice(self: WriteMeter, written: WrittenBytes, now: float, recorded_bytes: int) -> WrittenBytes:
     written.recorder = ""
-    return _added_to(self, written, now, recorded_bytes)
+    return _add_to(self, written, now, recorded_bytes)
 
 
 def _made_unheard(self: Loop, served: Any, inbox: Any) -> None:
@@ -81,7 +81,7 @@ def _read_lately(self: Store) -> WrittenBytes:
 
 
 def _taken_impatiently(self: FolderLock) -> None:
-    self._waits = False
+    self._on_wait = None
     _take_shared(self)
 
 
@@ -134,12 +134,12 @@ MUTANTS: dict[str, Mutant] = {
         (
             (PrefixCache, "owner", lambda self, tenant: _owner(self, tenant)._replace(purged_at=None)),
             (PrefixCache, "is_gone", lambda _self, _owner: False),
-            (PageCache, "drop_gone", lambda self, _purged_at: _drop_gone(self, None)),
+            (PageCache, "forget_expired", lambda self, _purged_at: _forget_expired(self, None)),
         ),
     ),
     "the copy of a page that others use": Mutant(
         _WRONG_REPLY,
-        ((PageTable, "to_take", lambda self, first, end: [n for n in range(first, end) if n >= len(self.pages)]),),
+        ((PageTable, "unwritable", lambda self, first, stop: [n for n in range(first, stop) if n >= len(self.pages)]),),
     ),
     "the hold of pages that wait to be written": Mutant(_WRONG_REPLY, ((Captured, "__init__", _held_for_a_moment),)),
     "the users that names are": Mutant(" users, not ", ((PagePool, "hold", lambda _self, _pages: None),)),
@@ -193,9 +193,7 @@ MUTANTS: dict[str, Mutant] = {
     "the wait for who checks the file": Mutant(
         "the daemon does not start", ((FolderLock, "_take_shared", _taken_impatiently),)
     ),
-    "the name of who recorded written bytes": Mutant(
-        "are recorded as written", ((WriteMeter, "added_to", _added_twice),)
-    ),
+    "the name of who recorded written bytes": Mutant("are recorded as written", ((WriteMeter, "add_to", _add_twice),)),
     "the wait for a fetch of a request that is cancelled": Mutant(
         "the engine ended: ",
         ((RunningRequest, "is_fetching", property(lambda _self: False)),),

@@ -210,9 +210,9 @@ def patched() -> Iterator[None]:
         # Prompts are short. So are the rows of a step, and nothing is guessed and taken back.
         (pages, "_SLAB_BYTES", 1024),
         (sizes, "STEP_TOKENS", LONGEST),
-        (sizes, "MOST_TAKEN_BACK", 0),
+        (sizes, "MAX_TAKEN_BACK", 0),
         (page_cache, "STEP_TOKENS", LONGEST),
-        (sequence, "MOST_TAKEN_BACK", 0),
+        (sequence, "MAX_TAKEN_BACK", 0),
     ]
     with threads.patched():
         before = [(holder, name, getattr(holder, name)) for holder, name, _ in replaced]

@@ -107,7 +107,7 @@ def test_columns_in_another_order_keep_their_quants(tensors: list[FileTensor], c
     module = QuantisedLinear(nn.Linear(COLUMNS, 32, bias=False, dtype=torch.bfloat16), matrix.form)
     packing = MatrixPacking(compiled)
     packing.add([matrix])
-    take_matrices(nn.ModuleDict({"out": module}), {"out": matrix}, packing)
+    take_matrices(nn.ModuleDict({"out": module}), {"out": matrix}, packing.finish())
     module.prepare()
     assert torch.equal(module.weight, expected)
     rows = torch.randn(1, 5, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()

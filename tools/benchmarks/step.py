@@ -1,0 +1,112 @@
+"""Where the time of a step goes: the operators of the plan, and the Python around the call that runs them."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
+from diskprefix.model.exact.planned import plan_of, reason_without_plan
+from diskprefix.model.exact.runner import forward
+from diskprefix.model.exact.self_check import make_exact
+from diskprefix.model.exact.state_layout import made_up_tokens
+from diskprefix.model.load.loader import load_model
+from diskprefix.native import calls
+from diskprefix.settings import Settings
+from tools.measuring.options import JSON
+from tools.measuring.report import machine, new_table, print_report, show_machine
+from tools.models import real
+
+_TOKENS = {"prefill": 256, "decode": 1}
+"""Those of a step. The second one goes on behind the first."""
+_CALL, _EMPTY, _PYTHON = "all in one call", "a call of none", "Python outside"
+
+Run = Callable[[bytes, bytes], int]
+"""The operator that runs operations of a step."""
+
+
+def _timed(run: Run, part: str, seconds: dict[str, float]) -> Run:
+    def timed(operations: bytes, step: bytes) -> int:
+        begun = time.perf_counter()
+        failed = run(operations, step)
+        seconds[part] += time.perf_counter() - begun
+        return failed
+
+    return timed
+
+
+def _one_by_one(run: Run, names: list[str], seconds: dict[str, float]) -> Run:
+    def each(operations: bytes, step: bytes) -> int:
+        first, size = calls.Operations.from_buffer_copy(operations).operations or 0, ctypes.sizeof(calls.Operation)
+        for at, name in enumerate(names):
+            for count, part in ((0, _EMPTY), (1, name)):
+                if _timed(run, part, seconds)(bytes(calls.Operations(count, first + at * size)), step):
+                    return 1
+        return 0
+
+    return each
+
+
+@torch.inference_mode()
+def measured(model: str, rounds: int) -> dict[str, Any]:
+    """Returns microseconds by step and part. Raises `ModelError`, and `ClickException` for a model without a plan."""
+    decoder = load_model(Settings(model=model), real.print_report).model
+    layout, reason = make_exact(decoder)
+    reason = reason or reason_without_plan(decoder, layout)
+    found = None if reason else plan_of(decoder, layout, 256)
+    if found is None:
+        raise click.ClickException(f"{model} has no plan: {reason}")
+    pool, operators = PagePool(layout, decoder.device, block_size=256), found.plan._operators
+    names = [type(call).__name__.removesuffix("Call") for call, _ in found.plan.made_of]
+    samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in _TOKENS}
+    for number in range(2 * rounds + 2):
+        sequence, is_whole = KVSequence(pool), number % 2 == 0
+        for name, num_tokens in _TOKENS.items():
+            parts: dict[str, float] = defaultdict(float)
+            run = _timed(operators.run, _CALL, parts) if is_whole else _one_by_one(operators.run, names, parts)
+            found.plan._operators = replace(operators, run=run)
+            begun = time.perf_counter()
+            forward(decoder, sequence, made_up_tokens(decoder, 0, num_tokens))
+            if is_whole:
+                parts[_PYTHON] = time.perf_counter() - begun - parts[_CALL]
+            # What a call itself takes is no operator's. The first two steps warm up.
+            of_call = parts.pop(_EMPTY, 0.0) / len(names)
+            for part, seconds in parts.items() if number > 1 else ():
+                samples[name][part].append(1e6 * max(0.0, seconds - of_call * names.count(part)))
+        sequence.close()
+    medians = {name: {part: round(median(of), 1) for part, of in parts.items()} for name, parts in samples.items()}
+    return {"machine": machine(), "calls": Counter(names), "microseconds": medians}
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    show_machine(report["machine"], console)
+    for name, found in report["microseconds"].items():
+        table = new_table(f"{name}, tokens: {_TOKENS[name]}", left=("",), right=("calls", "µs", "share"))
+        whole, of_calls = found[_CALL] + found[_PYTHON], report["calls"]
+        for part in (*sorted(of_calls, key=found.get, reverse=True), _CALL, _PYTHON):
+            table.add_row(part, str(of_calls.get(part, "")), f"{found[part]:,.0f}", f"{found[part] / whole:.1%}")
+        console.print(table)
+
+
+@click.command()
+@click.option("--model", default=real.DEFAULT, show_default=True, help="A real model, or what `serve --model` takes.")
+@click.option("--rounds", default=20, show_default=True, type=click.IntRange(1), help="Steps that count.")
+@JSON
+def main(model: str, rounds: int, *, as_json: bool) -> None:
+    """Show how many microseconds each operator takes in a prefill of 256 tokens and in a step of one token.
+
+    Figures are medians. Those of operators are of steps that call them one by one, without what a call itself takes;
+    all others are of steps as they are served, and shares are of these.
+    """
+    file = str(real.gguf_file(model, real.print_report)) if model in real.NAMES else model
+    print_report({"benchmark": "step", "model": model} | measured(file, rounds), as_json, show)
