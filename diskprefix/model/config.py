@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from diskprefix.model.plan import Gating, Location, Rotary, Router, StateLocation
+from diskprefix.model.operands import Gating, Location, Rotary, Router, StateLocation
 
 NormKind = Literal["rms", "rms_unrounded", "rms_plus_one", "layer", "layer_plus_one"]
 

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from diskprefix.model.config import NormKind
 from diskprefix.model.exact.fused import matrix_of
 from diskprefix.model.exact.mixtures import is_mixture, matrices, matrices_of
-from diskprefix.model.plan import DenseExperts, DenseMatrix, HeadMatrices, PackedExperts, Weight, WeightedNorm
+from diskprefix.model.operands import DenseExperts, DenseMatrix, HeadMatrices, PackedExperts, Weight, WeightedNorm
 from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.model.quants.quantised_experts import QuantisedExperts
 from diskprefix.native import calls

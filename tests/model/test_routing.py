@@ -11,7 +11,8 @@ import torch
 from transformers.models.dots1.modeling_dots1 import Dots1TopkRouter
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
-from diskprefix.model.plan import ComputePlan, DenseMatrix, PlannedRun, Router, Weight
+from diskprefix.model.operands import DenseMatrix, PlannedRun, Router, Weight
+from diskprefix.model.plan import ComputePlan
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 from tests.exactness.architectures import shrink

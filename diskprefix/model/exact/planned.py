@@ -19,7 +19,6 @@ from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.exact.vision_encoder import PictureRows, encoded_rows
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import (
-    NAMES,
     SECTIONS_IN_ORDER,
     TURN_BACK,
     of_model,
@@ -27,7 +26,9 @@ from diskprefix.model.families.model_types import (
     pairing_of,
     without_plan,
 )
-from diskprefix.model.plan import ComputePlan, EncodedRows, Location, PlannedRun, Rotary, StateLocation
+from diskprefix.model.families.slot_names import NAMES
+from diskprefix.model.operands import EncodedRows, Location, PlannedRun, Rotary, StateLocation
+from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots, decoder_of
 from diskprefix.native import calls
 from diskprefix.native.library import operators

@@ -45,9 +45,9 @@ _passed = Memo("self_checks", version=1, max_records=64)
 
 _CUT = (5, 1, 20, 3, 11)
 """The steps of a run that is compared with a run in one step. After the first two it goes on from a copy."""
-_MAX_ERROR = 0.3
+_MAX_ERROR, _MAX_FLOAT_ERROR = 0.1, 0.01
 """The largest allowed difference from transformers' own logits, relative to that of another token's; the median of the
-tokens, because rounding may choose another expert for a few."""
+tokens, because rounding may choose another expert for a few. That of float32 has hardly any rounding."""
 
 _BLOCK_SIZE = 256
 _STEP = 4
@@ -136,7 +136,7 @@ def _checked(model: PreTrainedModel) -> Layout:
         uninstall(model)
     logits = whole[1].float()
     distance = ((logits - expected).abs().amax(-1)[1:] / (expected[:-1] - expected[1:]).abs().amax(-1)).median()
-    if not distance <= _MAX_ERROR:
+    if not distance <= (_MAX_FLOAT_ERROR if model.dtype is torch.float32 else _MAX_ERROR):
         raise NotInvariant(f"its attention is another one (error {float(distance):.2f})")
     if found[0] != whole[0]:
         raise NotInvariant("its state depends on the steps")

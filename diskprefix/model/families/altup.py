@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diskprefix.model.plan import Buffer, ComputePlan
+from diskprefix.model.operands import Buffer
+from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots
 
 

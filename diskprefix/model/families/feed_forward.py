@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from diskprefix.model.config import DecoderConfig, LayerConfig
-from diskprefix.model.plan import Buffer, ComputePlan
+from diskprefix.model.operands import Buffer
+from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from diskprefix.model.config import DecoderConfig
-from diskprefix.model.plan import Buffer, ComputePlan
+from diskprefix.model.operands import Buffer
+from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots
 from diskprefix.native import calls
 

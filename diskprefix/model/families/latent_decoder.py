@@ -8,7 +8,8 @@ key that all heads share. Memory holds [latent, rotary key]. A query q has a par
 from __future__ import annotations
 
 from diskprefix.model.config import DecoderConfig, LayerConfig
-from diskprefix.model.plan import Buffer, ComputePlan, RotaryAngles
+from diskprefix.model.operands import Buffer, RotaryAngles
+from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from diskprefix.model.config import MixtureConfig
-from diskprefix.model.plan import Gating, Router
+from diskprefix.model.operands import Gating, Router
 
 _NOTHING: Mapping[str, Any] = {}
 _SOFTMAX = "flex_olmo mellum mistral4 olmoe qwen2_moe qwen3_moe qwen3_next"

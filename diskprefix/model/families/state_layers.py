@@ -7,7 +7,8 @@ of a state space [heads, dim, state_dim].
 from __future__ import annotations
 
 from diskprefix.model.config import DecoderConfig, DeltaConfig, LayerConfig
-from diskprefix.model.plan import Buffer, ComputePlan
+from diskprefix.model.operands import Buffer
+from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots
 
 

@@ -1,0 +1,157 @@
+"""The names of the slots of models, by their types in transformers, where they are not the usual ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_BIAS_OF_ROUTER = "mlp.gate.e_score_correction_bias"
+_GRANITE = {
+    "mlp": "block_sparse_moe",
+    "mlp.gate": "block_sparse_moe.router",
+    "mlp.gate_up_proj": "shared_mlp.input_linear",
+    "mlp.down_proj": "shared_mlp.output_linear",
+    "mlp.shared_experts": "shared_mlp",
+    "mlp.shared_experts.gate_up_proj": "shared_mlp.input_linear",
+    "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
+}
+
+_HUNYUAN_NORMS = {
+    "self_attn.q_norm": "self_attn.query_layernorm",
+    "self_attn.k_norm": "self_attn.key_layernorm",
+}
+_LAYER_NORMS = {"self_attn.q_norm": "self_attn.q_layernorm", "self_attn.k_norm": "self_attn.k_layernorm"}
+_GLM_NORMS = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
+_GPT2 = {
+    "embed_tokens": "wte",
+    "embed_positions": "wpe",
+    "layers": "h",
+    "norm": "ln_f",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "self_attn.qkv_proj": "attn.c_attn",
+    "self_attn.o_proj": "attn.c_proj",
+    "mlp.up_proj": "mlp.c_fc",
+    "mlp.down_proj": "mlp.c_proj",
+}
+_NEOX = {"mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
+_OPT = {
+    "input_layernorm": "self_attn_layer_norm",
+    "post_attention_layernorm": "final_layer_norm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "mlp.up_proj": "fc1",
+    "mlp.down_proj": "fc2",
+}
+
+_BAMBA = {"post_attention_layernorm": "pre_ff_layernorm", "mlp": "feed_forward", "norm": "final_layernorm"}
+_ONE_MIXER = {
+    "embed_tokens": "embeddings",
+    "input_layernorm": "norm",
+    "norm": "norm_f",
+    **dict.fromkeys(("mamba", "mlp", "self_attn"), "mixer"),
+}
+_LFM2 = {
+    "norm": "embedding_norm",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "self_attn.q_layernorm",
+    "self_attn.k_norm": "self_attn.k_layernorm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "mlp": "feed_forward",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+
+_QWEN_NAMES: Mapping[str, str] = {"mlp.shared_experts": "mlp.shared_expert"}
+
+NAMES: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(["granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"], _GRANITE),
+    "hy_v3": {_BIAS_OF_ROUTER: "mlp.e_score_correction_bias"},
+    "minimax_m2": {_BIAS_OF_ROUTER: "mlp.e_score_correction_bias"},
+    "afmoe": {
+        "mlp.gate": "mlp.router.gate",
+        _BIAS_OF_ROUTER: "mlp.expert_bias",
+        "pre_feedforward_layernorm": "pre_mlp_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+    },
+    "ernie4_5_moe": {_BIAS_OF_ROUTER: "mlp.gate.moe_statics.e_score_correction_bias"},
+    "gpt_oss": {"mlp.gate": "mlp.router"},
+    "hunyuan_v1_dense": _HUNYUAN_NORMS,
+    "hunyuan_v1_moe": {"mlp.gate": "mlp.gate.wg", "mlp.shared_experts": "mlp.shared_mlp", **_HUNYUAN_NORMS},
+    "laguna": {"self_attn.gate_proj": "self_attn.g_proj"},
+    "llama4_text": {
+        "mlp": "feed_forward",
+        "mlp.gate": "feed_forward.router",
+        "mlp.shared_experts": "feed_forward.shared_expert",
+    },
+    "bamba": _BAMBA,
+    "falcon_h1": {**_BAMBA, "mamba.multipliers": "mamba.mup_vector"},
+    "mamba2": _ONE_MIXER,
+    "nemotron_h": _ONE_MIXER,
+    "kimi_linear": {
+        "linear_attn": "self_attn",
+        "linear_attn.in_proj_z": "self_attn.g_a_proj",
+        "linear_attn.gate_proj": "self_attn.g_b_proj",
+        "linear_attn.in_proj_a": "self_attn.forget_gate.f_a_proj",
+        "linear_attn.decay_proj": "self_attn.forget_gate.f_b_proj",
+        "linear_attn.dt_bias": "self_attn.forget_gate.dt_bias",
+        "linear_attn.A_log": "self_attn.forget_gate.A_log",
+        "linear_attn.in_proj_b": "self_attn.b_proj",
+        "linear_attn.norm": "self_attn.o_norm",
+        "linear_attn.out_proj": "self_attn.o_proj",
+    },
+    "lfm2": _LFM2,
+    "lfm2_moe": {**_LFM2, "rotary_emb": "pos_emb", _BIAS_OF_ROUTER: "feed_forward.expert_bias"},
+    "olmo_hybrid": {
+        "linear_attn.in_proj_z": "linear_attn.g_proj",
+        "linear_attn.in_proj_a": "linear_attn.a_proj",
+        "linear_attn.in_proj_b": "linear_attn.b_proj",
+        "linear_attn.norm": "linear_attn.o_norm",
+        "linear_attn.out_proj": "linear_attn.o_proj",
+    },
+    **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"), _QWEN_NAMES),
+    "aria_text": {"mlp.gate": "mlp.router"},
+    "biogpt": {"norm": "layer_norm", **_OPT},
+    **dict.fromkeys(["gpt2", "gpt_bigcode"], _GPT2),
+    "gpt_neox": {
+        "embed_tokens": "embed_in",
+        "norm": "final_layer_norm",
+        "self_attn.qkv_proj": "attention.query_key_value",
+        "self_attn.o_proj": "attention.dense",
+        **_NEOX,
+    },
+    "opt": {"norm": "final_layer_norm", **_OPT},
+    "persimmon": {
+        "norm": "final_layernorm",
+        "self_attn.qkv_proj": "self_attn.query_key_value",
+        "self_attn.o_proj": "self_attn.dense",
+        **_NEOX,
+        **_LAYER_NORMS,
+    },
+    "bitnet": {"self_attn.inner_norm": "self_attn.attn_sub_norm", "mlp.inner_norm": "mlp.ffn_sub_norm"},
+    "flint": {"mlp.shared_experts": "mlp.shared_expert"},
+    **dict.fromkeys(["glm4", "kolibri1"], _GLM_NORMS),
+    "hyperclovax": {
+        "post_attention_layernorm": "post_norm1",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "post_norm2",
+    },
+    "nanochat": {"embedding_norm": "norm", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
+    "phimoe": {"mlp.gate": "mlp.router"},
+    "step3p5": {"self_attn.gate_proj": "self_attn.g_proj"},
+    "phi": {
+        "mlp.up_proj": "mlp.fc1",
+        "mlp.down_proj": "mlp.fc2",
+        "self_attn.o_proj": "self_attn.dense",
+        "norm": "final_layernorm",
+        **_LAYER_NORMS,
+    },
+    "stablelm": _LAYER_NORMS,
+    "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+    "vaultgemma": {"post_attention_layernorm": "pre_feedforward_layernorm"},
+}
+"""The names of the slots of layers, where they are not the usual ones."""

@@ -1,0 +1,248 @@
+"""The values that a plan is made of: weights and buffers at fixed addresses, places in memory, and options."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diskprefix.model.curves import curve, limited_curve
+from diskprefix.native import calls
+from diskprefix.native.matrix import Matrix
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A tensor at a fixed address, in the type of the plan. `kept` keeps its memory."""
+
+    address: int
+    shape: tuple[int, ...]
+    kept: Any = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseMatrix:
+    """A matrix [rows, columns], row after row in the type of the plan. `bias` is float32 [rows]."""
+
+    weight: Weight
+    bias: Weight | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.weight.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """The matrices of each expert of a mixture. `up` is empty if there is none."""
+
+    gate: Sequence[Matrix]
+    up: Sequence[Matrix]
+    down: Sequence[Matrix]
+
+
+@dataclass(frozen=True, eq=False)
+class DenseExperts:
+    """Experts whose matrices lie side by side: `first` [experts, inner or 2 × inner, width], and `last` [experts,
+    width, inner]; turned ones have the last two exchanged. Rows of gate and up lie behind each other, or turn about.
+    Biases are float32 [experts, rows of the matrix]."""
+
+    first: Weight
+    last: Weight
+    biases: Sequence[Weight] | None = None
+    has_up: bool = True
+    is_turned: bool = False
+    turns_about: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMatrices:
+    """A matrix [rows, columns] for each head, row after row in the type of the plan, `stride` numbers apart."""
+
+    address: int
+    heads: int
+    rows: int
+    columns: int
+    stride: int
+    kept: Any = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer, [rows of a step, width], in the type of the plan or in float32. `stride` counts numbers from row to
+    row. `is_of_logits`: it has only the rows that get logits."""
+
+    address: int
+    width: int
+    stride: int
+    item_bytes: int
+    is_of_logits: bool = False
+
+    def part(self, first: int, width: int) -> Buffer:
+        """Returns `width` numbers of each row, from number `first` on."""
+        return replace(self, address=self.address + first * self.item_bytes, width=width)
+
+
+@dataclass(frozen=True)
+class Router:
+    """The way to the `num_chosen` experts of a row. `scores` are of all experts, or of the chosen ones. With `groups`,
+    experts are chosen in the best `groups_chosen` of them, and a group counts its `of_group` best ones. Weights are
+    divided by their sum, or `floor` if that is larger, if they are normed, and multiplied by `factor`. A softcap is one
+    of logits. A sparse mixer weighs each expert among those left that are nearer to it than `threshold`."""
+
+    num_chosen: int
+    scores: str = "softmax"
+    is_normed: bool = False
+    floor: float = 1e-20
+    factor: float = 1.0
+    groups: int = 1
+    groups_chosen: int = 1
+    of_group: int = 2
+    softcap: float = 0.0
+    threshold: float = 0.0
+
+
+@dataclass(frozen=True)
+class Gating:
+    """The numbers between the products of experts, function(gate) × up_function(up). Limited functions have a slope and
+    a limit. With `weighs_rows` the rows of experts are multiplied by their weights, instead of what they compute."""
+
+    function: str = "silu"
+    up_function: str = "identity"
+    slope: float = 1.0
+    limit: float = 0.0
+    weighs_rows: bool = False
+
+    def table(self, function: str) -> np.ndarray | None:
+        """Returns the table of a function for bfloat16 numbers, None for the identity."""
+        if function == "identity":
+            return None
+        return limited_curve(function, self.slope, self.limit) if function.startswith("limited") else curve(function)
+
+
+class ExpertRoutes(NamedTuple):
+    """The experts of each row, and their weights, [rows, num_chosen]."""
+
+    chosen: int
+    weights: int
+    num_chosen: int
+
+
+class RotaryAngles(NamedTuple):
+    """The cosines and sines of the step's positions, [rows, half]."""
+
+    cosines: Buffer
+    sines: Buffer
+    is_paired: int
+    first: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """The rotary positions of heads. `frequencies`, float32 [half], turn numbers i and half + i from number `first` of
+    a head on; if `is_paired` is 1 neighbours, if it is 2 neighbours that are parted into halves then. `axes`: which
+    dimension of a position each frequency has, int64 [half]; None if all have the first."""
+
+    frequencies: np.ndarray
+    factor: float = 1.0
+    is_paired: int = 0
+    first: int = 0
+    axes: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class WeightedNorm:
+    """A norm of rows or heads. `kind` is of `calls`. Weights are [width]; as many biases are behind those of a
+    layer norm. Heads may have weights of their own, one behind the other."""
+
+    weight: Weight
+    kind: int
+    epsilon: float
+
+    def has(self, heads: int, width: int) -> bool:
+        """Returns whether there are weights for so many heads."""
+        return self.weight.shape == (heads * width * (2 if self.kind == calls.LAYER else 1),)
+
+
+@dataclass(frozen=True)
+class Location:
+    """The rows of one layer in the pages of a table, of `heads` with `dim` numbers of `item_bytes` each: bytes before
+    them, and numbers from head to head and from token to token."""
+
+    table: int
+    offset: int
+    heads: int
+    dim: int
+    item_bytes: int
+    head_stride: int
+    token_stride: int
+
+    def behind(self, count: int) -> Location:
+        """Returns the rows from number `count` of each on."""
+        return replace(self, offset=self.offset + count * self.item_bytes, dim=self.dim - count)
+
+    def has_room(self, heads: int, dim: int, item_bytes: int) -> bool:
+        """Returns whether its rows have these heads, with so many numbers at least. Operators do not check it."""
+        return (self.heads, self.item_bytes) == (heads, item_bytes) and dim <= self.dim
+
+    @property
+    def call(self) -> calls.PagedRowsCall:
+        return calls.PagedRowsCall(0, self.offset, self.head_stride, self.token_stride)
+
+
+@dataclass(frozen=True)
+class StateLocation:
+    """A state of one layer in the pages of a group of states: bytes before it, and its form."""
+
+    group: int
+    offset: int
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    def is_of(self, shape: tuple[int, ...], item_bytes: int) -> bool:
+        """Returns whether it has this form. Operators do not check it."""
+        return (self.shape, self.item_bytes) == (shape, item_bytes)
+
+    @property
+    def call(self) -> calls.StatePlace:
+        return calls.StatePlace(self.group, self.offset, math.prod(self.shape) * self.item_bytes)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Consecutive tokens of one sequence: their first position, their number, that of the last ones, which get logits,
+    the addresses of the page addresses of each table, and the spans of pictures. `befores` and `states` are the
+    addresses of the pages of states before the step and behind it. `kept` has room for what `replay` needs,
+    `kept_bytes` a row."""
+
+    start: int
+    num_rows: int
+    num_logits: int
+    tables: Sequence[int]
+    spans: array[int]
+    befores: Sequence[int] = ()
+    states: Sequence[int] = ()
+    kept: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedRows:
+    """Rows of pictures in a step: their numbers, int64 [count], and what the encoder gives for them, [levels, count,
+    width] in the type of the plan, whose address is `first`. `kept` keeps its memory."""
+
+    numbers: np.ndarray
+    first: int
+    level_bytes: int
+    kept: Any = field(repr=False)
+
+    def level(self, number: int) -> int:
+        """Returns the address of a level."""
+        return self.first + number * self.level_bytes
