@@ -156,6 +156,12 @@ class DecoderConfig:
     has_float_residual: bool = False
 
     @property
+    def ends_early(self) -> bool:
+        """Returns whether the last layer needs no rows but those that get logits, behind its keys and values."""
+        has_more = self.has_layer_inputs or self.num_streams > 1 or self.deepstack >= len(self.layers)
+        return self.num_writing == len(self.layers) and not has_more
+
+    @property
     def num_writing(self) -> int:
         """Returns the number of layers up to the last one that writes to memory. Behind it, rows count alone."""
         return max((number for number, layer in enumerate(self.layers, 1) if not layer.only_reads), default=0)

@@ -118,7 +118,7 @@ class ComputePlan:
         if rows.item_bytes == self.item_bytes:
             return rows
         self._require(rows.width == rows.stride, "numbers that do not lie side by side")
-        out = self.rows(rows.width)
+        out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
         self._add(calls.WIDEN, out, calls.WideningCall(narrows=1, width=rows.width, rows=rows.address, out=out.address))
         return out
 
@@ -147,12 +147,13 @@ class ComputePlan:
         """Returns those of the rows that get logits."""
         if rows.is_of_logits:
             return rows
-        out = self.rows(rows.width, is_of_logits=True)
+        self._require(rows.width == rows.stride, "numbers that do not lie side by side")
+        out = self.rows(rows.width, is_of_logits=True, item_bytes=rows.item_bytes)
         self._pick(rows.address, self._logit_rows, out)
         return out
 
     def _pick(self, source: int, numbers: np.ndarray, out: Buffer, *kept: Any) -> None:
-        call = calls.PickCall(row_bytes=out.width * self.item_bytes, rows=source, numbers=_at(numbers), out=out.address)
+        call = calls.PickCall(row_bytes=out.width * out.item_bytes, rows=source, numbers=_at(numbers), out=out.address)
         self._add(calls.PICK, out, call, *kept)
 
     def norm(self, rows: Buffer, norm: WeightedNorm) -> Buffer:
@@ -410,6 +411,7 @@ class ComputePlan:
     def temper(self, rows: Buffer, offset: int, period: int, factor: float) -> None:
         """Multiplies rows in place by 1 + factor × log(1 + floor((position + offset) / period))."""
         self._require(rows.width == rows.stride and period > 0, "numbers that do not lie side by side")
+        self._require(not rows.is_of_logits, "rows without positions")
         call = calls.TemperingCall(
             dtype=self.dtype, width=rows.width, offset=offset, period=period, factor=factor,
             positions=_at(self._positions), rows=rows.address,
@@ -429,7 +431,7 @@ class ComputePlan:
         """Returns rows × factor, and leaves the rows as they are."""
         if factor == 1:
             return rows
-        out = self.rows(rows.width)
+        out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
         self._sum(out, 0, rows, factor)
         return out
 
@@ -490,7 +492,7 @@ class ComputePlan:
         """Returns rows of heads with the first part of all heads before the second one, and so on."""
         of_head = sum(widths)
         self._require(rows.width == heads * of_head, "heads of other rows")
-        out, first = self.rows(rows.width), 0
+        out, first = self.rows(rows.width, is_of_logits=rows.is_of_logits), 0
         for width in widths:
             part = out.part(heads * first, heads * width)
             self._copy(rows.part(first, width), heads, of_head, part, width, width)

@@ -27,7 +27,7 @@ from diskprefix.model.families.model_types import (
     without_plan,
 )
 from diskprefix.model.families.slot_names import NAMES
-from diskprefix.model.operands import EncodedRows, Location, PlannedRun, Rotary, StateLocation
+from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, Rotary, StateLocation
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots, decoder_of
 from diskprefix.native import calls
@@ -49,15 +49,26 @@ class ModelPlan:
         self._padded, self._logits_dtype = padded_tokens(model.config), layout.logits_dtype
         # A plan is kept as long as its model.
         self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
-        self.plan = self._make(_ROWS)
+        self._always_hidden, self._plans = layout.has_draft_layer, dict[bool, ComputePlan]()
+        self.plan = self._plan_for(_ROWS, needs_hidden=False)
+        """That of the usual steps."""
 
-    def _make(self, max_rows: int) -> ComputePlan:
+    def _plan_for(self, num_rows: int, *, needs_hidden: bool) -> ComputePlan:
+        """Returns the plan of a step. One that gives the hidden states of all rows computes all of the last layers."""
+        key = needs_hidden or self._always_hidden
+        plan = self._plans.get(key)
+        if plan is None or num_rows > plan.max_rows:
+            plan = self._plans[key] = self._make(max(num_rows, _ROWS), with_hidden=key)
+        return plan
+
+    def _make(self, max_rows: int, *, with_hidden: bool) -> ComputePlan:
         compiled, model = operators(), self._model()
         assert compiled is not None, "a model of a plan is exact at every token"
         assert model is not None, "it runs"
         plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self._config.vocab_size, self._page_tokens)
         names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
-        decoder(plan, self._config, Slots(model, self._config.norm, self._config.epsilon, names))
+        slots = Slots(model, self._config.norm, self._config.epsilon, names)
+        decoder(plan, self._config, slots, with_hidden=with_hidden)
         return plan
 
     def run(
@@ -74,22 +85,16 @@ class ModelPlan:
         `num_logits` says, [logits, vocab], and if needed the hidden states behind the last norm, [rows, hidden_size].
         `pictures` are those of each sequence."""
         num_rows = len(ids)
-        if num_rows > self.plan.max_rows:
-            self.plan = self._make(num_rows)
-        # Layers that only read memory compute the rows that get logits: all of them, then.
-        computed = [run.num_rows for run in runs] if needs_hidden and self.plan.hidden.is_of_logits else num_logits
-        described = [self._described(*one) for one in zip(sequences, runs, computed, strict=True)]
+        plan = self._plan_for(num_rows, needs_hidden=needs_hidden)
+        described = [self._described(plan, *one) for one in zip(sequences, runs, num_logits, strict=True)]
         of_pictures = _encoded(ids, pictures, runs)
         if self._padded:
             ids = np.where(np.isin(ids, self._padded[1:]), self._padded[0], ids)
-        self.plan.run(described, ids, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
-        logits = self._copied(self.plan.logits, sum(computed)).to(self._logits_dtype)
-        if computed is not num_logits:
-            parts = zip(torch.split(logits, [*computed]), num_logits, strict=True)
-            logits = torch.cat([part[-count:] for part, count in parts])
-        return logits, self._copied(self.plan.hidden, num_rows) if needs_hidden else None
+        plan.run(described, ids, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
+        logits = self._copied(plan, plan.logits, sum(num_logits)).to(self._logits_dtype)
+        return logits, self._copied(plan, plan.hidden, num_rows) if needs_hidden else None
 
-    def _described(self, sequence: KVSequence, run: Run, num_logits: int) -> PlannedRun:
+    def _described(self, plan: ComputePlan, sequence: KVSequence, run: Run, num_logits: int) -> PlannedRun:
         """Raises `NotInvariant` if pages are missing that the operators would read or write."""
         for table in sequence.tables:
             has_room = run.end <= len(table.pages) * self._page_tokens
@@ -100,17 +105,17 @@ class ModelPlan:
         if run.replays is None:
             return PlannedRun(run.start, run.num_rows, num_logits, addresses, run.flat_spans, states, states)
         befores = [page.tensor.data_ptr() for page in sequence.spares]
-        kept = np.empty(run.num_rows * self.plan.kept_bytes, np.uint8)
+        kept = np.empty(run.num_rows * plan.kept_bytes, np.uint8)
         found = PlannedRun(run.start, run.num_rows, num_logits, addresses, run.flat_spans, befores, states, kept)
-        run.replays.append(partial(self._replay, self.plan, found))
+        run.replays.append(partial(self._replay, plan, found))
         return found
 
     @staticmethod
     def _replay(plan: ComputePlan, run: PlannedRun, num_rows: int) -> None:
         plan.replay(run, num_rows, torch.get_num_threads())
 
-    def _copied(self, rows: Any, num_rows: int) -> torch.Tensor:
-        return torch.from_numpy(self.plan.copied(rows, num_rows)).view(self._dtype)
+    def _copied(self, plan: ComputePlan, rows: Buffer, num_rows: int) -> torch.Tensor:
+        return torch.from_numpy(plan.copied(rows, num_rows)).view(self._dtype)
 
 
 def _positions(runs: Sequence[Run], pictures: Sequence[PictureRows | None]) -> np.ndarray:

@@ -18,8 +18,8 @@ from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots
 
 
-def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
-    """Writes the plan of a step."""
+def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots, *, with_hidden: bool) -> None:
+    """Writes the plan of a step. Only `with_hidden` are there hidden states of rows that get no logits."""
     angles = {name: plan.angles(rotary) for name, rotary in config.rotary.items()}
     hidden = plan.embeddings(slots.table("embed_tokens"))
     plan.scale(hidden, config.embedding_multiplier)
@@ -33,7 +33,7 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
     inputs = inputs_of_layers(plan, config, slots, hidden) if config.has_layer_inputs else None
     streams = expanded(plan, slots, hidden, config.num_streams)
     for number, layer in enumerate(config.layers):
-        if number == config.num_writing:
+        if number == config.num_writing and not with_hidden:
             streams = [plan.that_get_logits(one) for one in streams]
             inputs = None if inputs is None else plan.that_get_logits(inputs)
             angles = {name: plan.angles_of_logits(one) for name, one in angles.items()}
@@ -41,7 +41,10 @@ def decoder(plan: ComputePlan, config: DecoderConfig, slots: Slots) -> None:
         with plan.scratch():
             before = predicted(plan, of_layer.within("altup"), streams)
             hidden = plan.copy(before[0]) if config.num_streams > 1 else streams[0]
-            decoder_layer(plan, config, layer, of_layer, hidden, angles)
+            is_last = config.ends_early and number + 1 == len(config.layers) and not with_hidden
+            hidden = decoder_layer(plan, config, layer, of_layer, hidden, angles, is_last=is_last)
+            if is_last:
+                streams = [hidden]
             if config.num_streams > 1:
                 correct(plan, of_layer.within("altup"), streams, before, hidden)
                 hidden = plan.weighed(streams[0], of_layer.vector("altup.correct_output_scale"))
@@ -67,15 +70,20 @@ def decoder_layer(
     slots: Slots,
     hidden: Buffer,
     angles: dict[str, RotaryAngles],
-) -> None:
-    """Adds what a layer computes to `hidden`."""
+    *,
+    is_last: bool = False,
+) -> Buffer:
+    """Adds what a layer computes to `hidden`, and returns it. Behind the last one are the rows that get logits."""
     rows = normed = plan.norm(hidden, slots.norm("input_layernorm")) if layer.norms != "behind" else hidden
     before = "pre_feedforward_layernorm" if layer.norms == "around" else "post_attention_layernorm"
     if config.parallel == "two_norms":
         normed = plan.norm(hidden, slots.norm(before))
     if layer.mixer != "none":
         beside = laurel(plan, slots.within("laurel"), rows) if config.num_streams > 1 else None
-        rows = mixed(plan, config, layer, slots, rows, angles)
+        rows = mixed(plan, config, layer, slots, rows, angles, is_last=is_last)
+        if is_last:
+            hidden, rows = plan.that_get_logits(hidden), plan.that_get_logits(rows)
+            normed = plan.that_get_logits(normed) if config.parallel else normed
         if layer.norms != "before":
             rows = plan.norm(rows, slots.norm("post_attention_layernorm"))
         plan.add(hidden, rows, config.residual_multiplier)
@@ -83,7 +91,7 @@ def decoder_layer(
             plan.add(hidden, beside)
             plan.scale(hidden, 2**-0.5)
     if layer.feed_forward == "none":
-        return
+        return hidden
     if not (config.parallel or layer.mixer == "none"):
         normed = plan.norm(hidden, slots.norm(before)) if layer.norms != "behind" else hidden
     rows = FEED_FORWARD[layer.feed_forward](plan, config, layer, slots.within("mlp"), normed)
@@ -92,6 +100,7 @@ def decoder_layer(
     if layer.norms != "before":
         rows = plan.norm(rows, slots.norm("post_feedforward_layernorm"))
     plan.add(hidden, rows, config.residual_multiplier)
+    return hidden
 
 
 def mixed(
@@ -101,6 +110,8 @@ def mixed(
     slots: Slots,
     rows: Buffer,
     angles: dict[str, RotaryAngles],
+    *,
+    is_last: bool,
 ) -> Buffer:
     """Returns what a layer computes from other tokens."""
     match layer.mixer:
@@ -112,7 +123,8 @@ def mixed(
             return state_space(plan, config, layer, slots.within("mamba"), rows)
         case "latent":
             return latent_attention(plan, config, layer, slots.within("self_attn"), rows, angles)
-    attended = attention(plan, config, layer, slots.within("self_attn"), rows, angles)
+    is_last &= layer.mixer == "attention" and not config.joined and layer.tempering is None
+    attended = attention(plan, config, layer, slots.within("self_attn"), rows, angles, is_last=is_last)
     if layer.mixer == "space_and_attention":
         plan.add(attended, state_space(plan, config, layer, slots.within("mamba"), rows))
     return attended

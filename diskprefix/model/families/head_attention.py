@@ -15,8 +15,11 @@ def attention(
     slots: Slots,
     rows: Buffer,
     angles: dict[str, RotaryAngles],
+    *,
+    is_last: bool = False,
 ) -> Buffer:
-    """Returns the attention of a layer. Keys and values go to memory first, unless the layer only reads it."""
+    """Returns the attention of a layer. Keys and values go to memory first, unless the layer only reads it. That of the
+    last layer is of the rows that get logits."""
     keys, values, last = layer.places["keys"], layer.places["values"], slots.matrix("o_proj")
     dim = keys.dim
     turned = None if layer.rotary is None else angles[layer.rotary]
@@ -26,7 +29,13 @@ def attention(
         query, *remembered = parted(plan, joined, keys.heads, dim, in_heads=config.joined == "in_heads")
     else:
         names = ("q_proj",) if layer.only_reads else ("q_proj", "k_proj", "v_proj")
-        query, *remembered = plan.products(rows, *(slots.matrix(name) for name in names if slots.has(name)))
+        matrices = [slots.matrix(name) for name in names if slots.has(name)]
+        if is_last:
+            remembered = plan.products(rows, *matrices[1:])
+            rows = plan.that_get_logits(rows)
+            query = plan.product(rows, matrices[0])
+        else:
+            query, *remembered = plan.products(rows, *matrices)
     gate = None
     if config.has_gate_in_query:
         both = plan.by_parts(query, query.width // (2 * dim), dim, dim)
@@ -41,6 +50,8 @@ def attention(
         plan.scale(value, config.multipliers.values)
         of_values = slots.unweighted_norm(value_dim) if config.has_value_norms else None
         plan.heads(value, value_dim, norm=of_values, to=values)
+    if query.is_of_logits and turned is not None:
+        turned = plan.angles_of_logits(turned)
     query = heads(plan, config, slots, "q_norm", query, dim, turned)
     if layer.tempering is not None:
         plan.temper(query, *layer.tempering)

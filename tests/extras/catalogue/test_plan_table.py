@@ -26,9 +26,10 @@ EMBEDDED_FILES = [*(USERS / "diskprefix/models" / EMBEDDED.requirement).glob("*.
 
 
 @pytest.mark.skipif(not EMBEDDED_FILES, reason="the embedded model is not on this machine")
-def test_the_embedded_model_has_one_kind_of_layer_in_thirteen_operations(run: Run) -> None:
-    _, first, layers, last = run("show", EMBEDDED_FILES[0], "--plan").stdout.split("\nplan, ")
-    assert layers.startswith("layers 0-29\n")
+def test_the_embedded_model_has_layers_of_thirteen_operations_and_a_last_one(run: Run) -> None:
+    _, first, layers, last_layer, end = run("show", EMBEDDED_FILES[0], "--plan").stdout.split("\nplan, ")
+    assert layers.startswith("layers 0-28\n")
+    assert last_layer.startswith("layers 29\n"), "it leaves out rows without logits"
     operators = "Norm Product Heads Heads Heads Attend Product Sum Norm Product Gate Product Sum"
     assert " ".join(line.split()[0] for line in layers.splitlines()[1:] if line) == operators
     for line in (
@@ -40,7 +41,7 @@ def test_the_embedded_model_has_one_kind_of_layer_in_thirteen_operations(run: Ru
     ):
         assert line in layers
     assert "ids → embed_tokens; embed_tokens [49152, 576] Q8_0" in first
-    assert "pick → logits; embed_tokens [49152, 576] Q8_0" in last
+    assert "hidden → logits; embed_tokens [49152, 576] Q8_0" in end
 
 
 def written(folder: Path, name: str, **fields: Any) -> Path:
@@ -55,7 +56,7 @@ def test_a_mixture_is_shown_with_one_layer_of_each_kind(run: Run, tmp_path: Path
     assert found["reason"] == ""
     assert [part["of"] for part in found["parts"]] == ["before layer 0", "layers 0", "layers 1", "behind the layers"]
     dense, mixture = ({one["operator"]: one for one in part["operations"]} for part in found["parts"][1:3])
-    assert mixture.keys() - dense.keys() == {"Widening", "Router", "Experts", "DenseProduct"}
+    assert mixture.keys() - dense.keys() == {"Widening", "Router", "Experts", "DenseProduct", "Pick"}
     expected = {"num_experts": 8, "num_chosen": 2, "scores": "sigmoid", "is_normed": 1, "dtype": "float32"}
     assert expected.items() <= mixture["Router"]["numbers"].items()
     assert mixture["Experts"]["reads"][1:3] == mixture["Router"]["writes"]
@@ -66,7 +67,7 @@ def test_a_mixture_is_shown_with_one_layer_of_each_kind(run: Run, tmp_path: Path
 def test_layers_that_differ_in_the_forms_of_weights_alone_are_one_kind() -> None:
     model, other = (quantised_tiny_model("llama", form) for form in ("Q8_0", "Q4_0"))
     model.get_decoder().layers[1].mlp = other.get_decoder().layers[1].mlp
-    plan = ModelPlan(model, read_layout(model), 16).plan
+    plan = ModelPlan(model, read_layout(model), 16)._plan_for(1, needs_hidden=True)
     _, layers, _ = parts_of(plan, model)
     assert layers["layers"] == [0, 1]
     forms = {weight["name"]: weight["forms"] for one in layers["operations"] for weight in one["weights"]}
