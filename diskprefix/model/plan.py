@@ -314,7 +314,7 @@ class ComputePlan:
         num_heads = query.width // key_dim
         sizes = (keys, key_dim), (values, value_dim)
         has_room = all(memory.has_room(num_kv_heads, dim, self.item_bytes) for memory, dim in sizes)
-        self._require(keys.table == values.table and num_heads % num_kv_heads == 0, "attention of other heads")
+        self._require(num_heads % num_kv_heads == 0, "attention of other heads")
         self._require(has_room, "memory of another form")
         out = self.rows(num_heads * value_dim, is_of_logits=query.is_of_logits)
         attention = calls.AttentionCall(
@@ -322,7 +322,7 @@ class ComputePlan:
             window=window, chunk=chunk, query=query.address, query_head_stride=key_dim, query_row_stride=query.stride,
             out=out.address, sinks=0 if sinks is None else sinks.address, scale=scale, softcap=softcap,
         )  # fmt: skip
-        call = calls.AttendCall(attention, keys.table, sees_pictures, keys.call, values.call)
+        call = calls.AttendCall(attention, keys.table, values.table, sees_pictures, keys.call, values.call)
         self._add(calls.ATTEND, query, call, sinks)
         return out
 

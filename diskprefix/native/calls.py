@@ -94,7 +94,7 @@ class AttentionCall(ctypes.Structure):
 class AttendCall(ctypes.Structure):
     _fields_ = (
         ("attention", AttentionCall),
-        *_fields("table sees_pictures"),
+        *_fields("table value_table sees_pictures"),
         ("keys", PagedRowsCall),
         ("values", PagedRowsCall),
     )

@@ -142,6 +142,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
         ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
         ("gemma4", {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}),
+        ("mimo_v2_flash", {"head_dim": 24, "v_head_dim": 16}),
+        ("mimo_v2_flash", {"head_dim": 24, "v_head_dim": 16, "num_key_value_heads": 1}),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
         ("deepseek_v2", {"topk_method": "greedy", "n_group": 4, "topk_group": 2}),
         ("falcon_h1", MULTIPLIERS),

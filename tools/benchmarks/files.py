@@ -14,6 +14,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +26,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
+from diskprefix.model.exact import runner
 from diskprefix.model.exact.invariant import uninstall
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.load.loader import load_model
@@ -43,7 +47,7 @@ from tools.models.real import print_report
 
 Found: TypeAlias = dict[str, Any]
 
-NUM_TOKENS, LIMIT_S = 40, 300
+NUM_TOKENS, LIMIT_S = 100, 300
 FORMS = ("f32", "q8_0", "q4_k_m")
 MAX_ERRORS = {
     "transformers": {"f32": 1e-4, "q8_0": 0.25, "q4_k_m": 0.5},
@@ -138,6 +142,9 @@ def converter() -> Path:
 def load_converter(folder: Path, pre: str = "smollm") -> None:
     """Imports the converter into this process, whose forks use it. Every model gets the vocabulary that it has. `pre`
     is llama.cpp's name for how text is cut before."""
+    # Its package `gguf` is another version than the one that is imported already.
+    for name in [one for one in sys.modules if one.partition(".")[0] == "gguf"]:
+        del sys.modules[name]
     sys.path[:0] = [str(folder), str(folder / "gguf-py")]
     conversion = import_module("conversion")
     conversion.load_all_models()
@@ -194,7 +201,7 @@ def read(case: Case, folder: Path, form: str) -> str:
         layout, reason = make_exact(model)
     found: Found = {"start_s": time.perf_counter() - began, "start_bytes": memory.peak_bytes - before}
     uninstall(model)
-    logits, errors = logits_of(model.float() if form == "f32" else model), {}
+    logits, errors = computed(deepcopy(model).float() if form == "f32" else model), {}
     for name in MAX_ERRORS:
         if (path := folder / f"{name}-{form}.pt").exists() or (path := folder / f"{name}.pt").exists():
             errors[name] = error_of(logits, torch.load(path), form)
@@ -205,6 +212,16 @@ def read(case: Case, folder: Path, form: str) -> str:
     if case.is_exact == bool(reason):
         fault = f"not exact at every token: {reason}" if reason else "exact, and it was never cached"
     return json.dumps(found | {"exact_at": layout.exact_at, "errors": errors, "equal_to": equal, "fault": fault})
+
+
+@torch.inference_mode()
+def computed(model: Any) -> torch.Tensor:
+    """Returns the logits that a daemon computes."""
+    layout, reason = make_exact(model)
+    if reason:
+        return logits_of(model)
+    pool = PagePool(layout, model.device, block_size=256)
+    return runner.forward(model, KVSequence(pool), torch.tensor([token_ids()]), NUM_TOKENS).float()
 
 
 def has_layer_of(folders: Any, files: Any) -> bool:

@@ -28,7 +28,7 @@ from diskprefix.settings import Settings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_LEFT_OUT = ("num_rows", "num_runs", "num_threads", "parallel_for", "num_matrices", "table")
+_LEFT_OUT = ("num_rows", "num_runs", "num_threads", "parallel_for", "num_matrices", "table", "value_table")
 """Fields that each step sets, or that are shown otherwise."""
 _NEUTRAL = (("factor", 1), ("each", 1))
 _LAYOUT = ("stride", "row_bytes", "head_bytes", "kept", "kept_decay", "kept_beta")

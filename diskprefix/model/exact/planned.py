@@ -151,6 +151,8 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
     states = [states_of(layout, number) for number in range(len(layers))]
     windows = [spec.window or 0 for spec in layers]
     config = model.config.get_text_config(decoder=True)
+    if getattr(config, "kv_lora_rank", None) is None:
+        places = [_parted(of_layer, spec.latent_dim) for of_layer, spec in zip(places, layers, strict=True)]
     found = of_model(config, windows, places, states, _rotary(model), sees_pictures_whole(model.config))
     # transformers multiplies by a number in the type of the model.
     rounded, of_layers = (
@@ -176,6 +178,14 @@ def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Locatio
                     table, offset, group.heads, group.head_dim, group.dtype.itemsize, of_head, group.head_dim
                 )
     return found
+
+
+def _parted(places: dict[str, Location], key_dim: int) -> dict[str, Location]:
+    """Returns the places of keys and of values that memory has in one row, as the layout has those of a single head."""
+    if "latent" not in places:
+        return places
+    rows = places["latent"]
+    return {"keys": replace(rows, dim=key_dim), "values": rows.behind(key_dim)}
 
 
 def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation]:

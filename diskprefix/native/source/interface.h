@@ -251,10 +251,10 @@ struct Heads {
   ParallelFor parallel_for;
 };
 
-// Attention over keys and values in page table number `table`. What a step decides is not set.
+// Attention over keys in page table number `table` and values in another or the same. What a step decides is not set.
 struct Attend {
   Attention attention;
-  int64_t table, sees_pictures;
+  int64_t table, value_table, sees_pictures;
   Rows keys, values;
 };
 

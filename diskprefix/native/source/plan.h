@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <utility>
+
 #include "dense.h"
 #include "experts.h"
 #include "matrix.h"
@@ -153,7 +155,7 @@ class PlannedStep {
   int32_t heads(const Heads& call, bool is_of_logits) const {
     static thread_local Memory memory;
     const Run* runs = nullptr;
-    if (call.table >= 0 && !(runs = runs_in(memory, call.table, call.to, call.to, false, is_of_logits))) return 1;
+    if (call.table >= 0 && !(runs = runs_in(memory, {call.table, call.table}, call.to, call.to, false, is_of_logits))) return 1;
     return !spread(step_.num_threads, step_.parallel_for, call.num_rows, 16, [&](int64_t begin, int64_t end) {
       call.dtype == FLOAT32 ? put_heads<Float32>(call, runs, begin, end) : put_heads<BFloat16>(call, runs, begin, end);
     });
@@ -161,7 +163,7 @@ class PlannedStep {
 
   int32_t attend(Attend& call, bool is_of_logits) const {
     static thread_local Memory memory;
-    const Run* runs = runs_in(memory, call.table, call.keys, call.values, call.sees_pictures, is_of_logits);
+    const Run* runs = runs_in(memory, {call.table, call.value_table}, call.keys, call.values, call.sees_pictures, is_of_logits);
     call.attention.num_runs = step_.num_runs;
     call.attention.num_threads = step_.num_threads, call.attention.parallel_for = step_.parallel_for;
     return !runs || attention(&call.attention, runs);
@@ -221,7 +223,7 @@ class PlannedStep {
   }
 
   // The sequences of the step with the memory of one layer, null if there is none for them.
-  const Run* runs_in(Memory& memory, int64_t table, const Rows& keys, const Rows& values, bool sees_pictures,
+  const Run* runs_in(Memory& memory, std::pair<int64_t, int64_t> tables, const Rows& keys, const Rows& values, bool sees_pictures,
                      bool is_of_logits) const {
     if (!memory.reserve(Memory::size_of<Run>(step_.num_runs))) return nullptr;
     Run* runs = memory.take<Run>(step_.num_runs);
@@ -229,7 +231,7 @@ class PlannedStep {
       const PlanRun& run = step_.runs[i];
       const int64_t count = is_of_logits ? run.num_logits : run.num_rows;
       runs[i] = {run.start + run.num_rows - count, count, step_.page_tokens, keys, values, run.spans, sees_pictures ? run.num_spans : 0};
-      runs[i].keys.pages = runs[i].values.pages = run.tables[table];
+      runs[i].keys.pages = run.tables[tables.first], runs[i].values.pages = run.tables[tables.second];
     }
     return runs;
   }
