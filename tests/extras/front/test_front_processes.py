@@ -76,6 +76,7 @@ def test_a_death_at_once_is_followed_by_longer_and_longer_waits_and_one_after_lo
     assert backoff.next_delay_s(0) == 1
 
 
+@pytest.mark.slow
 def test_who_dies_is_replaced_systemd_hears_from_the_front_and_all_end_together(tmp_path: Path) -> None:
     heard = Notifications(str(tmp_path / "notify"))
     with small("serve", NOTIFY_SOCKET=str(tmp_path / "notify"), WATCHDOG_USEC="1000000") as daemon:

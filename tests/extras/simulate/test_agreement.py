@@ -339,7 +339,7 @@ def agreed(daemon: Daemon, seed: int, turns: Sequence[Turn], policy: Policy = PO
 
 
 @pytest.mark.parametrize("state", STATES)
-@settings(max_examples=examples(6))
+@settings(max_examples=examples(4))
 @given(seed=st.integers(0, 2**16), turns=st.lists(TURNS, min_size=2, max_size=12))
 def test_each_request_is_foretold(
     state: str, seed: int, turns: list[Turn], tmp_path_factory: pytest.TempPathFactory

@@ -78,6 +78,7 @@ def test_a_signal_ends_the_daemon_with_0_after_the_running_request_and_what_was_
     assert again["choices"] == first["choices"]
 
 
+@pytest.mark.slow
 def test_a_request_that_outlasts_the_grace_gets_an_error_event_when_port_and_token_are_given_up(
     chat_model: Path, cache: Path
 ) -> None:

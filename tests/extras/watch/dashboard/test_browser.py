@@ -145,6 +145,7 @@ def test_a_new_link_in_the_same_tab_takes_the_place_of_an_old_token(browser: Bro
     page.close()
 
 
+@pytest.mark.slow
 def test_a_prompt_is_deleted_after_a_question_only(browser: Browser, daemon: DaemonProcess) -> None:
     ask(daemon, "the page deletes this prompt, which is long enough to be saved, when it is told to. " * 3)
     daemon.wait_saved()
@@ -159,6 +160,7 @@ def test_a_prompt_is_deleted_after_a_question_only(browser: Browser, daemon: Dae
         trunk.wait_for(state="detached")
 
 
+@pytest.mark.slow
 def test_a_tree_that_the_daemon_had_kept_is_asked_for_again(browser: Browser, daemon: DaemonProcess) -> None:
     ask(daemon, "the page shows this prompt, which was saved after the daemon had read what is stored. " * 3)
     daemon.wait_saved()
