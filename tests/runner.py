@@ -24,7 +24,7 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.invariant import uninstall
 from diskprefix.model.exact.runner import Rows, run
 from diskprefix.model.exact.self_check import make_exact, rehearse
-from diskprefix.model.exact.vision_encoder import VisionEncoder
+from diskprefix.model.vision_encoder import VisionEncoder
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
 from diskprefix.values import CacheOptions, CacheReport, Picture, Prompt

@@ -1,5 +1,5 @@
 """Proposes tokens of the layer that some models have for that (multi-token prediction). The forward of the first guess
-completes the layer's memory (`model.exact.drafts`), so there is nothing to prepare and nothing to take back."""
+completes the layer's memory (`model.drafts`), so there is nothing to prepare and nothing to take back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diskprefix.engine.drafting import ChainProposer, Draft
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.step_times import StepTimes
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.drafts import DraftRow, draft
+from diskprefix.model.drafts import DraftRow, draft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

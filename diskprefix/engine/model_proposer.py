@@ -13,7 +13,7 @@ from diskprefix.engine.drafting import MIN_SPEEDUP, ChainProposer, Draft
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.scheduler import MAX_ROWS
 from diskprefix.engine.step_times import StepTimes
-from diskprefix.model.exact.drafts import likeliest
+from diskprefix.model.drafts import likeliest
 
 FEW = 16
 """The most known tokens that are computed with the first guess."""

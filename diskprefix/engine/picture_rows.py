@@ -20,7 +20,7 @@ from diskprefix.cache.encoded_pictures import EncodedPictures, are_saved
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.fetches import Read
 from diskprefix.engine.prompt_pictures import PromptPictures
-from diskprefix.model.exact.vision_encoder import VisionEncoder
+from diskprefix.model.vision_encoder import VisionEncoder
 from diskprefix.store.store_identity import Epoch
 from diskprefix.values import CacheOptions, Picture
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from diskprefix.engine.scheduler import NO_LIMIT
-from diskprefix.model.exact.vision_encoder import PictureRows, VisionEncoder
+from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
 from diskprefix.tokens import TokenIds
 from diskprefix.values import Picture, Prompt
 

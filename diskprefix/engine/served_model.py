@@ -39,9 +39,9 @@ from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.runner import prepare
-from diskprefix.model.exact.vision_encoder import VisionEncoder
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import kv_bytes, use_gpu
+from diskprefix.model.vision_encoder import VisionEncoder
 from diskprefix.printable import first_line
 from diskprefix.units import counted, format_size
 from diskprefix.values import CacheReport, Prompt

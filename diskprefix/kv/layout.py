@@ -166,7 +166,7 @@ class Layout:
 
     @cached_property
     def has_draft_layer(self) -> bool:
-        """True if the last layer is a draft layer (`model.exact.drafts`)."""
+        """True if the last layer is a draft layer (`model.drafts`)."""
         return any(spec.part == "hidden" for group in self.groups for spec in group.specs)
 
     @property

@@ -34,8 +34,8 @@ from diskprefix.errors import ModelError
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
+from diskprefix.model.drafts import likeliest
 from diskprefix.model.exact import runner
-from diskprefix.model.exact.drafts import likeliest
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import Payload
 from diskprefix.store.purge import PurgeFilter

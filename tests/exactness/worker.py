@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diskprefix.kv.layout import LayerSpec, Layout
-from diskprefix.model.exact.drafts import DraftRow, draft
+from diskprefix.model.drafts import DraftRow, draft
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids

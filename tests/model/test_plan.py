@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.planned import plan_of
 from diskprefix.model.exact.runner import Rows, run
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.operands import Location
 from diskprefix.model.plan import ComputePlan
+from diskprefix.model.planned import plan_of
 from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.native import calls
 from diskprefix.native.library import operators

@@ -16,11 +16,11 @@ from rich.console import Console
 
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.planned import plan_of, reason_without_plan
 from diskprefix.model.exact.runner import forward
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.exact.state_layout import made_up_tokens
 from diskprefix.model.load.loader import load_model
+from diskprefix.model.planned import plan_of, reason_without_plan
 from diskprefix.native import calls
 from diskprefix.settings import Settings
 from tools.measuring.options import JSON

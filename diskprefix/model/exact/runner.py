@@ -22,10 +22,10 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.uncached import TransformersState
-from diskprefix.model.exact.drafts import keep_up, keeping_up
+from diskprefix.model.drafts import keep_up, keeping_up
 from diskprefix.model.exact.invariant import as_it_was, is_installed
-from diskprefix.model.exact.planned import plan_of
-from diskprefix.model.exact.vision_encoder import PictureRows, picture_arguments
+from diskprefix.model.planned import plan_of
+from diskprefix.model.vision_encoder import PictureRows, picture_arguments
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:

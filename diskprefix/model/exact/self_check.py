@@ -23,16 +23,16 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence, Prefix
 from diskprefix.memo import Memo
+from diskprefix.model.drafts import draft_layer_of
 from diskprefix.model.exact import attention
-from diskprefix.model.exact.drafts import draft_layer_of
 from diskprefix.model.exact.fused import kind_of
 from diskprefix.model.exact.invariant import as_it_was, install, recognised, uninstall
 from diskprefix.model.exact.patterns import NotInvariant
-from diskprefix.model.exact.planned import reason_without_plan
 from diskprefix.model.exact.runner import can_pack, forward
 from diskprefix.model.exact.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
 from diskprefix.model.exact.verified import is_verified
 from diskprefix.model.load.kernel_settings import computed_by
+from diskprefix.model.planned import reason_without_plan
 from diskprefix.native.library import REMEDY, are_missing, described, operators
 from diskprefix.printable import first_line
 

@@ -28,7 +28,7 @@ from diskprefix.kv.layout import (
     TensorSpec,
     is_out_of_memory,
 )
-from diskprefix.model.exact.drafts import compute, draft_layer_of, window_of
+from diskprefix.model.drafts import compute, draft_layer_of, window_of
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:

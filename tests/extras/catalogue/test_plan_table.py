@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from diskprefix.extras.catalogue.plan_table import parts_of, step_of
-from diskprefix.model.exact.planned import ModelPlan
 from diskprefix.model.exact.state_layout import read_layout
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.loader import load_model
+from diskprefix.model.planned import ModelPlan
 from diskprefix.settings import Settings
 from tests.cache_folder import USERS
 from tests.cli.conftest import Run

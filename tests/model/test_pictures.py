@@ -29,7 +29,7 @@ from diskprefix.model.exact.invariant import as_it_was
 from diskprefix.model.exact.patterns import sees_pictures_whole
 from diskprefix.model.exact.runner import Rows, run
 from diskprefix.model.exact.self_check import make_exact
-from diskprefix.model.exact.vision_encoder import PictureRows, VisionEncoder
+from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
 from tests.exactness.architectures import ARCHITECTURES, WINDOW
 
 pytestmark = pytest.mark.usefixtures("cache")

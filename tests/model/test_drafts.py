@@ -18,15 +18,15 @@ from diskprefix.kv.layers import TokenLayer
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact import drafts
-from diskprefix.model.exact.drafts import DraftRow, draft, draft_layer_of
+from diskprefix.model import drafts
+from diskprefix.model.drafts import DraftRow, draft, draft_layer_of
 from diskprefix.model.exact.fused import matrix_of
 from diskprefix.model.exact.invariant import as_it_was
 from diskprefix.model.exact.runner import Rows, forward, run
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.exact.state_layout import made_up_tokens
-from diskprefix.model.exact.vision_encoder import PictureRows, VisionEncoder
 from diskprefix.model.load.draft_layer import with_draft_layer
+from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
 from diskprefix.native import library
 from diskprefix.native.library import operators
 from diskprefix.native.matrix import product

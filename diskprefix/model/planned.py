@@ -16,7 +16,6 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
-from diskprefix.model.exact.vision_encoder import PictureRows, encoded_rows
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import (
     SECTIONS_IN_ORDER,
@@ -30,6 +29,7 @@ from diskprefix.model.families.slot_names import NAMES
 from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, Rotary, StateLocation
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots, decoder_of
+from diskprefix.model.vision_encoder import PictureRows, encoded_rows
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 
