@@ -15,7 +15,6 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
-from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import (
     SECTIONS_IN_ORDER,
@@ -29,7 +28,7 @@ from diskprefix.model.families.slot_names import NAMES
 from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, Rotary, StateLocation
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots, decoder_of
-from diskprefix.model.vision_encoder import PictureRows, encoded_rows
+from diskprefix.model.vision_encoder import PictureRows, encoded_rows, sees_pictures_whole
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 
@@ -41,11 +40,17 @@ _ROWS = 256
 _DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
 
 
-class ModelPlan:
-    """The plan of a model over memory of a layout."""
+class NotExact(Exception):
+    """A plan cannot compute a step, or gives a token other bits in another one. The argument says why."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
-        self._config = config_of(model, layout, page_tokens)
+
+class ModelPlan:
+    """The plan of a model over memory of a layout. `is_of_first`: only the first layers are computed, up to the first
+    one of each kind: the others compute with the same code."""
+
+    def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int, *, is_of_first: bool = False) -> None:
+        config = config_of(model, layout, page_tokens)
+        self._config = first_layers(config) if is_of_first else config
         self._padded, self._logits_dtype = padded_tokens(model.config), layout.logits_dtype
         # A plan is kept as long as its model.
         self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
@@ -95,11 +100,11 @@ class ModelPlan:
         return logits, self._copied(plan, plan.hidden, num_rows) if needs_hidden else None
 
     def _described(self, plan: ComputePlan, sequence: KVSequence, run: Run, num_logits: int) -> PlannedRun:
-        """Raises `NotInvariant` if pages are missing that the operators would read or write."""
+        """Raises `NotExact` if pages are missing that the operators would read or write."""
         for table in sequence.tables:
             has_room = run.end <= len(table.pages) * self._page_tokens
             if not has_room or table.complete_from > table.group.first_needed(run.start):
-                raise NotInvariant("attention to tokens that the memory does not keep")
+                raise NotExact("attention to tokens that the memory does not keep")
         addresses = [table.addresses.buffer_info()[0] for table in sequence.tables]
         states = [page.tensor.data_ptr() for page in sequence.states]
         if run.replays is None:
@@ -164,6 +169,12 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
         number = next(number for number, one in enumerate(found.layers) if one.mixer == "latent")
         found = replace(found, scale=_layers(model)[number].self_attn.scaling)
     return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(further))
+
+
+def first_layers(config: DecoderConfig) -> DecoderConfig:
+    """Returns the configuration without the layers behind the first one of each kind."""
+    kinds = [replace(layer, places={}, states={}) for layer in config.layers]
+    return replace(config, layers=config.layers[: max(map(kinds.index, kinds)) + 1])
 
 
 def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Location]:
@@ -235,7 +246,7 @@ def _axes(sections: Sequence[int] | None, count: int, model: PreTrainedModel) ->
 
 
 _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = WeakKeyDictionary()
-"""The last plans of models, by their layers, kernels and memory; None for a model of no family."""
+"""The last plans of models, by their memory and kernels; None for a model of no family."""
 
 
 def reason_without_plan(model: PreTrainedModel) -> str:
@@ -247,8 +258,7 @@ def reason_without_plan(model: PreTrainedModel) -> str:
 
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
     """Returns the plan of a model that is exact at every token, None for one of no family."""
-    # The self-check computes the first layers alone.
-    key = layout, page_tokens, operators(), len(_layers(model))
+    key = layout, page_tokens, operators()
     known, plan = _plans.get(model, (None, None))
     if known != key:
         plan = None if reason_without_plan(model) else ModelPlan(model, layout, page_tokens)

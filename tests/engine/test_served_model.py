@@ -25,9 +25,9 @@ from diskprefix.extras.simulate.geometry import SLICEABLE
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import read_trace
+from diskprefix.grid import state_layout
+from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.pages import PagePool
-from diskprefix.model.exact import state_layout
-from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.load import memory
 from diskprefix.settings import Settings
 from diskprefix.values import Scope

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGe
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from diskprefix.engine.measured_model import layout_of
+from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.layers import TokenLayer
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
@@ -23,8 +25,6 @@ from diskprefix.model.drafts import DraftRow, draft, draft_layer_of
 from diskprefix.model.exact.fused import matrix_of
 from diskprefix.model.exact.invariant import as_it_was
 from diskprefix.model.exact.runner import Rows, forward, run
-from diskprefix.model.exact.self_check import make_exact
-from diskprefix.model.exact.state_layout import made_up_tokens
 from diskprefix.model.load.draft_layer import with_draft_layer
 from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
 from diskprefix.native import library
@@ -40,7 +40,7 @@ LENGTH = 90
 
 def made(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Layout]:
     model = tiny_model(name, dtype)
-    layout, reason = make_exact(model)
+    layout, reason = layout_of(model)
     assert (reason, layout.packs, layout.has_draft_layer) == ("", True, DRAFTING in name)
     return model, layout
 
@@ -179,9 +179,9 @@ def test_pictures_change_nothing_of_that() -> None:
     config = Qwen3_5Config(text_config=text, vision_config=towers | {"intermediate_size": 64}, image_token_id=5)
     torch.manual_seed(0)
     model = with_draft_layer(Qwen3_5ForConditionalGeneration)._from_config(config, dtype=torch.bfloat16).eval()
-    layout, reason = make_exact(model)
+    layout, reason = layout_of(model)
     assert (reason, layout.packs, layout.has_draft_layer) == ("", True, True)
-    ids, encoder = made_up_tokens(model, 5, LENGTH).clamp(min=6), VisionEncoder(model, 5)
+    ids, encoder = made_up_tokens(model, 5, LENGTH).clamp(min=6), VisionEncoder(model, 5, is_exact=True)
     ids[0, 20:36] = 5
     encoded = torch.randn(1, 16, encoder.hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
     positions = torch.cat([torch.arange(20), torch.full((16,), 20), torch.arange(24, LENGTH - 12)]).expand(3, -1)
@@ -245,7 +245,7 @@ def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, mon
 def test_on_the_grid_it_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     library.choose("torch")
-    layout, reason = make_exact(tiny_model("qwen3_5" + DRAFTING, torch.bfloat16))
+    layout, reason = layout_of(tiny_model("qwen3_5" + DRAFTING, torch.bfloat16))
     assert reason
     assert not layout.has_draft_layer
     assert "draft layer is not used" in caplog.text

@@ -6,10 +6,9 @@ row by row. Packing is for models that are exact at every token, so each row has
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,22 +16,17 @@ import torch
 
 from diskprefix.kv.caches import StepCache
 from diskprefix.kv.layers import StateLayer, TokenLayer, packed
-from diskprefix.kv.layout import Layout, is_out_of_memory
-from diskprefix.kv.pages import PagePool
+from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.drafts import keep_up, keeping_up
-from diskprefix.model.exact.invariant import as_it_was, is_installed
 from diskprefix.model.planned import plan_of
 from diskprefix.model.vision_encoder import PictureRows, picture_arguments
-from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-log = logging.getLogger("diskprefix")
 
 State: TypeAlias = KVSequence | TransformersState
 
@@ -58,8 +52,7 @@ def run(
     must be `KVSequence`s of a layout that packs."""
     first = step[0].state
     if len(step) == 1 and not isinstance(first, KVSequence):
-        with as_it_was(model):
-            return [first.forward(model, step[0].token_ids)[None]]
+        return [first.forward(model, step[0].token_ids)[None]]
     sequences = [rows.state for rows in step if isinstance(rows.state, KVSequence)]
     runs = tuple(
         sequence.begin_step(
@@ -78,7 +71,7 @@ def run(
 
 def prepare(model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
     """Makes the plan of a model, if it has one: the first step would wait for it."""
-    if is_installed(model) and layout.exact_at == "token":
+    if layout.exact_at == "token":
         plan_of(model, layout, page_tokens)
 
 
@@ -96,8 +89,7 @@ def _by_plan(
 ) -> torch.Tensor | None:
     """Computes one step by the model's plan. Returns None if it has none for these rows."""
     layout = sequences[0].layout
-    is_exact = is_installed(model) and layout.exact_at == "token"
-    plan = plan_of(model, layout, sequences[0].pool.block_size) if is_exact else None
+    plan = plan_of(model, layout, sequences[0].pool.block_size) if layout.exact_at == "token" else None
     if plan is None:
         return None
     ids = torch.cat([one.token_ids[0] for one in rows]).numpy()
@@ -176,28 +168,3 @@ def _forward(
 def positions(runs: Sequence[Run]) -> torch.Tensor:
     """Returns the positions of the rows of a step, each in its own sequence, int64 [1, rows]."""
     return torch.cat([torch.arange(run.start, run.end) for run in runs])[None]
-
-
-def can_pack(model: PreTrainedModel, layout: Layout, block_size: int) -> bool:
-    """Returns whether a model that is exact at every token computes several sequences in one forward, and from pages,
-    each with the bits that it has alone, and takes guesses back. Some do not: they use the memory of a layer before
-    attention does."""
-    prompts = [torch.tensor([ids]) for ids in ([1, 2, 3], [2, 1])]
-    pool = PagePool(replace(layout, packs=True), model.device, block_size=block_size)
-    first, second = ([KVSequence(pool) for _ in prompts] for _ in range(2))
-    with torch.inference_mode():
-        try:
-            alone = [run(model, [Rows(*one)])[0] for one in zip(first, prompts, strict=True)]
-            guessed = [
-                Rows(state, ids.repeat(1, 2), 1 + ids.shape[1]) for state, ids in zip(second, prompts, strict=True)
-            ]
-            together = [logits[:1] for logits in run(model, guessed)]
-            for state, ids in zip(second, prompts, strict=True):
-                state.take_back(ids.shape[1])
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            log.info("[model] several requests take turns, they cannot share a step: %s", first_line(error))
-            return False
-    is_equal = all(one.content() == other.content() for one, other in zip(first, second, strict=True))
-    return is_equal and all(map(torch.equal, alone, together))
