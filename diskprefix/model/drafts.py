@@ -16,7 +16,7 @@ import numpy as np
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
-from diskprefix.model.families.draft import draft
+from diskprefix.model.families.draft_decoder import draft
 from diskprefix.model.operands import PlannedRun
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots

@@ -19,7 +19,7 @@ from diskprefix.model.drafts import DraftLayer, DraftRow
 from diskprefix.model.exact.runner import Rows, draft, forward, run
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.exact.state_layout import made_up_tokens
-from diskprefix.model.families import draft as family
+from diskprefix.model.families import draft_decoder
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, draft_layer_of, with_draft_layer
 from diskprefix.model.planned import plan_of
 from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
@@ -247,9 +247,9 @@ def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, mon
         forward(model, row.state, made_up_tokens(model, row.token_id, 3))
     every.draft(rows)
     scores = torch.from_numpy(every._plan.copied(every._plan.logits, len(rows)).view(np.float32))
-    monkeypatch.setattr(family, "_FREQUENT", 64)
-    monkeypatch.setattr(family, "_SPECIAL", 40)
-    first, last = family.guessed_of(scores.shape[1])
+    monkeypatch.setattr(draft_decoder, "_FREQUENT", 64)
+    monkeypatch.setattr(draft_decoder, "_SPECIAL", 40)
+    first, last = draft_decoder.guessed_of(scores.shape[1])
     scores[:, first.stop : last.start] = -torch.inf
     found, _ = DraftLayer(every._config, every._begin, torch.get_num_threads).draft(rows)
     assert [token for token, _ in found] == scores.argmax(dim=-1).tolist()
