@@ -13,7 +13,7 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
 from diskprefix.kv.layout import Layout
-from diskprefix.model.drafts import draft_layer_of
+from diskprefix.model.load.draft_layer import draft_layer_of
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.planned import NotExact
@@ -68,9 +68,7 @@ def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
     model's fingerprint: what was found is remembered for it. Raises only what torch raises when memory runs out."""
     from diskprefix.grid.rehearsal import rehearse
     from diskprefix.grid.state_layout import read_layout
-    from diskprefix.model.exact.invariant import install, uninstall
 
-    uninstall(model)
     reason = known_reason(model, model.device)
     if not reason:
         try:
@@ -78,9 +76,6 @@ def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
         except NotExact as found:
             reason = str(found)
         else:
-            if layout.has_draft_layer:
-                # The draft layer is no plan yet.
-                install(model)
             log.info("[model] kernels: %s", described())
             return layout, ""
     layout = rehearse(model, identity)
@@ -89,7 +84,7 @@ def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
     if model.device.type == "cpu" and are_missing():
         log.warning("[model] replies are many times slower without the compiled operators: %s", REMEDY)
     if draft_layer_of(model) is not None:
-        log.info("[model] its draft layer is not used: only models that are exact at every token use theirs")
+        log.info("[model] its draft layer is not used: only models that have a plan use theirs")
     return layout, reason
 
 

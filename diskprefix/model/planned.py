@@ -15,6 +15,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
+from diskprefix.model.drafts import DraftLayer
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import (
     SECTIONS_IN_ORDER,
@@ -25,6 +26,7 @@ from diskprefix.model.families.model_types import (
     without_plan,
 )
 from diskprefix.model.families.slot_names import NAMES
+from diskprefix.model.load.draft_layer import with_one_more
 from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, Rotary, StateLocation
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots, decoder_of
@@ -57,24 +59,28 @@ class ModelPlan:
         self._always_hidden, self._plans = layout.has_draft_layer, dict[bool, ComputePlan]()
         self.plan = self._plan_for(_ROWS, needs_hidden=False)
         """That of the usual steps."""
+        has_draft_layer = self._config.draft_layer is not None
+        self.draft_layer = DraftLayer(self._config, self._begin, torch.get_num_threads) if has_draft_layer else None
 
     def _plan_for(self, num_rows: int, *, needs_hidden: bool) -> ComputePlan:
         """Returns the plan of a step. One that gives the hidden states of all rows computes all of the last layers."""
         key = needs_hidden or self._always_hidden
         plan = self._plans.get(key)
         if plan is None or num_rows > plan.max_rows:
-            plan = self._plans[key] = self._make(max(num_rows, _ROWS), with_hidden=key)
+            plan, slots = self._begin(num_rows)
+            decoder(plan, self._config, slots, with_hidden=key)
+            self._plans[key] = plan
         return plan
 
-    def _make(self, max_rows: int, *, with_hidden: bool) -> ComputePlan:
+    def _begin(self, num_rows: int) -> tuple[ComputePlan, Slots]:
+        """Returns an empty plan for so many rows at least, and the weights."""
         compiled, model = operators(), self._model()
         assert compiled is not None, "a model of a plan is exact at every token"
         assert model is not None, "it runs"
-        plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self._config.vocab_size, self._page_tokens)
+        dtype, max_rows = _DTYPES[self._dtype], max(num_rows, _ROWS)
+        plan = ComputePlan(compiled, dtype, max_rows, self._config.vocab_size, self._page_tokens)
         names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
-        slots = Slots(model, self._config.norm, self._config.epsilon, names)
-        decoder(plan, self._config, slots, with_hidden=with_hidden)
-        return plan
+        return plan, Slots(model, self._config.norm, self._config.epsilon, names)
 
     def run(
         self,
@@ -151,24 +157,28 @@ def _layers(model: PreTrainedModel) -> Any:
 
 def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> DecoderConfig:
     """Returns the configuration of a model."""
-    layers = layout.layers[: len(_layers(model))]
+    num_layers = len(_layers(model))
+    layers = layout.layers[: None if layout.has_draft_layer else num_layers]
     places = [places_of(layout, page_tokens, number) for number in range(len(layers))]
     states = [states_of(layout, number) for number in range(len(layers))]
     windows = [spec.window or 0 for spec in layers]
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None) is None:
         places = [_parted(of_layer, spec.latent_dim) for of_layer, spec in zip(places, layers, strict=True)]
-    found = of_model(config, windows, places, states, _rotary(model), sees_pictures_whole(model.config))
+    further = with_one_more(config) if layout.has_draft_layer else config
+    found = of_model(further, windows, places, states, _rotary(model), sees_pictures_whole(model.config))
+    draft_layer = found.layers[-1] if layout.has_draft_layer else None
+    found = replace(found, layers=found.layers[:num_layers], draft_layer=draft_layer)
     # transformers multiplies by a number in the type of the model.
     rounded, of_layers = (
         float(torch.tensor(one).to(model.dtype)) for one in (found.embedding_multiplier, found.layer_input_multiplier)
     )
-    further = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+    levels = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     if found.latent is not None:
         # With a factor for scaled positions.
         number = next(number for number, one in enumerate(found.layers) if one.mixer == "latent")
         found = replace(found, scale=_layers(model)[number].self_attn.scaling)
-    return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(further))
+    return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(levels))
 
 
 def first_layers(config: DecoderConfig) -> DecoderConfig:
@@ -195,8 +205,8 @@ def _parted(places: dict[str, Location], key_dim: int) -> dict[str, Location]:
     """Returns the places of keys and of values that memory has in one row, as the layout has those of a single head."""
     if "latent" not in places:
         return places
-    rows = places["latent"]
-    return {"keys": replace(rows, dim=key_dim), "values": rows.behind(key_dim)}
+    rows = places.pop("latent")
+    return {**places, "keys": replace(rows, dim=key_dim), "values": rows.behind(key_dim)}
 
 
 def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation]:

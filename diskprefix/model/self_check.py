@@ -19,7 +19,7 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence, Prefix
 from diskprefix.memo import Memo
-from diskprefix.model.drafts import draft_layer_of
+from diskprefix.model.load.draft_layer import draft_layer_of
 from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.model.planned import ModelPlan, NotExact, reason_without_plan
 from diskprefix.native.library import described, operators

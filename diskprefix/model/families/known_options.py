@@ -44,7 +44,8 @@ _SEEN = """
 """
 """Those that the shapes of weights, the weights that there are, or the layout of the state say."""
 _WITHOUT_EFFECT = """
-    activation_dropout allow_global_per_layer_attribute_access altup_coef_clip architectures attention_dropout attention_probs_dropout_prob
+    activation_dropout allow_global_per_layer_attribute_access altup_coef_clip architectures attention_dropout
+    attention_probs_dropout_prob
     attention_softmax_in_fp32 attn_pdrop bos_token_id chunk_size classifier_dropout dropout dtype embd_pdrop
     embedding_dropout embedding_initializer_range eod_token_id eos_token_id hidden_dropout hidden_dropout_prob id2label
     ignore_keys_at_rope_validation init_std initializer_range input_jitter_noise is_decoder label2id layerdrop
