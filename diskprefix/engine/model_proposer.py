@@ -8,7 +8,6 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from diskprefix.engine.draft_model import DraftModel, DraftSequence
 from diskprefix.engine.drafting import MIN_SPEEDUP, ChainProposer, Draft
@@ -119,8 +118,7 @@ class ModelProposer(ChainProposer):
         return is_made
 
     def _compute(self, step: Sequence[tuple[Reply, npt.NDArray[np.int64]]]) -> list[tuple[int, float]]:
-        logits = self.model.compute([(self.model.sequences[reply], ids) for reply, ids in step])
-        return likeliest(torch.from_numpy(logits))
+        return likeliest(self.model.compute([(self.model.sequences[reply], ids) for reply, ids in step]))
 
     def _compute_guesses(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
         return self._compute([(one.reply, self._next_ids(one)) for one in drafts])

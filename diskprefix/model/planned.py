@@ -14,8 +14,8 @@ import torch
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
-from diskprefix.model import drafts
 from diskprefix.model.config import DecoderConfig
+from diskprefix.model.drafts import DraftLayer, DraftRow
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import (
@@ -27,6 +27,7 @@ from diskprefix.model.families.model_types import (
     without_plan,
 )
 from diskprefix.model.families.slot_names import NAMES
+from diskprefix.model.load.draft_layer import with_one_more
 from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, Rotary, StateLocation
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.runtime import Rows, StepOutput, UncachedState, begin_step
@@ -53,6 +54,8 @@ class PlanRuntime:
         # A plan is kept as long as its model.
         self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
         self._plans = dict[bool, ComputePlan]()
+        has_draft_layer = self._config.draft_layer is not None
+        self.draft_layer = DraftLayer(self._config, self._begin, torch.get_num_threads) if has_draft_layer else None
 
     @property
     def plan(self) -> ComputePlan:
@@ -67,39 +70,39 @@ class PlanRuntime:
         """Returns the plan of a step. One that gives the hidden states of all rows computes all of the last layers."""
         plan = self._plans.get(with_hidden)
         if plan is None or num_rows > plan.max_rows:
-            plan = self._plans[with_hidden] = self._make(max(num_rows, _ROWS), with_hidden=with_hidden)
+            plan, slots = self._begin(num_rows)
+            decoder(plan, self._config, slots, with_hidden=with_hidden)
+            self._plans[with_hidden] = plan
         return plan
 
-    def _make(self, max_rows: int, *, with_hidden: bool) -> ComputePlan:
+    def _begin(self, num_rows: int) -> tuple[ComputePlan, Slots]:
+        """Returns an empty plan for so many rows at least, and the weights."""
         compiled, model = operators(), self._loaded()
         assert compiled is not None, "a model of a plan is exact at every token"
-        plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self._config.vocab_size, self._page_tokens)
+        dtype, max_rows = _DTYPES[self._dtype], max(num_rows, _ROWS)
+        plan = ComputePlan(compiled, dtype, max_rows, self._config.vocab_size, self._page_tokens)
         names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
-        slots = Slots(model, self._config.norm, self._config.epsilon, names)
-        decoder(plan, self._config, slots, with_hidden=with_hidden)
-        return plan
+        return plan, Slots(model, self._config.norm, self._config.epsilon, names)
 
     def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
         """Computes a step: all rows of all sequences together."""
         sequences, runs = begin_step(step)
-        of_each, pictures = [rows.token_ids for rows in step], [rows.pictures for rows in step]
-        with_hidden, ids = needs_hidden or self.layout.has_draft_layer, np.concatenate(of_each)
-        plan = self._plan_for(len(ids), with_hidden=with_hidden)
-        counts = [rows.num_logits for rows in step]
+        token_ids, pictures = np.concatenate([rows.token_ids for rows in step]), [rows.pictures for rows in step]
+        with_hidden, counts = needs_hidden or self.layout.has_draft_layer, [rows.num_logits for rows in step]
+        plan = self._plan_for(len(token_ids), with_hidden=with_hidden)
         described = [self._described(plan, *one) for one in zip(sequences, runs, counts, strict=True)]
-        of_pictures = _encoded(ids, pictures, runs)
+        ids, of_pictures = token_ids, _encoded(token_ids, pictures, runs)
         if self._padded:
             ids = np.where(np.isin(ids, self._padded[1:]), self._padded[0], ids)
         plan.run(described, ids, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
         logits = self._copied(plan, plan.logits, sum(counts)).float().numpy()
         hidden = self._copied(plan, plan.hidden, len(ids)) if with_hidden else None
         for sequence, run in zip(sequences, runs, strict=True):
-            for layer in sequence.token_layers[: -1 if self.layout.has_draft_layer else None]:
+            for layer in sequence.token_layers:
                 layer.length = run.end
-        if self.layout.has_draft_layer and hidden is not None:
-            ids_of_each = [torch.from_numpy(one)[None] for one in of_each]
+        if self.draft_layer is not None and hidden is not None:
             may_lag = all(rows.may_lag for rows in step)
-            drafts.keep_up(self._loaded(), sequences, runs, ids_of_each, hidden, may_lag=may_lag)
+            self.draft_layer.keep_up(sequences, runs, token_ids, hidden.view(torch.uint8).numpy(), may_lag=may_lag)
         for sequence, run in zip(sequences, runs, strict=True):
             sequence.end_step(run)
         return StepOutput(
@@ -107,9 +110,10 @@ class PlanRuntime:
             hidden.float().numpy() if hidden is not None and needs_hidden else None,
         )
 
-    def draft(self, rows: Sequence[drafts.DraftRow]) -> tuple[list[tuple[int, float]], torch.Tensor]:
+    def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
         """Computes guesses by the draft layer."""
-        return drafts.draft(self._loaded(), rows)
+        assert self.draft_layer is not None, "the model has one"
+        return self.draft_layer.draft(rows)
 
     def new_state(self) -> UncachedState:
         """Raises `NotImplementedError`: the state of a model with a plan is cached."""
@@ -172,24 +176,28 @@ def _layers(model: PreTrainedModel) -> Any:
 
 def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> DecoderConfig:
     """Returns the configuration of a model."""
-    layers = layout.layers[: len(_layers(model))]
+    num_layers = len(_layers(model))
+    layers = layout.layers[: None if layout.has_draft_layer else num_layers]
     places = [places_of(layout, page_tokens, number) for number in range(len(layers))]
     states = [states_of(layout, number) for number in range(len(layers))]
     windows = [spec.window or 0 for spec in layers]
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None) is None:
         places = [_parted(of_layer, spec.latent_dim) for of_layer, spec in zip(places, layers, strict=True)]
-    found = of_model(config, windows, places, states, _rotary(model), sees_pictures_whole(model.config))
+    further = with_one_more(config) if layout.has_draft_layer else config
+    found = of_model(further, windows, places, states, _rotary(model), sees_pictures_whole(model.config))
+    draft_layer = found.layers[-1] if layout.has_draft_layer else None
+    found = replace(found, layers=found.layers[:num_layers], draft_layer=draft_layer)
     # transformers multiplies by a number in the type of the model.
     rounded, of_layers = (
         float(torch.tensor(one).to(model.dtype)) for one in (found.embedding_multiplier, found.layer_input_multiplier)
     )
-    further = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+    levels = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     if found.latent is not None:
         # With a factor for scaled positions.
         number = next(number for number, one in enumerate(found.layers) if one.mixer == "latent")
         found = replace(found, scale=_layers(model)[number].self_attn.scaling)
-    return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(further))
+    return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(levels))
 
 
 def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Location]:
@@ -210,8 +218,8 @@ def _parted(places: dict[str, Location], key_dim: int) -> dict[str, Location]:
     """Returns the places of keys and of values that memory has in one row, as the layout has those of a single head."""
     if "latent" not in places:
         return places
-    rows = places["latent"]
-    return {"keys": replace(rows, dim=key_dim), "values": rows.behind(key_dim)}
+    rows = places.pop("latent")
+    return {**places, "keys": replace(rows, dim=key_dim), "values": rows.behind(key_dim)}
 
 
 def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation]:

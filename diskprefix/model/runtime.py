@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,6 @@ from diskprefix.kv.step import Run
 from diskprefix.model.drafts import DraftRow
 from diskprefix.model.vision_encoder import PictureRows
 from diskprefix.tokens import Logits
-
-if TYPE_CHECKING:
-    import torch
 
 
 class UncachedState:
@@ -63,8 +60,8 @@ class Runtime(Protocol):
     def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
         """Computes a step. It has several sequences only if the layout packs."""
 
-    def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], torch.Tensor]:
-        """Computes guesses by the draft layer of a layout that has one (`model.drafts.draft`)."""
+    def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
+        """Computes guesses by the draft layer of a layout that has one (`DraftLayer.draft`)."""
 
     def new_state(self) -> UncachedState:
         """Returns an empty state, for a layout that is not cached."""

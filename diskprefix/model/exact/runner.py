@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, Step, computing
-from diskprefix.model.drafts import DraftRow, draft, keeping_up
+from diskprefix.model.drafts import DraftRow
 from diskprefix.model.exact.invariant import as_it_was, is_installed
 from diskprefix.model.load.memory import use_gpu
 from diskprefix.model.planned import plan_of
@@ -72,9 +72,9 @@ class ModuleRuntime:
         of_each = np.split(_as_array(logits), np.cumsum([rows.num_logits for rows in step])[:-1])
         return StepOutput(of_each, _as_array(hidden[0]) if hidden else None)
 
-    def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], torch.Tensor]:
-        """Computes guesses by the draft layer."""
-        return draft(self._model, rows)
+    def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
+        """Raises `NotImplementedError`: only plans have draft layers."""
+        raise NotImplementedError
 
     def new_state(self) -> TransformersState:
         """Returns an empty state of transformers' own."""
@@ -92,6 +92,14 @@ def run(model: PreTrainedModel, step: Sequence[Any]) -> list[torch.Tensor]:
     assert isinstance(state, KVSequence)
     step = [replace(one, token_ids=np.asarray(one.token_ids).reshape(-1)) for one in step]
     return [torch.from_numpy(one) for one in runtime_of(model, state.layout, state.pool.block_size).run(step).logits]
+
+
+def draft(model: PreTrainedModel, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
+    """Calls `DraftLayer.draft` of a model."""
+    first = rows[0].state
+    plan = plan_of(model, first.layout, first.pool.block_size)
+    assert plan is not None, "a layout with a draft layer is of a plan"
+    return plan.draft(rows)
 
 
 def forward(model: PreTrainedModel, sequence: KVSequence, token_ids: torch.Tensor, num_logits: int = 1) -> torch.Tensor:
@@ -140,11 +148,7 @@ def _forward(
         call |= picture_arguments(input_ids, runs, [one.pictures for one in rows])
     if keeps:
         call["logits_to_keep"] = kept
-    drafting: AbstractContextManager[None] = nullcontext()
-    if layout.has_draft_layer:
-        assert step is not None, "only models that are exact at every token use their draft layer"
-        drafting = keeping_up(model, sequences, step, of_each, may_lag=all(one.may_lag for one in rows))
-    with computing(step), drafting:
+    with computing(step):
         output = model(input_ids=input_ids, **call)
     logits: torch.Tensor = output.logits[0]
     return logits[-rows[0].num_logits :] if alone else logits if keeps else logits[kept]
