@@ -13,10 +13,12 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
 from diskprefix.kv.layout import Layout
+from diskprefix.model.exact.runner import runtime_of
 from diskprefix.model.load.draft_layer import draft_layer_of
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.planned import NotExact
+from diskprefix.model.runtime import Runtime
 from diskprefix.model.self_check import checked, known_reason
 from diskprefix.native.library import REMEDY, are_missing, described
 from diskprefix.progress import Report
@@ -37,6 +39,7 @@ class MeasuredModel:
 
     loaded: LoadedModel
     layout: Layout
+    runtime: Runtime
     fingerprint: Fingerprint
     reason: str
 
@@ -60,7 +63,8 @@ def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     """Finds out where a model is exact. Raises the errors of torch when memory runs out."""
     fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
     layout, reason = layout_of(loaded.model, str(fingerprint))
-    return MeasuredModel(loaded, layout, fingerprint if reason else fingerprint.by_plan(), reason)
+    runtime = runtime_of(loaded.model, layout, settings.block_size)
+    return MeasuredModel(loaded, layout, runtime, fingerprint if reason else fingerprint.by_plan(), reason)
 
 
 def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
@@ -101,7 +105,7 @@ def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, prog
         raise ModelError(f"--draft-model: {loaded.name} cannot guess, it is not exact at every token: {draft.reason}")
     if not draft.layout.is_sliceable:
         raise ModelError(f"--draft-model: {loaded.name} cannot guess, a recurrent layer cannot take a guess back")
-    return LoadedDraft(loaded, draft.cache(settings, cache.store, beside=cache))
+    return LoadedDraft(loaded, draft.runtime, draft.cache(settings, cache.store, beside=cache))
 
 
 def require_same_vocabulary(served: LoadedModel, draft: LoadedModel) -> None:

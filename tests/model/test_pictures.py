@@ -23,7 +23,8 @@ from diskprefix.engine.measured_model import layout_of
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.runner import Rows, run
+from diskprefix.model.exact.runner import run
+from diskprefix.model.runtime import Rows
 from diskprefix.model.vision_encoder import PictureRows, VisionEncoder, sees_pictures_whole
 from tests.exactness.architectures import ARCHITECTURES, WINDOW
 
@@ -68,7 +69,7 @@ def computed(model: PreTrainedModel, layout: Layout, steps: Iterable[tuple[int, 
         of_step = tuple(span for span in spans if span[0] < end and start < span[1])
         pictures = PictureRows(encoder, is_picture[start:end], rows[None, first:last], spans=of_step)
         with torch.inference_mode():
-            (found,) = run(model, [Rows(sequence, ids[:, start:end], end - start, pictures)])
+            (found,) = run(model, [Rows(sequence, ids[0, start:end].numpy(), end - start, pictures)])
         logits = torch.cat([logits[:start], found])
     first = sequence.complete_from
     return sequence.content(first, LENGTH), logits
@@ -119,8 +120,10 @@ def test_a_placeholder_in_a_text_has_the_same_bits_beside_a_picture_and_alone(na
     encoded = torch.randn(1, 2, encoder.hidden).to(model.dtype)
     rows = PictureRows(encoder, pictured[0] == IMAGE, encoded, spans=((1, 3),))
     with torch.inference_mode():
-        (alone,) = run(model, [Rows(KVSequence(pool), text, 3)])
-        beside, _ = run(model, [Rows(KVSequence(pool), text, 3), Rows(KVSequence(pool), pictured, 1, rows)])
+        (alone,) = run(model, [Rows(KVSequence(pool), text[0].numpy(), 3)])
+        beside, _ = run(
+            model, [Rows(KVSequence(pool), text[0].numpy(), 3), Rows(KVSequence(pool), pictured[0].numpy(), 1, rows)]
+        )
     assert torch.equal(alone, beside)
 
 
