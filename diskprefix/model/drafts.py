@@ -143,15 +143,10 @@ class DraftLayer:
     def _hidden_of(self, sequence: KVSequence, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yields the memory of the hidden states of tokens, page by page."""
         size, memory = sequence.pool.block_size, self._memory
-        while start < stop:
-            number, at = divmod(start, size)
-            count = min(size - at, stop - start)
-            page = sequence.tables[memory.table].pages[number]
-            assert page is not None, "the table has no window"
+        for page, at, _, count in sequence.tables[memory.table].parts(start, stop):
             assert page.rows is not None, "a plan's memory is main memory"
             of_page = page.rows.reshape(-1)[memory.offset :][: size * memory.dim * memory.item_bytes]
             yield of_page.reshape(size, -1)[at : at + count]
-            start += count
 
 
 def _planned(sequence: KVSequence, run: Run, num_logits: int) -> PlannedRun:
