@@ -11,7 +11,6 @@ import torch
 
 from diskprefix.native import require
 from diskprefix.native.library import Operators
-from diskprefix.native.unseen import unseen
 
 _CALL = struct.Struct("@8q P2q 2P 2d q P")
 _RUN = struct.Struct("@3q P3q P3q Pq")
@@ -52,7 +51,6 @@ def contiguous(tensor: torch.Tensor, first: int = 0) -> PagedRows:
     return PagedRows(table.buffer_info()[0], offset, head_stride, token_stride, (table, tensor))
 
 
-@unseen
 def attention(
     operators: Operators,
     query: torch.Tensor,

@@ -12,7 +12,6 @@ import torch
 from diskprefix.native import require
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
-from diskprefix.native.unseen import unseen
 
 _EXPERTS = struct.Struct("@4q 3P 3P 2P P q P")
 """`Experts` of `source/interface.h`."""
@@ -23,7 +22,8 @@ class RoutedExperts:
     """The sum of down × (curve(gate × row) × up_curve(up × row)) over the experts that a router chose, each times its
     weight; without `up` it is down × curve(gate × row).
 
-    `gate`, `up` and `down` have a matrix for each expert. Curves are bfloat16 [65 537], as in `Gated`.
+    `gate`, `up` and `down` have a matrix for each expert. Curves are bfloat16 [65 537], by the bits of a number, and
+    one more.
     """
 
     gate: Sequence[Matrix]
@@ -45,7 +45,6 @@ class RoutedExperts:
         )
         return gate, up, down
 
-    @unseen
     def __call__(
         self, operators: Operators, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:

@@ -21,16 +21,9 @@ _NUM_ARGUMENTS = {
     "require_matrix": 2,
     "attention": 2,
     "product": 1,
-    "norm": 1,
-    "gated": 1,
-    "attention_block": 2,
-    "dense": 1,
     "experts": 1,
     "pack": 1,
     "look_up": 1,
-    "convolution": 2,
-    "delta_rule": 2,
-    "state_space": 2,
     "run": 2,
 }
 """The operators that need torch's threads, in the order of `source/interface.h`."""
@@ -52,16 +45,9 @@ class Operators:
     require_matrix: Any
     attention: Any
     product: Any
-    norm: Any
-    gated: Any
     experts: Any
-    attention_block: Any
-    dense: Any
     pack: Any
     look_up: Any
-    convolution: Any
-    delta_rule: Any
-    state_space: Any
     run: Any
     parallel_for: int
 

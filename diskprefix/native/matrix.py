@@ -11,7 +11,6 @@ import torch
 
 from diskprefix.native import COLUMNS, ROWS, require
 from diskprefix.native.library import Operators, operators
-from diskprefix.native.unseen import unseen
 
 _MATRIX = struct.Struct("@7q 3P")
 _PRODUCT = struct.Struct("@2q P 3P 3P q P")
@@ -84,7 +83,6 @@ def fills_blocks(weight: torch.Tensor) -> bool:
     return weight.ndim == 2 and weight.shape[0] % ROWS == 0 and weight.shape[1] % COLUMNS == 0
 
 
-@unseen
 def product(operators: Operators, rows: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     """Returns bfloat16 [.., rows of the matrix] for bfloat16 [.., columns of the matrix]. Raises `MemoryError`."""
     require(rows.dtype is torch.bfloat16 and rows.shape[-1] == matrix.columns, rows)
@@ -99,7 +97,6 @@ def product(operators: Operators, rows: torch.Tensor, matrix: Matrix) -> torch.T
     return out
 
 
-@unseen
 def rows_of(operators: Operators, matrix: Matrix, ids: torch.Tensor) -> torch.Tensor:
     """Returns rows of a quantised matrix, bfloat16 [.., columns] for `ids`, int64 [..]. All variants round them.
 

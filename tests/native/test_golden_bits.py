@@ -19,14 +19,13 @@ import torch
 
 from diskprefix.model.quants.forms import matrix_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.native import library, scans
+from diskprefix.native import library
 from diskprefix.native.attention_operator import attention
-from diskprefix.native.blocks import AttentionBlock, Gated, Norm, StepPlace
-from diskprefix.native.dense import head_products
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product, rows_of
 from diskprefix.native.packing import pack
+from tests.native.one_operation import convolution, delta_rule, head_products, norm, state_space
 from tests.native.pages import Pages
 from tests.native.variants import of_this_cpu
 
@@ -93,7 +92,7 @@ def of_products(operators: Operators) -> list[torch.Tensor]:
 
 def of_norms(operators: Operators, dtype: torch.dtype) -> list[torch.Tensor]:
     rows, weight = made_up(ROWS, WIDTH + 3, seed=1, dtype=dtype), made_up(WIDTH + 3, seed=2, dtype=dtype)
-    return [Norm(weight, kind, 2.0**-17)(operators, rows) for kind in (0, 1, 2)]
+    return [norm(operators, rows, weight, kind, 2.0**-17) for kind in (0, 1, 2)]
 
 
 def of_experts(operators: Operators) -> list[torch.Tensor]:
@@ -112,43 +111,23 @@ def of_dense_products(operators: Operators, dtype: torch.dtype) -> list[torch.Te
     return [out, turned]
 
 
-def of_layers(operators: Operators, page_tokens: int = TOKENS) -> list[torch.Tensor]:
-    seeds = iter(range(40, 50))
-    query, last = (quantised(operators, *size, next(seeds)) for size in ((HEADS * DIM, WIDTH), (WIDTH, HEADS * DIM)))
-    key, value = (quantised(operators, 2 * DIM, WIDTH, next(seeds)) for _ in range(2))
-    gate, up = (quantised(operators, INNER, WIDTH, next(seeds)) for _ in range(2))
-    gated = Gated(gate, up, quantised(operators, WIDTH, INNER, next(seeds)), curve())
-    of_heads, *norms = (
-        Norm(made_up(size, seed=next(seeds), dtype=torch.bfloat16), 0, 2.0**-17) for size in (DIM, WIDTH, WIDTH)
-    )
-    block = AttentionBlock(query, key, value, last, DIM, DIM, 0.25, 0.0, of_heads, of_heads, None)
-    rows = made_up(1, ROWS, WIDTH, seed=1, dtype=torch.bfloat16)
-    cosines, sines = (made_up(1, ROWS, DIM, seed=seed, dtype=torch.bfloat16) for seed in (2, 3))
-    memory = Pages([made_up(2, TOKENS, DIM, seed=seed, dtype=torch.bfloat16) for seed in (4, 5)], page_tokens)
-    place = StepPlace(memory.run(START, ROWS), 1, cosines, sines)
-    found = [gated(operators, rows), block(operators, rows, place)]
-    middle = rows + block(operators, norms[0](operators, rows), place)
-    return [*found, middle + gated(operators, norms[1](operators, middle)), *memory.joined()]
-
-
 def of_scans(operators: Operators, dtype: torch.dtype) -> list[torch.Tensor]:
     rows = made_up(1, ROWS, WIDTH, seed=1, dtype=dtype)
     states = made_up(1, WIDTH, 4, seed=2, dtype=dtype), *(made_up(1, HEADS, DIM, DIM, seed=seed) for seed in (3, 4))
     weight = made_up(WIDTH, 4, seed=5, dtype=dtype)
-    found = [scans.convolution(operators, rows, weight, None, [(ROWS, states[0], states[0])], has_silu=True)]
+    found = [convolution(operators, rows, weight, None, [(ROWS, states[0], states[0])], has_silu=True)]
     query, key, into, out_of = (made_up(1, ROWS, 2, DIM, seed=seed, dtype=dtype) for seed in range(6, 10))
     value, steps = made_up(1, ROWS, HEADS, DIM, seed=10, dtype=dtype), made_up(1, ROWS, HEADS, seed=11).abs()
     runs = [(ROWS, states[1], states[1])]
-    found.append(scans.delta_rule(operators, query, key, value, -steps, steps, runs, 2.0**-20))
+    found.append(delta_rule(operators, query, key, value, -steps, steps, runs, 2.0**-20))
     decay, runs = -made_up(HEADS, seed=12).abs(), [(ROWS, states[2], states[2])]
-    found.append(scans.state_space(operators, value, steps, decay, into, out_of, decay, runs))
+    found.append(state_space(operators, value, steps, decay, into, out_of, decay, runs))
     return [*found, *states]
 
 
 COMPUTED: dict[str, Callable[[Operators], list[torch.Tensor]]] = {
     "products": of_products,
     "experts": of_experts,
-    "layers": of_layers,
 }
 OF_TYPES: dict[str, Callable[[Operators, torch.dtype], list[torch.Tensor]]] = {
     "attention": of_attention,
@@ -160,7 +139,6 @@ KEPT = ("avx512_bf16", "avx512", "avx2", "baseline") if platform.machine() == "x
 GOLDEN = {
     "products": "7386c854fd13 7386c854fd13 7386c854fd13 7386c854fd13",
     "experts": "8ccb34353804 330486b93301 330486b93301 330486b93301",
-    "layers": "2d6e67c36b22 340114e67537 340114e67537 eb93b18e39d7",
     "attention in float32": "b7d712cfd590 b7d712cfd590 ded783286859 d2d30326ce64",
     "attention in bfloat16": "c602dbadeff4 e34e9e9751c5 e34e9e9751c5 b093f50de9ce",
     "attention in float16": "6f7b21e9a17f 6f7b21e9a17f 36039890fbd6 d28b29504fbc",
@@ -196,13 +174,6 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 def test_each_operator_computes_the_bits_that_are_kept(operators: Operators) -> None:
     kept = {name: of_variants.split()[KEPT.index(operators.variant)] for name, of_variants in GOLDEN.items()}
     assert bits(operators) == kept
-
-
-@pytest.mark.parametrize("operators", of_this_cpu(KEPT), indirect=True)
-@pytest.mark.parametrize("page_tokens", [256, 64, 48])
-def test_a_layer_reads_and_writes_pages_with_the_same_bits(operators: Operators, page_tokens: int) -> None:
-    kept = GOLDEN["layers"].split()[KEPT.index(operators.variant)]
-    assert _digest(of_layers(operators, page_tokens)) == kept
 
 
 def main() -> None:

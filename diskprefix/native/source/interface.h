@@ -125,21 +125,10 @@ struct Norm {
   ParallelFor parallel_for;
 };
 
-// Down × (curve(gate × row) × (up × row)), bfloat16 [num_rows, columns of up] to [num_rows, rows of down]. The curve is a
-// table with the value for each of the 65,536 bfloat16 numbers, and one number more.
-struct Gated {
-  int64_t num_rows;
-  const void* rows;
-  const Matrix *gate, *up, *down;
-  const uint16_t* curve;
-  void* out;
-  int64_t num_threads;
-  ParallelFor parallel_for;
-};
-
 // For each row the experts that its router chose: down × (curve(gate × row) × up_curve(up × row)), rounded to bfloat16,
 // times the weight of the expert, rounded again, and added up in float32 in the order in which they are named. Without
-// `up` it is down × curve(gate × row). Curves are tables as in `Gated`; `up_curve` may be null. `rows` and `out` are
+// `up` it is down × curve(gate × row). A curve is a table with the value
+// for each of the 65,536 bfloat16 numbers, and one number more; `up_curve` may be null. `rows` and `out` are
 // bfloat16 [num_rows, width], `chosen` and `weights` [num_rows, num_chosen]; `gate`, `up` and `down` hold the address of
 // each expert's matrix. With `weighs_rows` the row is multiplied by the weight, instead of the result.
 struct Experts {
@@ -152,23 +141,6 @@ struct Experts {
   void* out;
   int64_t num_threads;
   ParallelFor parallel_for;
-};
-
-// Attention with the steps around it, in bfloat16: products that give queries, keys and values, norms of each head or
-// null, rotary embedding, keys and values to memory, attention, and the last product. `cosines` and `sines` are
-// [num_rows, rotary_dim]; the first half of the rotary numbers of a head belongs to the second. In `attention`, `query`
-// and `out` are not set, nor is `dtype` read.
-struct AttentionBlock {
-  int64_t num_rows;
-  const void* rows;
-  const Matrix *query, *key, *value, *last;
-  const void *query_norm, *key_norm;
-  int64_t norm_kind;
-  double norm_epsilon;
-  int64_t rotary_dim;
-  const void *cosines, *sines;
-  void* out;
-  Attention attention;
 };
 
 // Consecutive tokens of one sequence, at least one, the state before them, and where the state behind them goes, which may
@@ -504,16 +476,9 @@ struct Operators {
   int32_t (*require_matrix)(const Matrix* matrix, const int64_t* num_bytes);
   int32_t (*attention)(const Attention* call, const Run* runs);
   int32_t (*product)(const Product* call);
-  int32_t (*norm)(const Norm* call);
-  int32_t (*gated)(const Gated* call);
-  int32_t (*attention_block)(const AttentionBlock* call, const Run* runs);
-  int32_t (*dense)(const DenseProduct* call);
   int32_t (*experts)(const Experts* call);
   int32_t (*pack)(const Packing* call);
   int32_t (*look_up)(const Lookup* call);
-  int32_t (*convolution)(const Convolution* call, const StateRun* runs);
-  int32_t (*delta_rule)(const DeltaRule* call, const StateRun* runs);
-  int32_t (*state_space)(const StateSpace* call, const StateRun* runs);
   int32_t (*run)(const Plan* plan, const PlanStep* step);
   int32_t (*split)(Planes* call);
   int32_t (*join)(Planes* call);

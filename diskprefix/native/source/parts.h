@@ -98,20 +98,6 @@ inline bool norm_of(const Norm& call) {
   });
 }
 
-// A head's numbers at one position, in place: number i of the first half and number i of the second turn together. Each
-// product is rounded before the sum.
-inline void turn_head(uint16_t* head, const uint16_t* cosines, const uint16_t* sines, int64_t dim) {
-  const int64_t half = dim / 2;
-  for (int64_t i = 0; i < half; i += LANES) {
-    const int64_t left = half - i;
-    const auto load = [left](const uint16_t* from) { return some_of<BFloat16>(from, left); };
-    const auto times = [](Floats a, Floats b) { return rounded_to<BFloat16>(a * b); };
-    const Floats first = load(head + i), second = load(head + half + i);
-    put_some<BFloat16>(head + i, times(first, load(cosines + i)) + times(-second, load(sines + i)), left);
-    put_some<BFloat16>(head + half + i, times(second, load(cosines + half + i)) + times(first, load(sines + half + i)), left);
-  }
-}
-
 // The values of a curve, a table with one number more, at LANES numbers or the `left` ones.
 inline Floats curve_at(const uint16_t* numbers, const uint16_t* curve, int64_t left) {
   uint16_t found[LANES] = {};

@@ -1,0 +1,125 @@
+"""Operators called with torch's tensors, each as a plan of one operation."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from diskprefix.native import calls
+from diskprefix.native.attention_operator import DTYPES
+from diskprefix.native.library import Operators
+
+Runs = Sequence[tuple[int, torch.Tensor, torch.Tensor]]
+"""For each sequence the number of its rows, the state before them, [1, ..], and where the one behind them goes, which
+may be the same tensor."""
+
+
+def run(operators: Operators, kind: int, call: ctypes.Structure, num_rows: int, runs: Runs = ()) -> None:
+    operation = calls.Operation(kind, 0, ctypes.addressof(call))
+    plan = calls.Operations(1, ctypes.addressof(operation))
+    described, addresses = (calls.PlanRun * max(1, len(runs)))(), list[ctypes.Array[ctypes.c_void_p]]()
+    for place, (rows, *states) in zip(described, runs, strict=False):
+        addresses += [(ctypes.c_void_p * 1)(state.data_ptr()) for state in states]
+        # Before its first token a sequence has zeros.
+        place.start, place.num_rows = 1, rows
+        place.befores, place.states = map(ctypes.addressof, addresses[-2:])
+    step = (num_rows, 0, len(runs), 1, 0, ctypes.addressof(described), torch.get_num_threads(), operators.parallel_for)
+    assert not operators.run(bytes(plan), bytes(calls.PlanStep(*step)))
+
+
+def norm(operators: Operators, rows: torch.Tensor, weight: torch.Tensor, kind: int, epsilon: float) -> torch.Tensor:
+    """[.., width]."""
+    rows, out = rows.contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
+    call = calls.NormCall(
+        dtype=DTYPES[rows.dtype], kind=kind, width=len(weight), rows=rows.data_ptr(), weight=weight.data_ptr(),
+        out=out.data_ptr(), epsilon=epsilon,
+    )  # fmt: skip
+    run(operators, calls.NORM, call, rows.numel() // len(weight))
+    return out
+
+
+def head_products(
+    operators: Operators, rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor, *, is_turned: bool
+) -> None:
+    """Rows [heads, rows, inner] × matrices [heads, inner, outer], or if turned [heads, outer, inner]."""
+    (heads, num_rows, inner), outer = rows.shape, out.shape[-1]
+    call = calls.DenseProductCall(
+        dtype=DTYPES[rows.dtype], is_turned=is_turned, num_heads=heads, inner=inner, outer=outer,
+        rows=rows.data_ptr(), head_stride=rows.stride(0), row_stride=rows.stride(1),
+        matrices=matrices.data_ptr(), matrix_stride=matrices.stride(0), line_stride=matrices.stride(1),
+        out=out.data_ptr(), out_head_stride=out.stride(0), out_row_stride=out.stride(1),
+    )  # fmt: skip
+    run(operators, calls.DENSE, call, num_rows)
+
+
+def convolution(
+    operators: Operators,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    runs: Runs,
+    *,
+    has_silu: bool,
+) -> torch.Tensor:
+    """Rows [1, rows, channels], a weight [channels, kernel], states [1, channels, kernel]."""
+    (_, num_rows, channels), rows = rows.shape, rows.contiguous()
+    out = torch.empty_like(rows)
+    call = calls.ConvolutionCall(
+        dtype=DTYPES[rows.dtype], channels=channels, kernel=weight.shape[1], has_silu=has_silu, row_stride=channels,
+        rows=rows.data_ptr(), weight=weight.data_ptr(), bias=0 if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+    )  # fmt: skip
+    run(operators, calls.CONVOLVE, calls.PlannedConvolutionCall(call), num_rows, runs)
+    return out
+
+
+def delta_rule(
+    operators: Operators,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    runs: Runs,
+    epsilon: float,
+) -> torch.Tensor:
+    """Queries and keys [1, rows, key_heads, key_dim], values [1, rows, heads, value_dim], decays [1, rows, heads] or
+    [1, rows, heads, key_dim], betas [1, rows, heads], states float32 [1, heads, key_dim, value_dim]."""
+    (_, num_rows, heads, value_dim), (key_heads, key_dim) = value.shape, key.shape[2:]
+    query, key, value, decay, beta = (one.contiguous() for one in (query, key, value, decay, beta))
+    out = torch.empty_like(value)
+    call = calls.DeltaRuleCall(
+        dtype=DTYPES[value.dtype], heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim,
+        decay_dim=key_dim if decay.ndim == 4 else 1, query=query.data_ptr(), key=key.data_ptr(),
+        value=value.data_ptr(), query_stride=query.stride(1), key_stride=key.stride(1), value_stride=value.stride(1),
+        decay=decay.data_ptr(), beta=beta.data_ptr(), out=out.data_ptr(), epsilon=epsilon,
+    )  # fmt: skip
+    run(operators, calls.DELTA_RULE, calls.PlannedDeltaRuleCall(call), num_rows, runs)
+    return out
+
+
+def state_space(
+    operators: Operators,
+    rows: torch.Tensor,
+    steps: torch.Tensor,
+    decay: torch.Tensor,
+    into: torch.Tensor,
+    out_of: torch.Tensor,
+    skip: torch.Tensor | None,
+    runs: Runs,
+) -> torch.Tensor:
+    """Rows [1, rows, heads, dim], steps [1, rows, heads], A and D [heads], B and C [1, rows, groups, state_dim], states
+    float32 [1, heads, dim, state_dim]; float32."""
+    (_, num_rows, heads, dim), (groups, state_dim) = rows.shape, into.shape[2:]
+    rows, steps, into, out_of = (one.contiguous() for one in (rows, steps, into, out_of))
+    out = torch.empty(rows.shape, dtype=torch.float32)
+    call = calls.StateSpaceCall(
+        dtype=DTYPES[rows.dtype], heads=heads, groups=groups, dim=dim, state_dim=state_dim, rows=rows.data_ptr(),
+        into=into.data_ptr(), from_=out_of.data_ptr(), row_stride=rows.stride(1), into_stride=into.stride(1),
+        from_stride=out_of.stride(1), steps=steps.data_ptr(), decay=decay.data_ptr(),
+        skip=0 if skip is None else skip.data_ptr(), out=out.data_ptr(),
+    )  # fmt: skip
+    run(operators, calls.STATE_SPACE, calls.PlannedStateSpaceCall(call), num_rows, runs)
+    return out
