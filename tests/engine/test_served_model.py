@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from diskprefix.engine import measured_model
 from diskprefix.engine import served_model as generate
 from diskprefix.engine.loop import Engine
+from diskprefix.engine.measured_model import runtime_of
 from diskprefix.engine.request import Constraint, DoneEvent, FinishEvent, TextEvent
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, NonFiniteLogits, StoreUnavailable
@@ -26,10 +27,9 @@ from diskprefix.extras.simulate.geometry import SLICEABLE
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import read_trace
+from diskprefix.grid import state_layout
+from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.pages import PagePool
-from diskprefix.model.exact import state_layout
-from diskprefix.model.exact.runner import runtime_of
-from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.load import memory
 from diskprefix.settings import Settings
 from diskprefix.tokens import Logits

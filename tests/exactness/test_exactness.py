@@ -20,10 +20,9 @@ from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
 from diskprefix.extras.catalogue.architectures import TABLE, installed_versions
+from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.runner import forward
-from diskprefix.model.exact.self_check import rehearse
 from diskprefix.store.schema import Kind as NodeKind
 from diskprefix.store.schema import node_name
 from diskprefix.store.snapshot import Snapshot
@@ -38,6 +37,7 @@ from tests.exactness.rows import DTYPES, UNSUPPORTED, Row, judged, run_jobs
 from tests.examples import examples
 from tests.naming import name_nodes
 from tests.runner import random_prompt
+from tests.steps import forward
 from tools.faults import exactness
 
 EACH_KIND = (

@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diskprefix.kv.layout import LayerSpec, Layout
 from diskprefix.model.drafts import DraftRow
-from diskprefix.model.exact.runner import draft
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -33,6 +32,7 @@ from tests.exactness.architectures import tiny_model
 from tests.exactness.jobs import Answer, Answers, Case, Job, Kind, MakeTokens, cases_of, read_jobs
 from tests.exactness.pictures import PICTURED, load_pictured
 from tests.runner import Pictures, Runner, tiny_settings
+from tests.steps import draft
 
 LIMIT_S = 1800
 """A fork that takes longer hangs, and is killed."""

@@ -23,6 +23,7 @@ from diskprefix.kv.layout import Group, TensorSpec
 from diskprefix.kv.page_table import LayerRows, PageTable
 from diskprefix.kv.pages import Page
 from diskprefix.kv.step import Run, Step, computing
+from diskprefix.kv.transfer import bytes_of
 from diskprefix.model.exact.attention import attend
 from diskprefix.model.exact.patterns import NAME, NotInvariant, Pattern, pattern_of
 from diskprefix.native import library
@@ -94,7 +95,7 @@ def in_pages(memory: torch.Tensor, page_tokens: int, first: int = 0) -> LayerRow
     order = torch.randperm(-(-num_tokens // page_tokens), generator=torch.Generator().manual_seed(1)).tolist()
     pages = torch.full((len(order), 1, heads, page_tokens, dim), float("nan"), dtype=memory.dtype)
     for number, place in enumerate(order):
-        rows.table.set(number, Page(0, pages[place], 1))
+        rows.table.set(number, Page(0, pages[place], 1, bytes_of(pages[place])))
     rows.put(0, memory)
     rows.table.first = first // page_tokens
     for number in range(rows.table.first):

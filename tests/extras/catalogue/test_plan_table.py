@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diskprefix.extras.catalogue.plan_table import parts_of, step_of
-from diskprefix.model.exact.state_layout import read_layout
+from diskprefix.grid.state_layout import read_layout
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.planned import PlanRuntime

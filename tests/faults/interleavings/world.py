@@ -263,7 +263,7 @@ class Daemon:
     def __init__(self, settings: Settings, layout: Layout, num_sequences: float, process: object) -> None:
         self.process = process
         self.store = open_store(settings)
-        pool = PagePool(layout, torch.device("cpu"), block_size=BLOCK)
+        pool = PagePool(layout, block_size=BLOCK)
         kv_limit = int(num_sequences * pool.sequence_bytes(LONGEST))
         self.cache = PrefixCache(settings, self.store, layout, "hash/{}".format, "hash")
         runtime: Any = hash_model.HashRuntime(layout)
