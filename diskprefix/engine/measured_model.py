@@ -96,7 +96,7 @@ def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
     if model.device.type == "cpu" and are_missing():
         log.warning("[model] replies are many times slower without the compiled operators: %s", REMEDY)
     if draft_layer_of(model) is not None:
-        log.info("[model] its draft layer is not used: only models that are exact at every token use theirs")
+        log.info("[model] its draft layer is not used: only models that have a plan use theirs")
     return layout, reason
 
 

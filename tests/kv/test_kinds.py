@@ -196,7 +196,7 @@ def test_a_rehearsed_layout_is_remembered_for_the_numbers_it_was_made_with(
     assert rehearse(model, identity="these weights") == first
     assert not first.unsupported
     assert rehearse(model, identity="other weights").unsupported
-    memo = tmp_path / "diskprefix" / "self_checks.json"
+    memo = tmp_path / "diskprefix" / "rehearsals.json"
     memo.write_text(memo.read_text().replace("layers", "strata"))
     assert rehearse(model, identity="these weights").unsupported
 

@@ -30,7 +30,6 @@ AT_TOKENS = {
     "gpt_oss": torch.bfloat16,
     "mimo_v2_flash": torch.float32,
     "llama4": torch.bfloat16,
-    "lfm3": torch.float32,
     # Layers that share their keys with others.
     "gemma3n": torch.bfloat16,
 }

@@ -30,7 +30,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from diskprefix.engine.measured_model import layout_of, runtime_of
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.invariant import uninstall
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.runtime import Rows
 from diskprefix.settings import Settings, cache_home
@@ -201,7 +200,6 @@ def read(case: Case, folder: Path, form: str) -> str:
         model: Any = load_model(settings, lambda _: None).model
         layout, reason = layout_of(model)
     found: Found = {"start_s": time.perf_counter() - began, "start_bytes": memory.peak_bytes - before}
-    uninstall(model)
     logits, errors = computed(deepcopy(model).float() if form == "f32" else model), {}
     for name in MAX_ERRORS:
         if (path := folder / f"{name}-{form}.pt").exists() or (path := folder / f"{name}.pt").exists():

@@ -17,12 +17,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diskprefix.engine.measured_model import layout_of
 from diskprefix.errors import ModelError
-from diskprefix.model.exact.mixtures import matrices_of
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.fit import needs_of_gguf
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
 from diskprefix.model.load.gguf_rope import scale_positions
 from diskprefix.model.load.loader import load_model
+from diskprefix.model.quants.expert_matrices import matrices_of
 from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.model.quants.quantised_experts import QuantisedExperts
 from diskprefix.native.library import operators

@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from diskprefix.engine.measured_model import layout_of
-from diskprefix.model.exact.mixtures import experts, is_mixture, matrices_of
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, begin_packing, load_model
+from diskprefix.model.quants.expert_matrices import is_mixture, matrices_of
 from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, may_be_quantised
 from diskprefix.native import library
@@ -82,7 +82,7 @@ def test_they_compute_with_the_dequantised_weights(name: str, kind: str) -> None
     chosen = torch.rand(20, module.num_experts, generator=generator).argsort(1)[:, :2]
     given = rows, chosen, torch.rand(20, 2, generator=generator)
     with torch.inference_mode():
-        found, expected = module(*given).float(), experts(plain, *given).float()
+        found, expected = module(*given).float(), plain(*given).float()
     assert float((found - expected).norm() / expected.norm()) < 0.01
 
 
