@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from diskprefix.engine.measured_model import runtime_of
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.drafts import DraftRow
 from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.native.library import operators
 
@@ -39,8 +37,3 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
 def forward(model: PreTrainedModel, sequence: KVSequence, token_ids: torch.Tensor, num_logits: int = 1) -> torch.Tensor:
     """Runs more tokens of one sequence. Returns the logits behind the last ones, [num_logits, vocab]."""
     return run(model, [Rows(sequence, token_ids[0].cpu().numpy(), num_logits)])[0]
-
-
-def draft(model: PreTrainedModel, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
-    state = rows[0].state
-    return made_once(model, state.layout, state.pool.block_size).draft(rows)

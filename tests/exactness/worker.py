@@ -32,7 +32,6 @@ from tests.exactness.architectures import tiny_model
 from tests.exactness.jobs import Answer, Answers, Case, Job, Kind, MakeTokens, cases_of, read_jobs
 from tests.exactness.pictures import PICTURED, load_pictured
 from tests.runner import Pictures, Runner, tiny_settings
-from tests.steps import draft
 
 LIMIT_S = 1800
 """A fork that takes longer hangs, and is killed."""
@@ -141,7 +140,7 @@ def guess_behind(runner: Runner, token: int) -> bytes:
     sequence = runner.sequence
     if not runner.layout.has_draft_layer or not sequence.make_room(sequence.num_tokens + 1):
         return b""
-    return draft(runner.model, [DraftRow(sequence, token, sequence.num_tokens)])[1].tobytes()
+    return runner.runtime.draft([DraftRow(sequence, token, sequence.num_tokens)])[1].tobytes()
 
 
 def _described(model: PreTrainedModel, runner: Runner) -> Answers:

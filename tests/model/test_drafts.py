@@ -26,7 +26,7 @@ from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
 from diskprefix.native import library
 from tests.exactness.architectures import DRAFTING, WITH_DRAFT_LAYER, quantised_tiny_model, shrink, tiny_model
 from tests.runner import Runner, tiny_settings
-from tests.steps import draft, forward, run
+from tests.steps import forward, made_once, run
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -76,7 +76,7 @@ def guesses(model: PreTrainedModel, *sequences: KVSequence, count: int = 3) -> l
     rows = [DraftRow(sequence, 7, sequence.num_tokens) for sequence in sequences]
     for _ in range(count):
         assert all(row.state.make_room(row.position + 1) for row in rows)
-        guessed, hidden = draft(model, rows)
+        guessed, hidden = made_once(model, rows[0].state.layout, 16).draft(rows)
         for each, (token, probability), its in zip(found, guessed, hidden, strict=True):
             each += [token, probability, its.tolist()]
         rows = [
@@ -240,7 +240,6 @@ def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, mon
     model = quantised_tiny_model(name, weights) if is_quantised else tiny_model(name, dtype)
     layout, _ = layout_of(model)
     every = PlanRuntime(model, layout, 16).draft_layer
-    assert every is not None
     rows = [DraftRow(sequence_of(layout), token, 3) for token in range(30)]
     for row in rows:
         forward(model, row.state, made_up_tokens(model, row.token_id, 3))
