@@ -7,12 +7,14 @@ version, a machine or a file.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from diskprefix.kv.layout import Layout, is_out_of_memory
@@ -22,9 +24,10 @@ from diskprefix.memo import Memo
 from diskprefix.model.load.draft_layer import draft_layer_of
 from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.model.planned import NotExact, PlanRuntime, reason_without_plan
-from diskprefix.model.runtime import Rows
+from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.native.library import described, operators
 from diskprefix.printable import first_line
+from diskprefix.tokens import Logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,11 +36,11 @@ _passed = Memo("self_checks", version=2, max_records=64)
 
 _CUT = (5, 1, 20, 3, 11)
 """The steps of a run that is compared with a run in one step. After the first two it goes on from a copy."""
+_STEPS = tuple(pairwise((0, *accumulate(_CUT))))
 _NUM_GUESSES = 2
 _PAGE_TOKENS = 256
 
-_Rows = tuple[KVSequence, torch.Tensor, int]
-"""A sequence, its next tokens, int64 [rows], and how many of them get logits."""
+TokenIds64 = npt.NDArray[np.int64]
 
 
 def known_reason(model: PreTrainedModel, device: torch.device) -> str:
@@ -70,7 +73,7 @@ def checked(model: PreTrainedModel, read_layout: Callable[[], Layout], identity:
         raise NotExact("its state is not cached")
     try:
         with torch.inference_mode():
-            _check(PlanRuntime(model, layout, _PAGE_TOKENS, is_of_first=True), layout)
+            _check(PlanRuntime(model, layout, _PAGE_TOKENS, is_of_first=True))
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -81,54 +84,49 @@ def checked(model: PreTrainedModel, read_layout: Callable[[], Layout], identity:
     return layout
 
 
-def _check(plan: PlanRuntime, layout: Layout) -> None:
+def _check(runtime: Runtime) -> None:
     """Raises `NotExact` for other bits."""
-    pool = PagePool(layout, block_size=_PAGE_TOKENS)
-    token_ids = _made_up(layout, 4, sum(_CUT))
+    pool = PagePool(runtime.layout, block_size=_PAGE_TOKENS)
+    token_ids = _made_up(runtime, 4, sum(_CUT))
     whole = _sequence(pool)
-    (logits,) = _computed(plan, [(whole, token_ids, len(token_ids))])
-    if not logits.isfinite().all():
+    (logits,) = runtime.run([Rows(whole, token_ids, len(token_ids))]).logits
+    if not np.isfinite(logits).all():
         raise NotExact("its logits are not finite")
-    cut, found = _in_cuts(plan, pool, token_ids)
+    cut, found = _in_cuts(runtime, pool, token_ids)
     if cut.content() != whole.content():
         raise NotExact("its state depends on the steps")
-    if not torch.equal(found, logits[[end - 1 for end in accumulate(_CUT)]]):
+    if not np.array_equal(found, logits[[end - 1 for end in accumulate(_CUT)]]):
         raise NotExact("its logits depend on the steps")
-    packed, found = _packed(plan, pool, token_ids)
-    if packed.content() != whole.content() or not torch.equal(found, logits[-1:]):
+    packed, found = _packed(runtime, pool, token_ids)
+    if packed.content() != whole.content() or not np.array_equal(found, logits[-1:]):
         raise NotExact("it depends on other sequences, or on guesses that were taken back")
 
 
-def _in_cuts(plan: PlanRuntime, pool: PagePool, token_ids: torch.Tensor) -> tuple[KVSequence, torch.Tensor]:
+def _in_cuts(runtime: Runtime, pool: PagePool, token_ids: TokenIds64) -> tuple[KVSequence, Logits]:
     """Returns a sequence that was computed in several steps, the later ones in other memory and after another sequence,
     and the logits at their ends: nothing but that memory may decide what comes then."""
-    sequence, logits = _sequence(pool), []
-    for number, part in enumerate(torch.split(token_ids, list(_CUT))):
+    sequence, logits = _sequence(pool), list[Logits]()
+    for number, (start, stop) in enumerate(_STEPS):
         if number == 2:
-            _computed(plan, [(_sequence(pool), _made_up(pool.layout, 2, 5), 1)])
+            runtime.run([Rows(_sequence(pool), _made_up(runtime, 2, 5))])
             sequence = _sequence(pool, sequence.prefix())
-        logits += _computed(plan, [(sequence, part, 1)])
-    return sequence, torch.cat(logits)
+        logits += runtime.run([Rows(sequence, token_ids[start:stop])]).logits
+    return sequence, np.concatenate(logits)
 
 
-def _packed(plan: PlanRuntime, pool: PagePool, token_ids: torch.Tensor) -> tuple[KVSequence, torch.Tensor]:
-    """Returns a sequence that was computed beside others, with guesses that were taken back, and its last logits."""
-    sequence, other = _sequence(pool), _sequence(pool)
-    wrong, beside = _made_up(pool.layout, 3, _NUM_GUESSES), _made_up(pool.layout, 1, 3)
-    for start, stop in pairwise((0, *accumulate(_CUT))):
-        rows = torch.cat([token_ids[start:stop], wrong])
-        _, logits = _computed(plan, [(other, beside, 1), (sequence, rows, 1 + _NUM_GUESSES)])
+def _packed(runtime: Runtime, pool: PagePool, token_ids: TokenIds64) -> tuple[KVSequence, Logits]:
+    """Returns a sequence that was computed beside another, with guesses that were taken back, and its last logits."""
+    sequence, other, logits = _sequence(pool), _sequence(pool), np.empty(0, np.float32)
+    wrong, beside = _made_up(runtime, 3, _NUM_GUESSES), _made_up(runtime, 1, 3)
+    for start, stop in _STEPS:
+        guessed = Rows(sequence, np.concatenate([token_ids[start:stop], wrong]), 1 + _NUM_GUESSES)
+        _, logits = runtime.run([Rows(other, beside), guessed]).logits
         sequence.take_back(stop)
     return sequence, logits[:1]
 
 
-def _computed(plan: PlanRuntime, rows: Sequence[_Rows]) -> list[torch.Tensor]:
-    output = plan.run([Rows(sequence, ids.numpy(), count) for sequence, ids, count in rows])
-    return [torch.from_numpy(logits) for logits in output.logits]
-
-
-def _made_up(layout: Layout, seed: int, num_tokens: int) -> torch.Tensor:
-    return torch.randint(0, layout.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+def _made_up(runtime: Runtime, seed: int, num_tokens: int) -> TokenIds64:
+    return np.random.default_rng(seed).integers(0, runtime.vocab_size, num_tokens)
 
 
 def _sequence(pool: PagePool, prefix: Prefix | None = None) -> KVSequence:
