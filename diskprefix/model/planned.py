@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,18 +17,12 @@ from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.families.decoder import decoder
-from diskprefix.model.families.model_types import (
-    SECTIONS_IN_ORDER,
-    TURN_BACK,
-    of_model,
-    padded_tokens,
-    pairing_of,
-    without_plan,
-)
-from diskprefix.model.families.slot_names import NAMES
-from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, Rotary, StateLocation
+from diskprefix.model.families.model_types import of_model, padded_tokens, without_plan
+from diskprefix.model.families.slot_names import SlotNames
+from diskprefix.model.module_weights import decoder_of, weights_of_model
+from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, StateLocation
 from diskprefix.model.plan import ComputePlan
-from diskprefix.model.slots import Slots, decoder_of
+from diskprefix.model.slots import Slots
 from diskprefix.model.vision_encoder import PictureRows, encoded_rows
 from diskprefix.native import calls
 from diskprefix.native.library import operators
@@ -45,10 +39,10 @@ class ModelPlan:
     """The plan of a model over memory of a layout."""
 
     def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
-        self._config = config_of(model, layout, page_tokens)
+        self._config = config_of(model.config, model.dtype, layout, page_tokens, _num_layers(model))
         self._padded, self._logits_dtype = padded_tokens(model.config), layout.logits_dtype
-        # A plan is kept as long as its model.
-        self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
+        self._weights, self._names = weights_of_model(model), SlotNames.of(model.config.get_text_config(decoder=True))
+        self._dtype, self._page_tokens = model.dtype, page_tokens
         self._always_hidden, self._plans = layout.has_draft_layer, dict[bool, ComputePlan]()
         self.plan = self._plan_for(_ROWS, needs_hidden=False)
         """That of the usual steps."""
@@ -62,12 +56,10 @@ class ModelPlan:
         return plan
 
     def _make(self, max_rows: int, *, with_hidden: bool) -> ComputePlan:
-        compiled, model = operators(), self._model()
+        compiled = operators()
         assert compiled is not None, "a model of a plan is exact at every token"
-        assert model is not None, "it runs"
         plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self._config.vocab_size, self._page_tokens)
-        names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
-        slots = Slots(model, self._config.norm, self._config.epsilon, names)
+        slots = Slots(self._weights, self._config.norm, self._config.epsilon, self._names)
         decoder(plan, self._config, slots, with_hidden=with_hidden)
         return plan
 
@@ -139,30 +131,31 @@ def _encoded(ids: np.ndarray, pictures: Sequence[PictureRows | None], runs: Sequ
     return EncodedRows(numbers, encoded.data_ptr(), encoded.nbytes // max(1, len(encoded)), encoded)
 
 
-def _layers(model: PreTrainedModel) -> Any:
-    names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
-    return getattr(decoder_of(model), names.get("layers", "layers"), ())
+def _num_layers(model: PreTrainedModel) -> int:
+    """Returns the number of layers of a model, which may have the first ones alone for the self-check."""
+    decoder = decoder_of(model)
+    names = SlotNames.of(model.config.get_text_config(decoder=True)).own
+    return len(getattr(decoder, names.get("layers", "layers"), ()))
 
 
-def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> DecoderConfig:
-    """Returns the configuration of a model."""
-    layers = layout.layers[: len(_layers(model))]
+def config_of(
+    config: Any, dtype: torch.dtype, layout: Layout, page_tokens: int, num_layers: int | None = None
+) -> DecoderConfig:
+    """Returns the configuration of a model that computes in `dtype`, or of its first layers. `config` is transformers'
+    of the whole."""
+    text = config.get_text_config(decoder=True)
+    layers = layout.layers[: text.num_hidden_layers][:num_layers]
     places = [places_of(layout, page_tokens, number) for number in range(len(layers))]
     states = [states_of(layout, number) for number in range(len(layers))]
     windows = [spec.window or 0 for spec in layers]
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "kv_lora_rank", None) is None:
+    if getattr(text, "kv_lora_rank", None) is None:
         places = [_parted(of_layer, spec.latent_dim) for of_layer, spec in zip(places, layers, strict=True)]
-    found = of_model(config, windows, places, states, _rotary(model), sees_pictures_whole(model.config))
+    found = of_model(text, windows, places, states, sees_pictures_whole(config))
     # transformers multiplies by a number in the type of the model.
     rounded, of_layers = (
-        float(torch.tensor(one).to(model.dtype)) for one in (found.embedding_multiplier, found.layer_input_multiplier)
+        float(torch.tensor(one).to(dtype)) for one in (found.embedding_multiplier, found.layer_input_multiplier)
     )
-    further = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
-    if found.latent is not None:
-        # With a factor for scaled positions.
-        number = next(number for number, one in enumerate(found.layers) if one.mixer == "latent")
-        found = replace(found, scale=_layers(model)[number].self_attn.scaling)
+    further = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(further))
 
 
@@ -198,42 +191,6 @@ def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation
     }
 
 
-def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
-    config = model.config.get_text_config(decoder=True)
-    name = NAMES.get(config.model_type, {}).get("rotary_emb", "rotary_emb")
-    module: Any = getattr(decoder_of(model), name, None)
-    if module is None:
-        return {}
-    # One kind of RoPE for the whole model, or one for each kind of layer.
-    kinds = {"": ""} if isinstance(module.rope_type, str) else {kind: f"{kind}_" for kind in module.rope_type}
-    found = {}
-    for kind, prefix in kinds.items():
-        frequencies = getattr(module, f"{prefix}inv_freq").float().numpy()
-        sections: Any = getattr(module, "mrope_section", None)
-        axes = _axes(sections[kind] if isinstance(sections, dict) else sections, len(frequencies), model)
-        factor = float(getattr(module, f"{prefix}attention_scaling"))
-        if config.model_type in TURN_BACK:
-            frequencies = -frequencies
-        found[kind] = Rotary(frequencies, factor, pairing_of(config), axes=axes)
-    for one in getattr(decoder_of(model), "rotary_embs", ()):
-        theta = str(one.config.rope_parameters["rope_theta"])
-        found[theta] = Rotary(one.inv_freq.float().numpy(), float(one.attention_scaling))
-    return found
-
-
-def _axes(sections: Sequence[int] | None, count: int, model: PreTrainedModel) -> np.ndarray | None:
-    """Returns which dimension of a position each frequency has, int64 [count], None if positions have one. Sections of
-    frequencies follow each other, or take turns."""
-    if sections is None:
-        return None
-    if model.config.get_text_config(decoder=True).model_type in SECTIONS_IN_ORDER:
-        return np.repeat(np.arange(len(sections)) % 3, sections)
-    axes = np.zeros(count, np.int64)
-    for axis in (1, 2):
-        axes[axis : 3 * sections[axis] : 3] = axis
-    return axes
-
-
 _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = WeakKeyDictionary()
 """The last plans of models, by their layers, kernels and memory; None for a model of no family."""
 
@@ -248,7 +205,7 @@ def reason_without_plan(model: PreTrainedModel) -> str:
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
     """Returns the plan of a model that is exact at every token, None for one of no family."""
     # The self-check computes the first layers alone.
-    key = layout, page_tokens, operators(), len(_layers(model))
+    key = layout, page_tokens, operators(), _num_layers(model)
     known, plan = _plans.get(model, (None, None))
     if known != key:
         plan = None if reason_without_plan(model) else ModelPlan(model, layout, page_tokens)
