@@ -28,8 +28,8 @@ class Quants:
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """The order of the matrices of experts in parameters: with a matrix `up` or without, with biases, with rows and columns
-    exchanged, and the rows of gate and up behind each other or turn about."""
+    """The form of the matrices of experts in parameters: with a matrix `up` or without, with biases, with rows and
+    columns exchanged, and the rows of gate and up behind each other or turn about."""
 
     has_up: bool = True
     has_bias: bool = False
