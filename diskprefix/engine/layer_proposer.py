@@ -10,7 +10,8 @@ from diskprefix.engine.drafting import ChainProposer, Draft
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.step_times import StepTimes
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.drafts import DraftRow, draft
+from diskprefix.model.drafts import DraftRow
+from diskprefix.model.exact.runner import draft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

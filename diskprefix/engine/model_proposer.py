@@ -117,7 +117,8 @@ class ModelProposer(ChainProposer):
         return is_made
 
     def _compute(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> list[tuple[int, float]]:
-        return likeliest(self.model.compute([(self.model.sequences[reply], ids) for reply, ids in step]))
+        logits = self.model.compute([(self.model.sequences[reply], ids) for reply, ids in step])
+        return likeliest(logits.float().cpu().numpy())
 
     def _compute_guesses(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
         return self._compute([(one.reply, self._next_ids(one)) for one in drafts])

@@ -69,8 +69,6 @@ class KVSequence:
         self.token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
         self._state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         self._num_tokens = 0
-        self.hidden: LayerRows | None = None
-        """The last hidden states, [1, tokens, hidden_size], for a draft layer."""
         self.num_drafted = 0
         """The number of tokens for which a draft layer has its state."""
         self.undrafted: list[int] = []
@@ -374,7 +372,6 @@ class KVSequence:
             for number, spec in enumerate(table.group.specs):
                 parts.setdefault(spec.layer, {})[spec.part] = LayerRows(table, number, 0, spec.head_dim)
         for number, of_layer in parts.items():
-            self.hidden = of_layer.pop("hidden", self.hidden)
             if (rows := of_layer.get("latent")) is not None:
                 dim = self.layout.layers[number].latent_dim
                 of_layer = {"keys": replace(rows, end=dim), "values": replace(rows, start=dim)}

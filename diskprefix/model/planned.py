@@ -15,10 +15,12 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
+from diskprefix.model.drafts import DraftLayer
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import of_model, padded_tokens, without_plan
 from diskprefix.model.families.slot_names import SlotNames
+from diskprefix.model.load.draft_layer import with_one_more
 from diskprefix.model.module_weights import decoder_of, weights_of_model
 from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, StateLocation
 from diskprefix.model.plan import ComputePlan
@@ -46,22 +48,26 @@ class ModelPlan:
         self._always_hidden, self._plans = layout.has_draft_layer, dict[bool, ComputePlan]()
         self.plan = self._plan_for(_ROWS, needs_hidden=False)
         """That of the usual steps."""
+        has_draft_layer = self._config.draft_layer is not None
+        self.draft_layer = DraftLayer(self._config, self._begin, torch.get_num_threads) if has_draft_layer else None
 
     def _plan_for(self, num_rows: int, *, needs_hidden: bool) -> ComputePlan:
         """Returns the plan of a step. One that gives the hidden states of all rows computes all of the last layers."""
         key = needs_hidden or self._always_hidden
         plan = self._plans.get(key)
         if plan is None or num_rows > plan.max_rows:
-            plan = self._plans[key] = self._make(max(num_rows, _ROWS), with_hidden=key)
+            plan, slots = self._begin(num_rows)
+            decoder(plan, self._config, slots, with_hidden=key)
+            self._plans[key] = plan
         return plan
 
-    def _make(self, max_rows: int, *, with_hidden: bool) -> ComputePlan:
+    def _begin(self, num_rows: int) -> tuple[ComputePlan, Slots]:
+        """Returns an empty plan for so many rows at least, and the weights."""
         compiled = operators()
         assert compiled is not None, "a model of a plan is exact at every token"
-        plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self._config.vocab_size, self._page_tokens)
-        slots = Slots(self._weights, self._config.norm, self._config.epsilon, self._names)
-        decoder(plan, self._config, slots, with_hidden=with_hidden)
-        return plan
+        dtype, max_rows = _DTYPES[self._dtype], max(num_rows, _ROWS)
+        plan = ComputePlan(compiled, dtype, max_rows, self._config.vocab_size, self._page_tokens)
+        return plan, Slots(self._weights, self._config.norm, self._config.epsilon, self._names)
 
     def run(
         self,
@@ -144,19 +150,23 @@ def config_of(
     """Returns the configuration of a model that computes in `dtype`, or of its first layers. `config` is transformers'
     of the whole."""
     text = config.get_text_config(decoder=True)
-    layers = layout.layers[: text.num_hidden_layers][:num_layers]
+    num_layers = text.num_hidden_layers if num_layers is None else num_layers
+    layers = layout.layers[: None if layout.has_draft_layer else num_layers]
     places = [places_of(layout, page_tokens, number) for number in range(len(layers))]
     states = [states_of(layout, number) for number in range(len(layers))]
     windows = [spec.window or 0 for spec in layers]
     if getattr(text, "kv_lora_rank", None) is None:
         places = [_parted(of_layer, spec.latent_dim) for of_layer, spec in zip(places, layers, strict=True)]
-    found = of_model(text, windows, places, states, sees_pictures_whole(config))
+    extended = with_one_more(text) if layout.has_draft_layer else text
+    found = of_model(extended, windows, places, states, sees_pictures_whole(config))
+    draft_layer = found.layers[-1] if layout.has_draft_layer else None
+    found = replace(found, layers=found.layers[:num_layers], draft_layer=draft_layer)
     # transformers multiplies by a number in the type of the model.
     rounded, of_layers = (
         float(torch.tensor(one).to(dtype)) for one in (found.embedding_multiplier, found.layer_input_multiplier)
     )
-    further = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
-    return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(further))
+    levels = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+    return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(levels))
 
 
 def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Location]:
@@ -177,8 +187,8 @@ def _parted(places: dict[str, Location], key_dim: int) -> dict[str, Location]:
     """Returns the places of keys and of values that memory has in one row, as the layout has those of a single head."""
     if "latent" not in places:
         return places
-    rows = places["latent"]
-    return {"keys": replace(rows, dim=key_dim), "values": rows.behind(key_dim)}
+    rows = places.pop("latent")
+    return {**places, "keys": replace(rows, dim=key_dim), "values": rows.behind(key_dim)}
 
 
 def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation]:

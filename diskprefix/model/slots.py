@@ -23,6 +23,7 @@ _NORMS: Mapping[NormKind, int] = {
     "layer": calls.LAYER,
     "layer_plus_one": calls.LAYER,
 }
+_IN_LAYER = re.compile(r"(layers\.\d+\.|draft_layer\.mtp_block\.)?(.*)")
 HEAD = "lm_head"
 """The matrix of the logits, which is not in the decoder. Without one it is that of the embeddings."""
 
@@ -42,16 +43,20 @@ class Slots:
 
     def _path(self, name: str) -> str:
         """Returns the name of a module or tensor in the decoder, by its usual one."""
-        path = f"{self._within}.{name}".lstrip(".")
-        layer, rest = re.fullmatch(r"(layers\.\d+\.)?(.*)", path).groups(default="")  # type: ignore[union-attr]
-        own = self._names.own
+        (layer, rest), own = self._parted(name), self._names.own
         layer = layer.replace("layers", own.get("layers", "layers"))
         parts = rest.split(".")
         for number in range(len(parts), 0, -1):
-            if (found := own.get(".".join(parts[:number]))) is not None:
+            if found := own.get(".".join(parts[:number]), ""):
                 parts[:number] = found.split(".")
                 break
         return layer + ".".join(parts)
+
+    def _parted(self, name: str) -> tuple[str, str]:
+        """Returns the name of the layer, "" outside of layers, and that within it."""
+        found = _IN_LAYER.fullmatch(f"{self._within}.{name}".lstrip("."))
+        assert found is not None, "it matches everything"
+        return found[1] or "", found[2]
 
     def _tensor(self, name: str) -> torch.Tensor | None:
         """Returns a tensor by its usual name, None if there is none."""
@@ -197,7 +202,7 @@ class Slots:
 
     def _epsilon(self, name: str, epsilon: float) -> float:
         """Returns the epsilon of a norm, which has one of its own in some models."""
-        return self._names.epsilons.get(f"{self._within}.{name}".rpartition("layers.")[2].partition(".")[2], epsilon)
+        return self._names.epsilons.get(self._parted(name)[1], epsilon)
 
     def float_norm(self, name: str) -> WeightedNorm | None:
         """Returns a norm whose weights are float32, as they are, None if there is none."""

@@ -22,7 +22,8 @@ from diskprefix.engine.speculation import Speculation
 from diskprefix.engine.step_times import StepTimes
 from diskprefix.errors import ModelError
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.drafts import DraftRow, draft
+from diskprefix.model.drafts import DraftRow
+from diskprefix.model.exact.runner import draft
 from diskprefix.tokens import as_token_ids
 from tests.engine.driving import BLOCK, Client, load, request, run_together, said, tokens, write_model
 from tests.engine.test_guesses import REPLY, REQUESTS, guessing, said_and_saved, some_are_wrong

@@ -820,7 +820,7 @@ def test_where_it_is_never_right_it_is_not_asked_any_more(plain: Engine, draft: 
 def test_guesses_are_the_likeliest_tokens_with_their_probabilities() -> None:
     logits = torch.randn(3, 250_000, generator=torch.Generator().manual_seed(4)).bfloat16()
     logits[1, 249_999], logits[2, 7] = 20.0, torch.nan
-    *found, (_, not_finite) = likeliest(logits)
+    *found, (_, not_finite) = likeliest(logits.float().numpy())
     assert [token for token, _ in found] == logits[:2].argmax(-1).tolist()
     assert [chance for _, chance in found] == pytest.approx(logits[:2].float().softmax(-1).amax(-1).tolist(), rel=1e-4)
     assert math.isnan(not_finite)

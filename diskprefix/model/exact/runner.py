@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 
 from diskprefix.kv.caches import StepCache
@@ -22,7 +23,7 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.uncached import TransformersState
-from diskprefix.model.drafts import keep_up, keeping_up
+from diskprefix.model.drafts import DraftRow
 from diskprefix.model.exact.invariant import as_it_was, is_installed
 from diskprefix.model.planned import plan_of
 from diskprefix.model.vision_encoder import PictureRows, picture_arguments
@@ -82,6 +83,15 @@ def prepare(model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
         plan_of(model, layout, page_tokens)
 
 
+def draft(model: PreTrainedModel, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
+    """Calls `DraftLayer.draft` of a model."""
+    first = rows[0].state
+    plan = plan_of(model, first.layout, first.pool.block_size)
+    assert plan is not None, "a layout with a draft layer is of a plan"
+    assert plan.draft_layer is not None, "the model has one"
+    return plan.draft_layer.draft(rows)
+
+
 def forward(model: PreTrainedModel, sequence: KVSequence, token_ids: torch.Tensor, num_logits: int = 1) -> torch.Tensor:
     """Runs [1, n] more tokens of one sequence. Returns the logits behind the last ones, shape [num_logits, vocab]."""
     return run(model, [Rows(sequence, token_ids, num_logits)])[0]
@@ -110,12 +120,12 @@ def _by_plan(
         needs_hidden=take_hidden is not None or layout.has_draft_layer,
     )
     for sequence, run in zip(sequences, runs, strict=True):
-        for layer in sequence.token_layers[: -1 if layout.has_draft_layer else None]:
+        for layer in sequence.token_layers:
             layer.length = run.end
-    if layout.has_draft_layer:
+    if plan.draft_layer is not None:
         assert hidden is not None, "it was asked for"
-        of_each, may_lag = [one.token_ids for one in rows], all(one.may_lag for one in rows)
-        keep_up(model, sequences, runs, of_each, hidden, may_lag=may_lag)
+        may_lag = all(one.may_lag for one in rows)
+        plan.draft_layer.keep_up(sequences, runs, ids, hidden.view(torch.uint8).numpy(), may_lag=may_lag)
     if take_hidden is not None and hidden is not None:
         take_hidden(hidden)
     return logits
@@ -162,12 +172,7 @@ def _forward(
         call |= picture_arguments(input_ids, runs, [one.pictures for one in rows])
     if keeps:
         call["logits_to_keep"] = kept
-    drafting: AbstractContextManager[None] = nullcontext()
-    if layout.has_draft_layer:
-        assert step is not None, "only models that are exact at every token use their draft layer"
-        of_each = [one.token_ids for one in rows]
-        drafting = keeping_up(model, sequences, step, of_each, may_lag=all(one.may_lag for one in rows))
-    with computing(step), drafting:
+    with computing(step):
         output = model(input_ids=input_ids, **call)
     logits: torch.Tensor = output.logits[0]
     return logits[-rows[0].num_logits :] if alone else logits if keeps else logits[kept]

@@ -10,7 +10,7 @@ import torch
 
 from diskprefix.kv.layout import Group, LayerKind, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.model.families.mixture_types import first_of
-from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER
+from diskprefix.model.load.draft_layer import with_one_more
 
 _Spec = TypeVar("_Spec", TensorSpec, StateSpec)
 _FLOAT_LOGITS = ("mamba2", "nemotron_h")
@@ -20,8 +20,8 @@ _FLOAT_LOGITS = ("mamba2", "nemotron_h")
 def layout_of(config: Any, dtype: torch.dtype, *, with_draft_layer: bool = False) -> Layout:
     """Returns the layout of a model with a plan that computes in `dtype`. `config` is that of the whole model."""
     text = config.get_text_config(decoder=True)
-    of_draft = HAVE_DRAFT_LAYER[text.model_type].get("layer_types", "full_attention") if with_draft_layer else ""
-    kinds = [*_kinds_of_layers(text), *([of_draft] if of_draft else [])]
+    text = with_one_more(text) if with_draft_layer else text
+    kinds = _kinds_of_layers(text)
     layers = [_layer(text, number, kind, dtype) for number, kind in enumerate(kinds)]
     tensors = [spec for _, of_layer, _ in layers for spec in of_layer]
     if with_draft_layer:
@@ -76,7 +76,7 @@ def _layer(
 
 def _heads(config: Any, number: int, kind: str) -> tuple[int, int, int]:
     """Returns the heads of keys in a layer, and the sizes of a head's keys and values."""
-    own = config.per_layer_config[number] if number < config.num_hidden_layers else config
+    own = config.per_layer_config[number]
     heads = first_of(own, "num_key_value_heads num_attention_heads", 1)
     dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
     if config.model_type == "mimo_v2_flash":

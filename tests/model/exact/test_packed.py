@@ -70,8 +70,6 @@ def alone(model: PreTrainedModel, layout: Layout) -> Bits:
 def state_of(sequence: KVSequence, num_tokens: int) -> bytes:
     """Of all tokens, or those of the last window."""
     found = [sequence.content(sequence.num_tokens)]
-    if sequence.hidden is not None:
-        found.append(sequence.hidden.gathered(0, num_tokens).view(torch.uint8).numpy().tobytes())
     for layer in sequence.token_layers:
         first = max(0, num_tokens - (layer.window or num_tokens))
         rows = (part.gathered(first, num_tokens) for part in (layer.keys, layer.values))
