@@ -11,9 +11,11 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
 from diskprefix.kv.layout import Layout
+from diskprefix.model.exact.runner import runtime_of
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, load_model
+from diskprefix.model.runtime import Runtime
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
 from diskprefix.store.pieces import LAYOUT_VERSION
@@ -27,6 +29,7 @@ class MeasuredModel:
 
     loaded: LoadedModel
     layout: Layout
+    runtime: Runtime
     fingerprint: Fingerprint
     reason: str
 
@@ -51,7 +54,8 @@ def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     model, digest = loaded.model, loaded.weights_digest
     layout, reason = make_exact(model, str(Fingerprint.of(model, digest, settings.fingerprint)))
     # The fingerprint includes the attention that `make_exact` has installed.
-    return MeasuredModel(loaded, layout, Fingerprint.of(model, digest, settings.fingerprint), reason)
+    runtime = runtime_of(model, layout, settings.block_size)
+    return MeasuredModel(loaded, layout, runtime, Fingerprint.of(model, digest, settings.fingerprint), reason)
 
 
 def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, progress: Report) -> LoadedDraft:
@@ -67,7 +71,7 @@ def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, prog
         raise ModelError(f"--draft-model: {loaded.name} cannot guess, it is not exact at every token: {draft.reason}")
     if not draft.layout.is_sliceable:
         raise ModelError(f"--draft-model: {loaded.name} cannot guess, a recurrent layer cannot take a guess back")
-    return LoadedDraft(loaded, draft.cache(settings, cache.store, beside=cache))
+    return LoadedDraft(loaded, draft.runtime, draft.cache(settings, cache.store, beside=cache))
 
 
 def require_same_vocabulary(served: LoadedModel, draft: LoadedModel) -> None:

@@ -1,4 +1,4 @@
-"""The plan of a loaded model, and a step of sequences by it."""
+"""The runtime of a model whose steps are a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
-from diskprefix.model.drafts import DraftLayer
+from diskprefix.model.drafts import DraftLayer, DraftRow
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import of_model, padded_tokens, without_plan
@@ -24,8 +24,10 @@ from diskprefix.model.load.draft_layer import with_one_more
 from diskprefix.model.module_weights import decoder_of, weights_of_model
 from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, StateLocation
 from diskprefix.model.plan import ComputePlan
+from diskprefix.model.runtime import Rows, StepOutput, UncachedState, begin_step
 from diskprefix.model.slots import Slots
 from diskprefix.model.vision_encoder import PictureRows, encoded_rows
+from diskprefix.model.weights import Weights
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 
@@ -37,28 +39,39 @@ _ROWS = 256
 _DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
 
 
-class ModelPlan:
-    """The plan of a model over memory of a layout."""
+class PlanRuntime:
+    """Computes the steps of a model by its plan, over memory of a layout (`model.runtime`)."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
-        self._config = config_of(model.config, model.dtype, layout, page_tokens, _num_layers(model))
-        self._padded, self._logits_dtype = padded_tokens(model.config), layout.logits_dtype
-        self._weights, self._names = weights_of_model(model), SlotNames.of(model.config.get_text_config(decoder=True))
-        self._dtype, self._page_tokens = model.dtype, page_tokens
-        self._always_hidden, self._plans = layout.has_draft_layer, dict[bool, ComputePlan]()
-        self.plan = self._plan_for(_ROWS, needs_hidden=False)
-        """That of the usual steps."""
+    def __init__(
+        self, weights: Weights, config: Any, layout: Layout, page_tokens: int, num_layers: int | None = None
+    ) -> None:
+        """Raises `ValueError` for a configuration that the layout does not fit. `config` is transformers' of the whole.
+        With `num_layers` it has the first ones alone."""
+        self.layout, self.vocab_size = layout, layout.vocab_size
+        self._config = config_of(config, weights.dtype, layout, page_tokens, num_layers)
+        self._padded = padded_tokens(config)
+        self._weights, self._names = weights, SlotNames.of(config.get_text_config(decoder=True))
+        self._dtype, self._page_tokens = weights.dtype, page_tokens
+        self._plans = dict[bool, ComputePlan]()
         has_draft_layer = self._config.draft_layer is not None
         self.draft_layer = DraftLayer(self._config, self._begin, torch.get_num_threads) if has_draft_layer else None
 
-    def _plan_for(self, num_rows: int, *, needs_hidden: bool) -> ComputePlan:
+    @property
+    def plan(self) -> ComputePlan:
+        """The plan of the usual steps."""
+        return self._plan_for(_ROWS, with_hidden=self.layout.has_draft_layer)
+
+    def prepare(self) -> None:
+        """Makes the plan."""
+        assert self.plan
+
+    def _plan_for(self, num_rows: int, *, with_hidden: bool) -> ComputePlan:
         """Returns the plan of a step. One that gives the hidden states of all rows computes all of the last layers."""
-        key = needs_hidden or self._always_hidden
-        plan = self._plans.get(key)
+        plan = self._plans.get(with_hidden)
         if plan is None or num_rows > plan.max_rows:
             plan, slots = self._begin(num_rows)
-            decoder(plan, self._config, slots, with_hidden=key)
-            self._plans[key] = plan
+            decoder(plan, self._config, slots, with_hidden=with_hidden)
+            self._plans[with_hidden] = plan
         return plan
 
     def _begin(self, num_rows: int) -> tuple[ComputePlan, Slots]:
@@ -69,28 +82,40 @@ class ModelPlan:
         plan = ComputePlan(compiled, dtype, max_rows, self._config.vocab_size, self._page_tokens)
         return plan, Slots(self._weights, self._config.norm, self._config.epsilon, self._names)
 
-    def run(
-        self,
-        sequences: Sequence[KVSequence],
-        runs: Sequence[Run],
-        ids: np.ndarray,
-        num_logits: Sequence[int],
-        pictures: Sequence[PictureRows | None],
-        *,
-        needs_hidden: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes a step of token ids, int64 [rows]. Returns the logits of the last rows of each sequence, so many as
-        `num_logits` says, [logits, vocab], and if needed the hidden states behind the last norm, [rows, hidden_size].
-        `pictures` are those of each sequence."""
-        num_rows = len(ids)
-        plan = self._plan_for(num_rows, needs_hidden=needs_hidden)
-        described = [self._described(plan, *one) for one in zip(sequences, runs, num_logits, strict=True)]
-        of_pictures = _encoded(ids, pictures, runs)
+    def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
+        """Computes a step: all rows of all sequences together."""
+        sequences, runs = begin_step(step)
+        token_ids, pictures = np.concatenate([rows.token_ids for rows in step]), [rows.pictures for rows in step]
+        with_hidden, counts = needs_hidden or self.layout.has_draft_layer, [rows.num_logits for rows in step]
+        plan = self._plan_for(len(token_ids), with_hidden=with_hidden)
+        described = [self._described(plan, *one) for one in zip(sequences, runs, counts, strict=True)]
+        ids, of_pictures = token_ids, _encoded(token_ids, pictures, runs)
         if self._padded:
             ids = np.where(np.isin(ids, self._padded[1:]), self._padded[0], ids)
         plan.run(described, ids, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
-        logits = self._copied(plan, plan.logits, sum(num_logits)).to(self._logits_dtype)
-        return logits, self._copied(plan, plan.hidden, num_rows) if needs_hidden else None
+        logits = self._copied(plan, plan.logits, sum(counts)).float().numpy()
+        hidden = self._copied(plan, plan.hidden, len(ids)) if with_hidden else None
+        for sequence, run in zip(sequences, runs, strict=True):
+            for layer in sequence.token_layers:
+                layer.length = run.end
+        if self.draft_layer is not None and hidden is not None:
+            may_lag = all(rows.may_lag for rows in step)
+            self.draft_layer.keep_up(sequences, runs, token_ids, hidden.view(torch.uint8).numpy(), may_lag=may_lag)
+        for sequence, run in zip(sequences, runs, strict=True):
+            sequence.end_step(run)
+        return StepOutput(
+            np.split(logits, np.cumsum(counts)[:-1]),
+            hidden.float().numpy() if hidden is not None and needs_hidden else None,
+        )
+
+    def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
+        """Computes guesses by the draft layer."""
+        assert self.draft_layer is not None, "the model has one"
+        return self.draft_layer.draft(rows)
+
+    def new_state(self) -> UncachedState:
+        """Raises `NotImplementedError`: the state of a model with a plan is cached."""
+        raise NotImplementedError
 
     def _described(self, plan: ComputePlan, sequence: KVSequence, run: Run, num_logits: int) -> PlannedRun:
         """Raises `NotInvariant` if pages are missing that the operators would read or write."""
@@ -201,8 +226,8 @@ def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation
     }
 
 
-_plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = WeakKeyDictionary()
-"""The last plans of models, by their layers, kernels and memory; None for a model of no family."""
+_plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, PlanRuntime | None]] = WeakKeyDictionary()
+"""The last runtimes of models, by their layers, kernels and memory; None for a model of no family."""
 
 
 def reason_without_plan(model: PreTrainedModel) -> str:
@@ -212,12 +237,17 @@ def reason_without_plan(model: PreTrainedModel) -> str:
     return without_plan(model.config)
 
 
-def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
-    """Returns the plan of a model that is exact at every token, None for one of no family."""
+def runtime_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> PlanRuntime:
+    """Returns the runtime of a model that has a plan."""
+    return PlanRuntime(weights_of_model(model), model.config, layout, page_tokens, _num_layers(model))
+
+
+def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> PlanRuntime | None:
+    """Returns the runtime of a model that is exact at every token, None for one of no family."""
     # The self-check computes the first layers alone.
     key = layout, page_tokens, operators(), _num_layers(model)
     known, plan = _plans.get(model, (None, None))
     if known != key:
-        plan = None if reason_without_plan(model) else ModelPlan(model, layout, page_tokens)
+        plan = None if reason_without_plan(model) else runtime_of(model, layout, page_tokens)
         _plans[model] = key, plan
     return plan

@@ -22,7 +22,6 @@ from diskprefix.cache.tiers.tier import View
 from diskprefix.extras.catalogue.architectures import TABLE, installed_versions
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact import runner
 from diskprefix.model.exact.runner import forward
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.store.schema import Kind as NodeKind
@@ -30,6 +29,7 @@ from diskprefix.store.schema import node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds
+from tests.engine.driving import patch_steps
 from tests.exactness import rows, worker
 from tests.exactness.architectures import ARCHITECTURES, WITH_DRAFT_LAYER, tiny_model
 from tests.exactness.forms import Alone, Answered, Comparison, SeveralRow, several_rows
@@ -302,17 +302,17 @@ def forgetful_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def earlier_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint has the states of one step before its place."""
-    compute, before = runner.run, list[torch.Tensor]()
+    before = list[torch.Tensor]()
 
-    def run(model: Any, step: Sequence[Any]) -> list[torch.Tensor]:
+    def run(compute: Any, step: Sequence[Any]) -> Any:
         before[:] = [page.tensor.clone() for page in step[0].state.states]
-        return compute(model, step)
+        return compute(step)
 
     def change(_: KVSequence, copies: Sequence[torch.Tensor]) -> None:
         for copied, old in zip(copies, before, strict=True):
             copied.copy_(old)
 
-    monkeypatch.setattr(runner, "run", run)
+    patch_steps(monkeypatch, run)
     change_states(monkeypatch, change)
 
 

@@ -130,8 +130,8 @@ def ask(runner: Runner, job: Job, case: Case, scope: str) -> Answer:
         for _ in range(job.reply):
             greedy.append(int(logits.argmax()))
             trail.update(guess_behind(runner, greedy[-1]))
-            logits = runner.logits_behind(greedy[-1])
-            trail.update(logits.float().cpu().numpy().tobytes())
+            logits = torch.from_numpy(runner.logits_behind(greedy[-1]))
+            trail.update(logits.numpy().tobytes())
     report = answer.report
     return Answer(answer.logits, trail.hexdigest(), greedy, report.restored, answer.num_forwards > 0, report.source)
 

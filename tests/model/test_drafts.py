@@ -16,12 +16,13 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.drafts import DraftLayer, DraftRow
-from diskprefix.model.exact.runner import Rows, draft, forward, run
+from diskprefix.model.exact.runner import draft, forward, run
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.exact.state_layout import made_up_tokens
 from diskprefix.model.families import draft_decoder
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, draft_layer_of, with_draft_layer
 from diskprefix.model.planned import plan_of
+from diskprefix.model.runtime import Rows
 from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
 from diskprefix.native import library
 from tests.exactness.architectures import DRAFTING, WITH_DRAFT_LAYER, quantised_tiny_model, shrink, tiny_model
@@ -98,7 +99,7 @@ def test_its_memory_may_lag_within_a_block(name: str) -> None:
             other = sequence_of(layout)
             forward(model, other, ids[:, :at])
             assert guesses(model, sequence) == guesses(model, other)
-        run(model, [Rows(sequence, torch.tensor([[int(ids[0, at]), 3]]), 2, may_lag=True)])
+        run(model, [Rows(sequence, np.array([int(ids[0, at]), 3]), 2, may_lag=True)])
         sequence.take_back(at + 1)
         lags.append(len(sequence.undrafted))
         assert sequence.num_drafted >= sequence.num_tokens // 16 * 16, "others read complete blocks"
@@ -143,7 +144,7 @@ def test_guesses_leave_no_trace_and_share_forwards(name: str) -> None:
         assert guesses(model, beside, alone) == [behind, its]
         assert [layer.length for layer in alone.token_layers] == lengths
         other = computed(model, layout, LENGTH)[0]
-        run(model, [Rows(other, ids[:, :7]), Rows(alone, ids[:, alone.num_tokens : end])])
+        run(model, [Rows(other, ids[0, :7].numpy()), Rows(alone, ids[0, alone.num_tokens : end].numpy())])
     assert memory_of(alone) == expected
 
 
@@ -185,7 +186,7 @@ def test_pictures_change_nothing_of_that() -> None:
         for start, end in pairwise([0, *ends]):
             first, last = (int(is_picture[:position].sum()) for position in (start, end))
             its = (is_picture[start:end], encoded[:, first:last], positions[:, start:end])
-            run(model, [Rows(sequence, ids[:, start:end], pictures=PictureRows(encoder, *its))])
+            run(model, [Rows(sequence, ids[0, start:end].numpy(), pictures=PictureRows(encoder, *its))])
         return memory_of(sequence), guesses(model, sequence)
 
     assert found(LENGTH) == found(3, 22, 23, 30, 37, 80, LENGTH)
