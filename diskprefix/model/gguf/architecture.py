@@ -35,7 +35,7 @@ class SourcedParameter:
 
     def part_of(self, config: Any) -> Any:
         """Returns the part of a model's configuration that the source takes."""
-        is_of_encoder = self.tensors[0].name.startswith(_OF_ENCODERS) and hasattr(config, "vision_config")
+        is_of_encoder = self.tensors[0].name.startswith(OF_ENCODERS) and hasattr(config, "vision_config")
         return config.vision_config if is_of_encoder else config.get_text_config()
 
     def rows(self, config: Any, arrays: Iterable[Array]) -> Array:
@@ -63,7 +63,7 @@ class SourcedParameter:
 _Source: TypeAlias = str | TensorSource | tuple[str | TensorSource, ...]
 
 _BLOCK = re.compile(r"^blk\.\d+\.")
-_OF_ENCODERS = ("v.", "mm.")
+OF_ENCODERS = ("v.", "mm.")
 """The beginning of names of tensors of encoders."""
 _LAYER = re.compile(r"^\w+\.layers\.(\d+)\.(.+)")
 _DRAFT_LAYER = re.compile(r"^\w+\.draft_layer\.(?:mtp_block\.)?(.+)")
