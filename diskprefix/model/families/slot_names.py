@@ -172,6 +172,9 @@ _IN_FLOAT32: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("kolibri1", "axk1", "deepseek_v3", "glm4_moe_lite", "nemotron_h"), (_CORRECTION,)),
     "ernie4_5_moe": ("gate.weight", "moe_statics"),
     "flint": ("gate.weight", "sinks"),
+    "hunyuan_v1_moe": ("gate.wg",),
+    "lfm2_moe": ("expert_bias",),
+    "olmo_hybrid": ("A_log",),
 }
 """Parts of the names of parameters that are float32 in models of any type of numbers."""
 _OF_LATENTS = dict.fromkeys(("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"), 1e-6)
