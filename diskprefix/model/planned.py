@@ -16,17 +16,16 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.drafts import DraftLayer, DraftRow
-from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import of_model, padded_tokens, without_plan
 from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.load.draft_layer import with_one_more
-from diskprefix.model.module_weights import decoder_of, weights_of_model
+from diskprefix.model.module_weights import weights_of_model
 from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, StateLocation
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.runtime import Rows, StepOutput, UncachedState, begin_step
 from diskprefix.model.slots import Slots
-from diskprefix.model.vision_encoder import PictureRows, encoded_rows
+from diskprefix.model.vision_encoder import PictureRows, encoded_rows, sees_pictures_whole
 from diskprefix.model.weights import Weights
 from diskprefix.native import calls
 from diskprefix.native.library import operators
@@ -39,16 +38,22 @@ _ROWS = 256
 _DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
 
 
+class NotExact(Exception):
+    """A plan cannot compute a step, or gives a token other bits in another one. The argument says why."""
+
+
 class PlanRuntime:
-    """Computes the steps of a model by its plan, over memory of a layout (`model.runtime`)."""
+    """Computes the steps of a model by its plan, over memory of a layout (`model.runtime`). `is_of_first`: only the
+    first layers are computed, up to the first one of each kind: the others compute with the same code."""
 
     def __init__(
-        self, weights: Weights, config: Any, layout: Layout, page_tokens: int, num_layers: int | None = None
+        self, weights: Weights, config: Any, layout: Layout, page_tokens: int, *, is_of_first: bool = False
     ) -> None:
-        """Raises `ValueError` for a configuration that the layout does not fit. `config` is transformers' of the whole.
-        With `num_layers` it has the first ones alone."""
+        """Raises `ValueError` for a configuration that the layout does not fit. `config` is transformers' of the
+        whole model."""
         self.layout, self.vocab_size = layout, layout.vocab_size
-        self._config = config_of(config, weights.dtype, layout, page_tokens, num_layers)
+        found = config_of(config, weights.dtype, layout, page_tokens)
+        self._config = first_layers(found) if is_of_first else found
         self._padded = padded_tokens(config)
         self._weights, self._names = weights, SlotNames.of(config.get_text_config(decoder=True))
         self._dtype, self._page_tokens = weights.dtype, page_tokens
@@ -118,11 +123,11 @@ class PlanRuntime:
         raise NotImplementedError
 
     def _described(self, plan: ComputePlan, sequence: KVSequence, run: Run, num_logits: int) -> PlannedRun:
-        """Raises `NotInvariant` if pages are missing that the operators would read or write."""
+        """Raises `NotExact` if pages are missing that the operators would read or write."""
         for table in sequence.tables:
             has_room = run.end <= len(table.pages) * self._page_tokens
             if not has_room or table.complete_from > table.group.first_needed(run.start):
-                raise NotInvariant("attention to tokens that the memory does not keep")
+                raise NotExact("attention to tokens that the memory does not keep")
         addresses = [table.addresses.buffer_info()[0] for table in sequence.tables]
         states = [page.tensor.data_ptr() for page in sequence.states]
         if run.replays is None:
@@ -162,20 +167,10 @@ def _encoded(ids: np.ndarray, pictures: Sequence[PictureRows | None], runs: Sequ
     return EncodedRows(numbers, encoded.data_ptr(), encoded.nbytes // max(1, len(encoded)), encoded)
 
 
-def _num_layers(model: PreTrainedModel) -> int:
-    """Returns the number of layers of a model, which may have the first ones alone for the self-check."""
-    decoder = decoder_of(model)
-    names = SlotNames.of(model.config.get_text_config(decoder=True)).own
-    return len(getattr(decoder, names.get("layers", "layers"), ()))
-
-
-def config_of(
-    config: Any, dtype: torch.dtype, layout: Layout, page_tokens: int, num_layers: int | None = None
-) -> DecoderConfig:
-    """Returns the configuration of a model that computes in `dtype`, or of its first layers. `config` is transformers'
-    of the whole."""
+def config_of(config: Any, dtype: torch.dtype, layout: Layout, page_tokens: int) -> DecoderConfig:
+    """Returns the configuration of a model that computes in `dtype`. `config` is transformers' of the whole."""
     text = config.get_text_config(decoder=True)
-    num_layers = text.num_hidden_layers if num_layers is None else num_layers
+    num_layers = text.num_hidden_layers
     layers = layout.layers[: None if layout.has_draft_layer else num_layers]
     places = [places_of(layout, page_tokens, number) for number in range(len(layers))]
     states = [states_of(layout, number) for number in range(len(layers))]
@@ -192,6 +187,12 @@ def config_of(
     )
     levels = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(levels))
+
+
+def first_layers(config: DecoderConfig) -> DecoderConfig:
+    """Returns the configuration without the layers behind the first one of each kind."""
+    kinds = [replace(layer, places={}, states={}) for layer in config.layers]
+    return replace(config, layers=config.layers[: max(map(kinds.index, kinds)) + 1])
 
 
 def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Location]:
@@ -227,7 +228,7 @@ def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation
 
 
 _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, PlanRuntime | None]] = WeakKeyDictionary()
-"""The last runtimes of models, by their layers, kernels and memory; None for a model of no family."""
+"""The last runtimes of models, by their memory and kernels; None for a model of no family."""
 
 
 def reason_without_plan(model: PreTrainedModel) -> str:
@@ -237,17 +238,16 @@ def reason_without_plan(model: PreTrainedModel) -> str:
     return without_plan(model.config)
 
 
-def runtime_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> PlanRuntime:
-    """Returns the runtime of a model that has a plan."""
-    return PlanRuntime(weights_of_model(model), model.config, layout, page_tokens, _num_layers(model))
+def plan_runtime(model: PreTrainedModel, layout: Layout, page_tokens: int, *, is_of_first: bool = False) -> PlanRuntime:
+    """Returns the runtime of a model that has a plan. The arguments are those of `PlanRuntime`."""
+    return PlanRuntime(weights_of_model(model), model.config, layout, page_tokens, is_of_first=is_of_first)
 
 
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> PlanRuntime | None:
     """Returns the runtime of a model that is exact at every token, None for one of no family."""
-    # The self-check computes the first layers alone.
-    key = layout, page_tokens, operators(), _num_layers(model)
+    key = layout, page_tokens, operators()
     known, plan = _plans.get(model, (None, None))
     if known != key:
-        plan = None if reason_without_plan(model) else runtime_of(model, layout, page_tokens)
+        plan = None if reason_without_plan(model) else plan_runtime(model, layout, page_tokens)
         _plans[model] = key, plan
     return plan

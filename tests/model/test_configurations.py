@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.model.exact.state_layout import read_layout
+from diskprefix.grid.state_layout import read_layout
 from diskprefix.model.families.memory_layout import layout_of
 from diskprefix.model.families.rotary import rotary_of
 from diskprefix.model.module_weights import decoder_of

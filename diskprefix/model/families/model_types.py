@@ -16,6 +16,7 @@ from diskprefix.model.config import (
     SpaceConfig,
     Tempering,
 )
+from diskprefix.model.families.known_options import unknown_option
 from diskprefix.model.families.mixture_types import feed_forward_of, first_of, mixture_of
 from diskprefix.model.families.rotary import KINDS, kinds_of_rotary, rotary_of, scaled_by_yarn
 from diskprefix.model.operands import Location, Rotary, StateLocation
@@ -169,7 +170,8 @@ def without_plan(config: Any) -> str:
     if unknown := sorted(kinds_of_rotary(config) - KINDS.keys()):
         return f"no plan has {unknown[0]} RoPE"
     others = (name for name, said in without.items() if getattr(config, name, said) != said)
-    return next((f"no plan has this {name}" for name in others), "")
+    name = next(others, "") or unknown_option(config)
+    return f"no plan has this {name}" if name else ""
 
 
 def _activation(config: Any) -> str:
