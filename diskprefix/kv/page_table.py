@@ -49,15 +49,15 @@ class PageTable:
 
     def put(self, position: int, rows: torch.Tensor) -> None:
         """Writes rows of all tensors, [tensors, heads, n, head_dim], from a position on."""
-        for page, at, done, count in self._parts(position, position + rows.shape[2]):
+        for page, at, done, count in self.parts(position, position + rows.shape[2]):
             page.tensor[:, :, at : at + count] = rows[:, :, done : done + count]
 
     def gathered(self, position: int, stop: int) -> torch.Tensor:
         """Returns a copy of the rows from `position` to `stop`, [tensors, heads, n, head_dim]."""
-        parts = self._parts(position, stop)
+        parts = self.parts(position, stop)
         return torch.cat([page.tensor[:, :, at : at + count] for page, at, _, count in parts], dim=2)
 
-    def _parts(self, position: int, stop: int) -> Iterator[tuple[Page, int, int, int]]:
+    def parts(self, position: int, stop: int) -> Iterator[tuple[Page, int, int, int]]:
         """Yields the pages of the tokens from `position` to `stop`: where they begin in the page, how many came before
         and how many they are."""
         done = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +60,8 @@ class DraftLayer:
 
     def _make(self, num_rows: int) -> None:
         self._plan, slots = self._begin(num_rows)
-        self._before, self._guessed = draft(self._plan, self._config, slots)
+        self._before, guessed = draft(self._plan, self._config, slots)
+        self._guessed = [*chain(*guessed)]
 
     def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
         """Returns for each row the likeliest next token with its probability among those that are guessed, which is not
@@ -77,9 +79,7 @@ class DraftLayer:
             if row.hidden is None:
                 _count_complete(row.state)
         scores = self._plan.copied(self._plan.logits, len(rows)).view(np.float32)
-        first, last = self._guessed[0], self._guessed[-1]
-        found = likeliest(scores)
-        guesses = [(first[at] if at < len(first) else last[at - len(first)], chance) for at, chance in found]
+        guesses = [(self._guessed[place], chance) for place, chance in likeliest(scores)]
         return guesses, self._plan.copied(self._plan.hidden, len(rows))
 
     def keep_up(
@@ -143,20 +143,16 @@ class DraftLayer:
     def _hidden_of(self, sequence: KVSequence, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yields the memory of the hidden states of tokens, page by page."""
         size, memory = sequence.pool.block_size, self._memory
-        while start < stop:
-            number, at = divmod(start, size)
-            count = min(size - at, stop - start)
-            page = sequence.tables[memory.table].pages[number]
-            assert page is not None, "the table has no window"
+        for page, at, _, count in sequence.tables[memory.table].parts(start, stop):
             assert page.rows is not None, "a plan's memory is main memory"
             of_page = page.rows.reshape(-1)[memory.offset :][: size * memory.dim * memory.item_bytes]
             yield of_page.reshape(size, -1)[at : at + count]
-            start += count
 
 
 def _planned(sequence: KVSequence, run: Run, num_logits: int) -> PlannedRun:
-    has_room = all(run.end <= len(table.pages) * table.block_size for table in sequence.tables)
-    assert has_room, "the sequence has memory for the rows"
+    for table in sequence.tables:
+        assert table.complete_from <= table.group.first_needed(run.start), "a window has what may lag"
+        assert run.end <= len(table.pages) * table.block_size, "the sequence has memory for the rows"
     addresses = [table.addresses.buffer_info()[0] for table in sequence.tables]
     return PlannedRun(run.start, run.num_rows, num_logits, addresses, run.flat_spans)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -58,17 +58,21 @@ class PlanRuntime:
         self._weights, self._names = weights, SlotNames.of(config.get_text_config(decoder=True))
         self._dtype, self._page_tokens = weights.dtype, page_tokens
         self._plans = dict[bool, ComputePlan]()
-        has_draft_layer = self._config.draft_layer is not None
-        self.draft_layer = DraftLayer(self._config, self._begin, torch.get_num_threads) if has_draft_layer else None
 
     @property
     def plan(self) -> ComputePlan:
         """The plan of the usual steps."""
         return self._plan_for(_ROWS, with_hidden=self.layout.has_draft_layer)
 
+    @cached_property
+    def draft_layer(self) -> DraftLayer:
+        """The draft layer of a layout that has one."""
+        return DraftLayer(self._config, self._begin, torch.get_num_threads)
+
     def prepare(self) -> None:
-        """Makes the plan."""
+        """Makes the plans."""
         assert self.plan
+        assert not self.layout.has_draft_layer or self.draft_layer
 
     def _plan_for(self, num_rows: int, *, with_hidden: bool) -> ComputePlan:
         """Returns the plan of a step. One that gives the hidden states of all rows computes all of the last layers."""
@@ -90,32 +94,31 @@ class PlanRuntime:
     def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
         """Computes a step: all rows of all sequences together."""
         sequences, runs = begin_step(step)
-        token_ids, pictures = np.concatenate([rows.token_ids for rows in step]), [rows.pictures for rows in step]
-        with_hidden, counts = needs_hidden or self.layout.has_draft_layer, [rows.num_logits for rows in step]
-        plan = self._plan_for(len(token_ids), with_hidden=with_hidden)
+        of_each, pictures = [rows.token_ids for rows in step], [rows.pictures for rows in step]
+        with_hidden, ids = needs_hidden or self.layout.has_draft_layer, np.concatenate(of_each)
+        plan = self._plan_for(len(ids), with_hidden=with_hidden)
+        counts = [rows.num_logits for rows in step]
         described = [self._described(plan, *one) for one in zip(sequences, runs, counts, strict=True)]
-        ids, of_pictures = token_ids, _encoded(token_ids, pictures, runs)
+        of_pictures = _encoded(ids, pictures, runs)
         if self._padded:
             ids = np.where(np.isin(ids, self._padded[1:]), self._padded[0], ids)
         plan.run(described, ids, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
         logits = self._copied(plan, plan.logits, sum(counts)).float().numpy()
-        hidden = self._copied(plan, plan.hidden, len(ids)) if with_hidden else None
         for sequence, run in zip(sequences, runs, strict=True):
             for layer in sequence.token_layers:
                 layer.length = run.end
-        if self.draft_layer is not None and hidden is not None:
-            may_lag = all(rows.may_lag for rows in step)
-            self.draft_layer.keep_up(sequences, runs, token_ids, hidden.view(torch.uint8).numpy(), may_lag=may_lag)
+        if self.layout.has_draft_layer:
+            may_lag, hidden = all(rows.may_lag for rows in step), plan.copied(plan.hidden, len(ids))
+            self.draft_layer.keep_up(sequences, runs, ids, hidden, may_lag=may_lag)
         for sequence, run in zip(sequences, runs, strict=True):
             sequence.end_step(run)
         return StepOutput(
             np.split(logits, np.cumsum(counts)[:-1]),
-            hidden.float().numpy() if hidden is not None and needs_hidden else None,
+            self._copied(plan, plan.hidden, len(ids)).float().numpy() if needs_hidden else None,
         )
 
     def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
         """Computes guesses by the draft layer."""
-        assert self.draft_layer is not None, "the model has one"
         return self.draft_layer.draft(rows)
 
     def new_state(self) -> UncachedState:

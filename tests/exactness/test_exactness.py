@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -23,12 +24,12 @@ from diskprefix.extras.catalogue.architectures import TABLE, installed_versions
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.runner import forward
+from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.store.schema import Kind as NodeKind
 from diskprefix.store.schema import node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.writer import Writer
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import Logits, TokenIds
 from tests.engine.driving import patch_steps
 from tests.exactness import rows, worker
 from tests.exactness.architectures import ARCHITECTURES, WITH_DRAFT_LAYER, tiny_model
@@ -210,7 +211,7 @@ def no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restored runs go on in other steps than the cold run, without the check that `prefill` makes."""
 
     def other_steps(
-        model: Any,
+        runtime: Runtime,
         sequence: KVSequence,
         token_ids: TokenIds,
         *,
@@ -219,12 +220,12 @@ def no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
         after_step: Callable[[KVSequence], None],
         stops: Sequence[int] = (),
         **_pictures: object,
-    ) -> torch.Tensor:
-        ids = torch.from_numpy(token_ids).long()[None]
+    ) -> Logits:
+        ids = token_ids.astype(np.int64)
         step = 5 if start else block_size
         ends = {*range(start + step, len(token_ids), step), *(stop for stop in stops if stop > start), len(token_ids)}
         for end in sorted(ends):
-            logits = forward(model, sequence, ids[:, sequence.num_tokens : end])[-1]
+            logits: Logits = runtime.run([Rows(sequence, ids[sequence.num_tokens : end])]).logits[0][-1]
             after_step(sequence)
         return logits
 

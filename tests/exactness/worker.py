@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diskprefix.kv.layout import LayerSpec, Layout
 from diskprefix.model.drafts import DraftRow
-from diskprefix.model.exact.runner import draft
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -141,7 +140,7 @@ def guess_behind(runner: Runner, token: int) -> bytes:
     sequence = runner.sequence
     if not runner.layout.has_draft_layer or not sequence.make_room(sequence.num_tokens + 1):
         return b""
-    return draft(runner.model, [DraftRow(sequence, token, sequence.num_tokens)])[1].tobytes()
+    return runner.runtime.draft([DraftRow(sequence, token, sequence.num_tokens)])[1].tobytes()
 
 
 def _described(model: PreTrainedModel, runner: Runner) -> Answers:

@@ -18,10 +18,10 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.drafts import DraftLayer, DraftRow
-from diskprefix.model.exact.runner import draft, forward, run
+from diskprefix.model.exact.runner import forward, run, runtime_of
 from diskprefix.model.families import draft_decoder
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, draft_layer_of, with_draft_layer
-from diskprefix.model.planned import plan_of
+from diskprefix.model.planned import PlanRuntime
 from diskprefix.model.runtime import Rows
 from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
 from diskprefix.native import library
@@ -76,7 +76,7 @@ def guesses(model: PreTrainedModel, *sequences: KVSequence, count: int = 3) -> l
     rows = [DraftRow(sequence, 7, sequence.num_tokens) for sequence in sequences]
     for _ in range(count):
         assert all(row.state.make_room(row.position + 1) for row in rows)
-        guessed, hidden = draft(model, rows)
+        guessed, hidden = runtime_of(model, rows[0].state.layout, 16).draft(rows)
         for each, (token, probability), its in zip(found, guessed, hidden, strict=True):
             each += [token, probability, its.tolist()]
         rows = [
@@ -239,10 +239,9 @@ def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, mon
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
     model = quantised_tiny_model(name, weights) if is_quantised else tiny_model(name, dtype)
     layout, _ = layout_of(model)
-    plan = plan_of(model, layout, 16)
-    assert plan is not None
-    every = plan.draft_layer
-    assert every is not None
+    runtime = runtime_of(model, layout, 16)
+    assert isinstance(runtime, PlanRuntime)
+    every = runtime.draft_layer
     rows = [DraftRow(sequence_of(layout), token, 3) for token in range(30)]
     for row in rows:
         forward(model, row.state, made_up_tokens(model, row.token_id, 3))

@@ -64,7 +64,7 @@ class ModuleRuntime:
         return StepOutput(of_each, _as_array(hidden[0]) if hidden else None)
 
     def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
-        """Raises `NotImplementedError`: only plans have draft layers."""
+        """Raises `NotImplementedError`: only plans compute draft layers."""
         raise NotImplementedError
 
     def new_state(self) -> TransformersState:
@@ -83,14 +83,6 @@ def run(model: PreTrainedModel, step: Sequence[Any]) -> list[torch.Tensor]:
     assert isinstance(state, KVSequence)
     step = [replace(one, token_ids=np.asarray(one.token_ids).reshape(-1)) for one in step]
     return [torch.from_numpy(one) for one in runtime_of(model, state.layout, state.pool.block_size).run(step).logits]
-
-
-def draft(model: PreTrainedModel, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
-    """Calls `DraftLayer.draft` of a model."""
-    first = rows[0].state
-    plan = plan_of(model, first.layout, first.pool.block_size)
-    assert plan is not None, "a layout with a draft layer is of a plan"
-    return plan.draft(rows)
 
 
 def forward(model: PreTrainedModel, sequence: KVSequence, token_ids: torch.Tensor, num_logits: int = 1) -> torch.Tensor:
