@@ -13,11 +13,10 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
 from diskprefix.kv.layout import Layout
-from diskprefix.model.exact.runner import runtime_of
 from diskprefix.model.load.draft_layer import draft_layer_of
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.planned import NotExact
+from diskprefix.model.planned import NotExact, plan_runtime
 from diskprefix.model.runtime import Runtime
 from diskprefix.model.self_check import checked, known_reason
 from diskprefix.native.library import REMEDY, are_missing, described
@@ -65,6 +64,15 @@ def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     layout, reason = layout_of(loaded.model, str(fingerprint))
     runtime = runtime_of(loaded.model, layout, settings.block_size)
     return MeasuredModel(loaded, layout, runtime, fingerprint if reason else fingerprint.by_plan(), reason)
+
+
+def runtime_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Runtime:
+    """Returns what computes a model: its plan, or else transformers' modules."""
+    if layout.exact_at == "token":
+        return plan_runtime(model, layout, page_tokens)
+    from diskprefix.grid.runtime import GridRuntime
+
+    return GridRuntime(model, layout)
 
 
 def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
