@@ -16,7 +16,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.model.load.draft_layer import draft_layer_of
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.planned import NotExact, PlanRuntime
+from diskprefix.model.planned import NotExact, plan_runtime
 from diskprefix.model.runtime import Runtime
 from diskprefix.model.self_check import checked, known_reason
 from diskprefix.native.library import REMEDY, are_missing, described
@@ -69,7 +69,7 @@ def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
 def runtime_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Runtime:
     """Returns what computes a model: its plan, or else transformers' modules."""
     if layout.exact_at == "token":
-        return PlanRuntime(model, layout, page_tokens)
+        return plan_runtime(model, layout, page_tokens)
     from diskprefix.grid.runtime import GridRuntime
 
     return GridRuntime(model, layout)
@@ -79,12 +79,11 @@ def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
     """Returns the layout of the model's state, and why it is not exact at every token ("" if it is). `identity` is the
     model's fingerprint: what was found is remembered for it. Raises only what torch raises when memory runs out."""
     from diskprefix.grid.rehearsal import rehearse
-    from diskprefix.grid.state_layout import read_layout
 
     reason = known_reason(model, model.device)
     if not reason:
         try:
-            layout = checked(model, partial(read_layout, model, with_draft_layer=True), identity)
+            layout = checked(model, identity)
         except NotExact as found:
             reason = str(found)
         else:

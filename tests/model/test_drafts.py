@@ -20,7 +20,7 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.drafts import DraftLayer, DraftRow
 from diskprefix.model.families import draft_decoder
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, draft_layer_of, with_draft_layer
-from diskprefix.model.planned import PlanRuntime
+from diskprefix.model.planned import plan_runtime
 from diskprefix.model.runtime import Rows
 from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
 from diskprefix.native import library
@@ -239,7 +239,7 @@ def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, mon
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
     model = quantised_tiny_model(name, weights) if is_quantised else tiny_model(name, dtype)
     layout, _ = layout_of(model)
-    every = PlanRuntime(model, layout, 16).draft_layer
+    every = plan_runtime(model, layout, 16).draft_layer
     rows = [DraftRow(sequence_of(layout), token, 3) for token in range(30)]
     for row in rows:
         forward(model, row.state, made_up_tokens(model, row.token_id, 3))

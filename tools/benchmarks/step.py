@@ -19,7 +19,7 @@ from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.loader import load_model
-from diskprefix.model.planned import PlanRuntime
+from diskprefix.model.planned import plan_runtime
 from diskprefix.model.runtime import Rows
 from diskprefix.native import calls
 from diskprefix.settings import Settings
@@ -64,7 +64,7 @@ def measured(model: str, rounds: int) -> dict[str, Any]:
     layout, reason = layout_of(decoder)
     if reason:
         raise click.ClickException(f"{model} has no plan: {reason}")
-    found = PlanRuntime(decoder, layout, 256)
+    found = plan_runtime(decoder, layout, 256)
     pool, operators = PagePool(layout, block_size=256), found.plan._operators
     names = [type(call).__name__.removesuffix("Call") for call, _ in found.plan.made_of]
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in _TOKENS}
