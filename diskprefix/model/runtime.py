@@ -1,4 +1,4 @@
-"""A runtime computes the steps of a model. All that goes in and comes out is numpy's, so whoever calls it knows no model."""
+"""What computes the steps of a model. Arrays of numpy go in and come out, so whoever calls it knows no model."""
 
 from __future__ import annotations
 
