@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import ReadEvent, Reading
 from diskprefix.grid.runtime import GridRuntime
 from diskprefix.model.planned import PlanRuntime
+from diskprefix.values import Scope
 from tests.engine.driving import (
     BLOCK,
     Cancelled,
@@ -81,8 +81,11 @@ def test_a_cancelled_request_goes_on_where_it_was(opened: Open) -> None:
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_hidden_states_have_the_same_bits_cold_restored_and_in_company(opened: Open, pooling: Any) -> None:
-    reading = partial(replace, request(PROMPT, max_tokens=0), reading=Reading(pooling=pooling))
-    engine, one = opened(), reading()
+    asked = request(PROMPT, max_tokens=0)
+    # As for embeddings: a mean needs all tokens.
+    cache = replace(asked.cache, computes_last=True, scope=Scope("off") if pooling == "mean" else asked.cache.scope)
+    one = replace(asked, reading=Reading(pooling=pooling), cache=cache)
+    engine = opened()
     cold = vector(alone(engine, one))
     (saved,) = run_together(engine, [one])
     engine.close()
