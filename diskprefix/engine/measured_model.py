@@ -10,10 +10,16 @@ from functools import partial
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
+from diskprefix.identity import plain
 from diskprefix.kv.layout import Layout
+from diskprefix.model.bits import build_of
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.load.fingerprint import Fingerprint
+from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.model.load.loader import LoadedModel, load_model
+from diskprefix.model.plan_fingerprint import PlanFingerprint
+from diskprefix.model.planned import plan_of
+from diskprefix.native.library import operators
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
 from diskprefix.store.pieces import LAYOUT_VERSION
@@ -27,8 +33,10 @@ class MeasuredModel:
 
     loaded: LoadedModel
     layout: Layout
-    fingerprint: Fingerprint
+    fingerprint: Fingerprint | PlanFingerprint
     reason: str
+    build: str = ""
+    """What computes, if that is not in the fingerprint."""
 
     def cache(
         self,
@@ -42,6 +50,8 @@ class MeasuredModel:
         return PrefixCache(
             *(settings, store, self.layout, identity, self.loaded.name, on_prompts),
             tokenizer=os.path.abspath(self.loaded.tokenizer.name_or_path),
+            # A guess is never wrong, only in vain.
+            build=self.build if beside is None else "",
             beside=beside,
         )
 
@@ -50,8 +60,17 @@ def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     """Makes a model compute exactly where it can. Raises the errors of torch when memory runs out."""
     model, digest = loaded.model, loaded.weights_digest
     layout, reason = make_exact(model, str(Fingerprint.of(model, digest, settings.fingerprint)))
-    # The fingerprint includes the attention that `make_exact` has installed.
-    return MeasuredModel(loaded, layout, Fingerprint.of(model, digest, settings.fingerprint), reason)
+    plan, compiled = None if reason else plan_of(model, layout, settings.block_size), operators()
+    if plan is None or compiled is None:
+        # The fingerprint includes the attention that `make_exact` has installed.
+        return MeasuredModel(loaded, layout, Fingerprint.of(model, digest, settings.fingerprint), reason)
+    if loaded.processor is not None and settings.fingerprint == "strict":
+        # The encoder is a module of transformers.
+        loaded.processor.computed_by = f"{computed_by(model)} {compiled.identity}"
+    fingerprint = PlanFingerprint.of(
+        *(plan.config, plan.plan, compiled), weights_digest=digest, dtype=plain(model.dtype), mode=settings.fingerprint
+    )
+    return MeasuredModel(loaded, layout, fingerprint, "", build_of(compiled))
 
 
 def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, progress: Report) -> LoadedDraft:

@@ -45,7 +45,7 @@ class ModelPlan:
     """The plan of a model over memory of a layout."""
 
     def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
-        self._config = config_of(model, layout, page_tokens)
+        self.config = config_of(model, layout, page_tokens)
         self._padded, self._logits_dtype = padded_tokens(model.config), layout.logits_dtype
         # A plan is kept as long as its model.
         self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
@@ -65,10 +65,10 @@ class ModelPlan:
         compiled, model = operators(), self._model()
         assert compiled is not None, "a model of a plan is exact at every token"
         assert model is not None, "it runs"
-        plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self._config.vocab_size, self._page_tokens)
+        plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self.config.vocab_size, self._page_tokens)
         names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
-        slots = Slots(model, self._config.norm, self._config.epsilon, names)
-        decoder(plan, self._config, slots, with_hidden=with_hidden)
+        slots = Slots(model, self.config.norm, self.config.epsilon, names)
+        decoder(plan, self.config, slots, with_hidden=with_hidden)
         return plan
 
     def run(

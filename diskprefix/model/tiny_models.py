@@ -1,0 +1,451 @@
+"""Tiny decoders of each family with made-up weights, whose numbers are the same everywhere: `bits` runs them.
+
+The weights are whole numbers times powers of 2, so bfloat16 has them all. Their sizes fill no panel of a kernel, and
+some no vector.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from diskprefix.model.config import (
+    DecoderConfig,
+    DeltaConfig,
+    LatentConfig,
+    LayerConfig,
+    MixtureConfig,
+    SpaceConfig,
+    Tempering,
+)
+from diskprefix.model.operands import (
+    DenseExperts,
+    DenseMatrix,
+    Gating,
+    HeadMatrices,
+    Location,
+    PackedExperts,
+    Rotary,
+    Router,
+    StateLocation,
+    Weight,
+    WeightedNorm,
+)
+from diskprefix.model.quants.forms import matrix_of
+from diskprefix.model.quants.quant_form import FILE_FORMS
+from diskprefix.native import COLUMNS, ROWS, calls
+from diskprefix.native.library import Operators
+from diskprefix.native.matrix import Matrix
+from diskprefix.native.packing import TYPES, pack
+
+VOCAB, WIDTH, HEADS, KV_HEADS, DIM, INNER, EXPERTS = 96, 256, 4, 2, 64, 512, 4
+PAGE_TOKENS = 256
+_PERIOD = 65_537
+_LATENT, _OF_LAYER, _STREAMS = LatentConfig(HEADS, 128, DIM, 32, DIM, has_query_latents=True), 32, 2
+_CONVOLVED, _DELTA, _SPACE = (WIDTH, 4), (HEADS, DIM, DIM), (16, 16, 32)
+_MIXED = 2 * KV_HEADS * DIM + HEADS * DIM
+_SPACED = 256 + 2 * 2 * 32
+
+_FLOATS_AT = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "MXFP4": (),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,),
+    "TQ1_0": (52,), "TQ2_0": (64,),
+}  # fmt: skip
+"""Where the blocks of a file's quants have float16 numbers."""
+_QUANTS = {
+    **{kind: (kind, kind) for kind in _FLOATS_AT},
+    **{kind: ("Q3_K", kind) for kind in ("IQ1_M", "IQ2_S")},
+    **{kind: ("IQ4_XS", kind) for kind in ("IQ3_XXS", "IQ3_S")},
+}
+"""Forms of matrices, by the quants that are packed for each, and by those whose numbers the codes have then."""
+
+
+def below(limit: int, count: int, seed: int) -> np.ndarray:
+    """Returns made-up whole numbers from 0 to `limit` - 1: the upper bits of SplitMix64."""
+    state = np.arange(1, 1 + count, dtype=np.uint64) + np.uint64(seed << 32)
+    state *= np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((state >> np.uint64(33)) % np.uint64(limit)).astype(np.int64)
+
+
+@cache
+def _pool(dtype: int | None) -> np.ndarray:
+    """Returns made-up numbers of eight bits between -1 and 1 in a type of plans, or bytes. They have many sizes, so
+    that the order of a sum shows. They come again and again, for the largest weight."""
+    numbers = (below(255, _PERIOD, 1) - 127) * 2.0 ** -(7 + below(8, _PERIOD, 2))
+    found = below(256, _PERIOD, 3).astype(np.uint8) if dtype is None else in_dtype(numbers, dtype)
+    return np.tile(found, 9)
+
+
+def made_up(shape: Sequence[int], seed: int, dtype: int | None = calls.FLOAT32) -> np.ndarray:
+    """Returns made-up numbers, or bytes."""
+    start = seed % _PERIOD
+    return _pool(dtype)[start : start + math.prod(shape)].reshape(shape)
+
+
+def in_dtype(numbers: np.ndarray, dtype: int) -> np.ndarray:
+    """Returns numbers that bfloat16 has in a type of plans: those of bfloat16 as uint16."""
+    floats = np.ascontiguousarray(numbers, np.float32)
+    return floats if dtype == calls.FLOAT32 else (floats.view(np.uint32) >> 16).astype(np.uint16)
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A model: its options without places in memory, and the shapes of its weights. The names of those in layers are
+    without the layer."""
+
+    config: DecoderConfig
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def placed(self, item_bytes: int) -> tuple[DecoderConfig, list[int], list[int]]:
+        """Returns the options with places, and the bytes of a page of each table and of each group of states. Each
+        layer with memory has a table of its own."""
+        tables, states, layers = list[int](), list[int](), list[LayerConfig]()
+        for layer in self.config.layers:
+            if layer.only_reads:
+                layers.append(replace(layer, places=layers[0].places))
+                continue
+            places = {}
+            if layer.mixer in ("attention", "latent"):
+                latent = self.config.latent
+                parts = {"keys": (KV_HEADS, DIM), "values": (KV_HEADS, DIM)}
+                parts = parts if latent is None else {"latent": (1, latent.latent_dim + latent.rotary_dim)}
+                offset = 0
+                for part, (heads, dim) in parts.items():
+                    of_head = PAGE_TOKENS * dim
+                    places[part] = Location(len(tables), offset, heads, dim, item_bytes, of_head, dim)
+                    offset += heads * of_head * item_bytes
+                tables.append(offset)
+            of_layer = {}
+            for part, (shape, num_bytes) in _STATES_OF.get(layer.mixer, {}).items():
+                of_layer[part, 0] = StateLocation(len(states), 0, shape, num_bytes or item_bytes)
+                states.append(math.prod(shape) * (num_bytes or item_bytes))
+            layers.append(replace(layer, places=places, states=of_layer))
+        return replace(self.config, layers=tuple(layers)), tables, states
+
+
+_STATES_OF: dict[str, dict[str, tuple[tuple[int, ...], int]]] = {
+    "short_convolution": {"conv": (_CONVOLVED, 0)},
+    "delta_rule": {"conv": ((_MIXED, 4), 0), "recurrent": (_DELTA, 4)},
+    "state_space": {"conv": ((_SPACED, 4), 0), "recurrent": (_SPACE, 4)},
+}
+"""The shapes of the states of layers, and the bytes of a number, 0 for those of the plan."""
+
+
+class TinySlots:
+    """The made-up weights of a tiny model, in a type of plans. Matrices that can be are packed in bfloat16, or each in
+    the next form of `_QUANTS`. The methods are those of `slots.Slots`."""
+
+    def __init__(self, operators: Operators, model: TinyModel, dtype: int, *, has_quants: bool) -> None:
+        self._operators, self._model, self._dtype = operators, model, dtype
+        self._quants = sorted(_QUANTS) if has_quants else []
+        self._num_packed, self._path = [0], ""
+
+    def within(self, name: str) -> TinySlots:
+        found = TinySlots(self._operators, self._model, self._dtype, has_quants=bool(self._quants))
+        found._num_packed, found._path = self._num_packed, f"{self._path}{name}."
+        return found
+
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        path = (self._path + name).split(".")
+        return self._model.shapes.get(".".join(path[2:] if path[0] == "layers" else path))
+
+    def _numbers(self, name: str, shape: tuple[int, ...] | None = None, factor: float = 0.25) -> np.ndarray:
+        found = shape or self._shape(name)
+        assert found is not None, f"no tiny model has {self._path}{name}"
+        return made_up(found, _seed(self._path + name)) * np.float32(factor)
+
+    def _weight(self, numbers: np.ndarray, dtype: int) -> Weight:
+        kept = in_dtype(numbers, dtype)
+        return Weight(int(kept.ctypes.data), kept.shape, kept)
+
+    def has(self, name: str) -> bool:
+        return self._shape(name) is not None
+
+    def matrix(self, name: str, *, is_float: bool = False) -> Matrix | DenseMatrix:
+        rows, columns = self._shape(name) or (0, 0)
+        bias = self.numbers(f"{name}.bias")
+        if is_float or self._dtype == calls.FLOAT32 or rows % ROWS or columns % COLUMNS:
+            dtype = calls.FLOAT32 if is_float else self._dtype
+            return DenseMatrix(self._weight(self._numbers(name), dtype), bias)
+        return self._packed(name, (rows, columns), None if bias is None else torch.from_numpy(bias.kept))
+
+    def _packed(self, name: str, size: tuple[int, int], bias: torch.Tensor | None = None) -> Matrix:
+        rows, columns = size
+        if not self._quants or columns % 256:
+            numbers = in_dtype(self._numbers(name, size), self._dtype)
+            return Matrix(torch.from_numpy(numbers).view(torch.bfloat16), size, bias=bias)
+        packed_as, kind = _QUANTS[self._quants[self._num_packed[0] % len(self._quants)]]
+        self._num_packed[0] += 1
+        content = _made_up_quants(packed_as, rows, columns, _seed(self._path + name))
+        form = FILE_FORMS[packed_as]
+        out = torch.zeros(form.packed_shape(rows, columns), dtype=torch.uint8)
+        pack(self._operators, packed_as, torch.from_numpy(content), None, out)
+        return matrix_of(out, FILE_FORMS[kind], bias)
+
+    def regrouped(self, name: str) -> tuple[Matrix | DenseMatrix, None]:
+        return self.matrix(name), None
+
+    def numbers(self, name: str) -> Weight | None:
+        return self._weight(self._numbers(name), calls.FLOAT32) if self.has(name) else None
+
+    def vector(self, name: str) -> Weight:
+        return self._weight(self._numbers(name), self._dtype)
+
+    def convolution(self, name: str) -> tuple[Weight, Weight | None]:
+        return self.vector(name), self.vector(f"{name}.bias") if self.has(f"{name}.bias") else None
+
+    def decays(self, name: str, each: int = 1) -> Weight:
+        return self._weight(-np.abs(self._numbers(name)).repeat(each), calls.FLOAT32)
+
+    def factor(self, _name: str) -> float:
+        return 0.75
+
+    def experts(self, name: str) -> PackedExperts | DenseExperts:
+        width = WIDTH
+        if self._dtype != calls.FLOAT32:
+            parts = {"gate": (width, width), "up": (width, width), "down": (width, width)}
+            return PackedExperts(
+                *([self._packed(f"{name}.{i}.{part}", size) for i in range(EXPERTS)] for part, size in parts.items())
+            )
+        first, last = (
+            self._weight(self._numbers(f"{name}.{part}", (EXPERTS, rows, width)), self._dtype)
+            for part, rows in (("first", 2 * width), ("last", width))
+        )
+        return DenseExperts(first, last)
+
+    def head(self) -> Matrix | DenseMatrix:
+        return self.matrix("embed_tokens")
+
+    def table(self, name: str) -> Matrix | DenseMatrix:
+        if self._quants and self._shape(name) == (VOCAB, WIDTH):
+            return self.matrix(name)
+        return DenseMatrix(self._weight(self._numbers(name), self._dtype))
+
+    def expansion(self, name: str, heads: int, *dims: int) -> list[HeadMatrices]:
+        kept = in_dtype(self._numbers(name), self._dtype)
+        rows, columns = sum(dims), kept.shape[1]
+        starts = [sum(dims[:number]) for number in range(len(dims))]
+        return [
+            HeadMatrices(
+                int(kept.ctypes.data) + start * columns * kept.itemsize, heads, dim, columns, rows * columns, kept
+            )
+            for start, dim in zip(starts, dims, strict=True)
+        ]
+
+    def norm(self, name: str) -> WeightedNorm:
+        kind = self._model.config.norm
+        (width,) = self._shape(name) or (0,)
+        return self._norm(self._numbers(name, (2 * width if kind.startswith("layer") else width,), 4.0), self._dtype)
+
+    def _norm(self, weight: np.ndarray, dtype: int) -> WeightedNorm:
+        kinds = {"rms": calls.ROUNDED, "rms_unrounded": calls.UNROUNDED, "rms_plus_one": calls.ONE_MORE}
+        return WeightedNorm(self._weight(weight, dtype), kinds.get(self._model.config.norm, calls.LAYER), 2.0**-17)
+
+    def float_norm(self, name: str) -> WeightedNorm | None:
+        return WeightedNorm(self._weight(self._numbers(name), calls.FLOAT32), calls.ROUNDED, 2.0**-17)
+
+    def unweighted_norm(self, width: int) -> WeightedNorm:
+        return self._norm(np.ones(width, np.float32), self._dtype)
+
+
+def _made_up_quants(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
+    """Returns made-up rows of a file's quants, uint8 [rows, bytes]. Scales have eleven bits."""
+    _, weights, num_bytes = TYPES[kind]
+    content = made_up((rows, columns // weights, num_bytes), seed, None).copy()
+    for place in _FLOATS_AT[kind]:
+        scales = np.abs(made_up(content.shape[:2], seed + place)) * 2.0 ** (-5 if weights == 32 else -9)
+        content[..., place : place + 2] = scales.astype("<f2")[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        content[..., 0] = 118 + content[..., 0] % 4
+    return content.reshape(rows, -1)
+
+
+def _seed(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+_ROTARY = Rotary((2.0 ** -(np.arange(DIM // 2) / 4)).astype(np.float32))
+
+_ATTENTION: Mapping[str, tuple[int, ...]] = {
+    "self_attn.q_proj": (HEADS * DIM, WIDTH),
+    "self_attn.k_proj": (KV_HEADS * DIM, WIDTH),
+    "self_attn.v_proj": (KV_HEADS * DIM, WIDTH),
+    "self_attn.o_proj": (WIDTH, HEADS * DIM),
+}
+_GATED = {"gate_proj": (INNER, WIDTH), "up_proj": (INNER, WIDTH), "down_proj": (WIDTH, INNER)}
+_AROUND: Mapping[str, tuple[int, ...]] = {
+    "embed_tokens": (VOCAB, WIDTH),
+    "norm": (WIDTH,),
+    "input_layernorm": (WIDTH,),
+    "post_attention_layernorm": (WIDTH,),
+    **{f"mlp.{name}": shape for name, shape in _GATED.items()},
+}
+_HEAD_NORMS: Mapping[str, tuple[int, ...]] = {"self_attn.q_norm": (DIM,), "self_attn.k_norm": (DIM,)}
+
+
+def _layer(mixer: Any = "attention", **fields: Any) -> LayerConfig:
+    return LayerConfig({}, mixer, **fields)
+
+
+def _model(layers: Sequence[LayerConfig], shapes: Mapping[str, tuple[int, ...]], **fields: Any) -> TinyModel:
+    fields = {"rotary": {"": _ROTARY}, "scale": DIM**-0.5} | fields
+    return TinyModel(DecoderConfig(vocab_size=VOCAB, layers=tuple(layers), **fields), {**_AROUND, **shapes})
+
+
+MODELS: Mapping[str, TinyModel] = {
+    "dense": _model(
+        [_layer(window=200), _layer(), _layer(), _layer(rotary=None, chunk=200, tempering=Tempering(1, 64, 0.125))],
+        {**_ATTENTION, **_HEAD_NORMS},
+        has_head_norms=True,
+    ),
+    "plain": _model(
+        [_layer(feed_forward="plain")] * 2,
+        {
+            "embed_positions": (2 * PAGE_TOKENS, WIDTH),
+            "self_attn.qkv_proj": (2 * HEADS * DIM, WIDTH),
+            "self_attn.qkv_proj.bias": (2 * HEADS * DIM,),
+            "self_attn.o_proj": (WIDTH, HEADS * DIM),
+            "mlp.up_proj.bias": (INNER,),
+        },
+        norm="layer",
+        position_offset=0,
+        joined="in_heads",
+        parallel="one_norm",
+        activation="gelu_tanh",
+    ),
+    "mixture": _model(
+        [_layer(feed_forward="mixture")] * 2,
+        {
+            **_ATTENTION,
+            "mlp.gate": (EXPERTS, WIDTH),
+            **{f"mlp.shared_experts.{name}": shape for name, shape in _GATED.items()},
+            "mlp.shared_expert_gate": (1, WIDTH),
+        },
+        norm="rms_unrounded",
+        mixture=MixtureConfig(Router(2, is_normed=True), Gating(), shared="weighed"),
+    ),
+    "mixture with sinks": _model(
+        [_layer(feed_forward="mixture")] * 2,
+        {
+            **_ATTENTION,
+            "self_attn.sinks": (HEADS,),
+            "mlp.gate": (EXPERTS, WIDTH),
+            "mlp.gate.e_score_correction_bias": (EXPERTS,),
+        },
+        mixture=MixtureConfig(
+            Router(2, scores="sigmoid", is_normed=True, factor=2.5, groups=2, groups_chosen=1),
+            Gating("limited_silu", "limited_and_one", slope=1.75, limit=2.0),
+            has_float_router=True,
+        ),
+    ),
+    "latent": _model(
+        [_layer("latent")] * 2,
+        {
+            "self_attn.q_a_proj": (128, WIDTH),
+            "self_attn.q_a_layernorm": (128,),
+            "self_attn.q_b_proj": (HEADS * (DIM + 32), 128),
+            "self_attn.kv_a_proj_with_mqa": (128 + 32, WIDTH),
+            "self_attn.kv_a_layernorm": (128,),
+            "self_attn.kv_b_proj": (HEADS * 2 * DIM, 128),
+            "self_attn.o_proj": (WIDTH, HEADS * DIM),
+        },
+        latent=_LATENT,
+        rotary={"": replace(_ROTARY, frequencies=_ROTARY.frequencies[:16], is_paired=2)},
+    ),
+    "recurrent": _model(
+        [_layer("short_convolution"), _layer("delta_rule"), _layer("state_space"), _layer()],
+        {
+            **_ATTENTION,
+            **_HEAD_NORMS,
+            "self_attn.q_proj": (2 * HEADS * DIM, WIDTH),
+            "conv.in_proj": (3 * WIDTH, WIDTH),
+            "conv.conv": _CONVOLVED,
+            "conv.out_proj": (WIDTH, WIDTH),
+            "linear_attn.in_proj_qkv": (_MIXED, WIDTH),
+            "linear_attn.in_proj_z": (HEADS * DIM, WIDTH),
+            "linear_attn.in_proj_b": (HEADS, WIDTH),
+            "linear_attn.in_proj_a": (HEADS, WIDTH),
+            "linear_attn.conv1d": (_MIXED, 4),
+            "linear_attn.dt_bias": (HEADS,),
+            "linear_attn.A_log": (HEADS,),
+            "linear_attn.norm": (DIM,),
+            "linear_attn.out_proj": (WIDTH, HEADS * DIM),
+            "mamba.in_proj": (256 + _SPACED + 16, WIDTH),
+            "mamba.conv1d": (_SPACED, 4),
+            "mamba.conv1d.bias": (_SPACED,),
+            **{f"mamba.{name}": (16,) for name in ("dt_bias", "A_log", "D")},
+            "mamba.norm": (256,),
+            "mamba.out_proj": (WIDTH, 256),
+        },
+        norm="rms_plus_one",
+        has_head_norms=True,
+        attention_gate="sigmoid",
+        has_gate_in_query=True,
+        delta=DeltaConfig("together"),
+        space=SpaceConfig((0.0, float("inf"))),
+    ),
+    "recurrent by numbers": _model(
+        [_layer("delta_rule")] * 2,
+        {
+            "linear_attn.q_proj": (KV_HEADS * DIM, WIDTH),
+            "linear_attn.k_proj": (KV_HEADS * DIM, WIDTH),
+            "linear_attn.v_proj": (HEADS * DIM, WIDTH),
+            "linear_attn.in_proj_z": (32, WIDTH),
+            "linear_attn.in_proj_b": (HEADS, WIDTH),
+            "linear_attn.in_proj_a": (32, WIDTH),
+            "linear_attn.gate_proj": (HEADS * DIM, 32),
+            "linear_attn.decay_proj": (HEADS * DIM, 32),
+            "linear_attn.conv1d": (_MIXED, 4),
+            "linear_attn.dt_bias": (HEADS * DIM,),
+            "linear_attn.A_log": (HEADS,),
+            "linear_attn.norm": (DIM,),
+            "linear_attn.out_proj": (WIDTH, HEADS * DIM),
+        },
+        delta=DeltaConfig("apart", has_narrow_gates=True, gate="sigmoid"),
+    ),
+    "late gemma": _model(
+        [_layer(norms="around", cut_off=1.5), _layer(norms="around", only_reads=True)],
+        {
+            **_ATTENTION,
+            **_HEAD_NORMS,
+            "pre_feedforward_layernorm": (WIDTH,),
+            "post_feedforward_layernorm": (WIDTH,),
+            "per_layer_model_projection": (2 * _OF_LAYER, WIDTH),
+            "per_layer_projection_norm": (_OF_LAYER,),
+            "embed_tokens_per_layer": (VOCAB, 2 * _OF_LAYER),
+            "per_layer_input_gate": (_OF_LAYER, WIDTH),
+            "per_layer_projection": (WIDTH, _OF_LAYER),
+            "post_per_layer_input_norm": (WIDTH,),
+            "altup_projections.0": (WIDTH, WIDTH),
+            "altup_unembed_projections.0": (WIDTH, WIDTH),
+            "altup.router_norm": (WIDTH,),
+            "altup.modality_router": (_STREAMS, WIDTH),
+            "altup.prediction_coefs": (_STREAMS * _STREAMS, _STREAMS),
+            "altup.correction_coefs": (_STREAMS, _STREAMS),
+            "altup.correct_output_scale": (WIDTH,),
+            "laurel.linear_left": (_OF_LAYER, WIDTH),
+            "laurel.linear_right": (WIDTH, _OF_LAYER),
+            "laurel.post_laurel_norm": (WIDTH,),
+        },
+        norm="rms_unrounded",
+        has_head_norms=True,
+        has_value_norms=True,
+        has_layer_inputs=True,
+        has_layer_scales=True,
+        num_streams=_STREAMS,
+        activation="gelu_tanh",
+        embedding_multiplier=16.0,
+        softcap=8.0,
+        logits_softcap=32.0,
+    ),
+}
+"""By family. Together they have all operators, and each option that changes what one of them computes."""
