@@ -138,7 +138,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         exactness = {"exact_at": layout.exact_at, "exact_at_reason": measurement.reason or None}
         identity = measurement.fingerprint.as_dict() | exactness | {"root": cache.root.hex()}
         draft = None if settings.draft_model is None else load_draft(settings, loaded, cache, progress)
-        engine = Engine(loaded, cache, recorder=recorder, identity=identity, draft=draft)
+        engine = Engine(loaded, measurement.runtime, cache, recorder=recorder, identity=identity, draft=draft)
         engine.warm_up()
         trim_heap()
         opened.pop_all()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import xxhash
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TokenIds: TypeAlias = "npt.NDArray[np.int32]"
 """An array of shape (num_tokens,), dtype int32, C-contiguous."""
+Logits: TypeAlias = "npt.NDArray[np.float32]"
+"""Next-token logits, shape [vocab] or [rows, vocab]."""
 
 HASH_BYTES = 16
 ID_BYTES = 4
@@ -29,7 +31,7 @@ LEAST_TOKENS = 16
 """Fewer common tokens are not worth a restore or a wait: all prompts share them, and no step gets longer by them."""
 
 
-def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer[npt.NBitBase]]) -> TokenIds:
+def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> TokenIds:
     """Returns `ids` as a contiguous int32 array of shape (len(ids),)."""
     import numpy as np
 

@@ -22,11 +22,12 @@ from diskprefix.kv.layout import ExactAt, Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.invariant import uninstall
-from diskprefix.model.exact.runner import Rows, run
+from diskprefix.model.exact.runner import runtime_of
 from diskprefix.model.exact.self_check import make_exact, rehearse
+from diskprefix.model.runtime import Rows
 from diskprefix.model.vision_encoder import VisionEncoder
 from diskprefix.settings import Settings
-from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.tokens import Logits, TokenIds, as_token_ids
 from diskprefix.values import CacheOptions, CacheReport, Picture, Prompt
 from tests.waiting import wait_for
 
@@ -122,6 +123,7 @@ class Runner:
             described = f"{name} {model.config} {model.dtype}"
             self.layout, self.grid_reason = make_exact(model, described)
             assert exact_at in (None, self.layout.exact_at), self.grid_reason
+        self.runtime = runtime_of(model, self.layout, settings.block_size)
         self.on_prompts = on_prompts
         self.pictures: Pictures = {}
         self.in_prompt: PromptPictures | None = None
@@ -199,7 +201,7 @@ class Runner:
             if logits is None:
                 num_forwards = -(-(len(token_ids) - restored.num_tokens) // self.settings.block_size)
                 logits = prefill(
-                    self.model,
+                    self.runtime,
                     sequence,
                     token_ids,
                     start=restored.num_tokens,
@@ -211,7 +213,7 @@ class Runner:
             cached.publish(sequence, logits, 0.0)
             greedy = self._decode(logits, reply)
             cached.publish_reply(sequence, np.concatenate([token_ids, as_token_ids(greedy[:-1])]))
-        return Answer(logits.cpu().clone(), greedy, cached.close(), num_forwards, cached.is_published)
+        return Answer(torch.from_numpy(logits.copy()), greedy, cached.close(), num_forwards, cached.is_published)
 
     def cancelled(self, prompt: Prompt, options: CacheOptions, steps: int) -> CacheReport:
         """A request whose client goes away after so many steps of the prefill."""
@@ -235,7 +237,7 @@ class Runner:
             if restored.logits is None:
                 try:
                     prefill(
-                        *(self.model, sequence, prompt.token_ids),
+                        *(self.runtime, sequence, prompt.token_ids),
                         start=restored.num_tokens, block_size=block_size, after_step=after_step, stops=stops,
                     )  # fmt: skip
                 except Gone:
@@ -245,17 +247,18 @@ class Runner:
     def _stops(self, cached: CachedRequest) -> tuple[int, ...]:
         return tuple(at for at in cached.selection.checkpoints if at < len(cached.prompt.token_ids))
 
-    def _decode(self, logits: torch.Tensor, count: int) -> list[int]:
+    def _decode(self, logits: Logits, count: int) -> list[int]:
         tokens = [int(logits.argmax())] if count else []
         while len(tokens) < count:
             tokens.append(int(self.logits_behind(tokens[-1]).argmax()))
         return tokens
 
-    def logits_behind(self, token: int) -> torch.Tensor:
+    def logits_behind(self, token: int) -> Logits:
         """Runs a token of the reply to the last prompt. Returns the logits behind it, shape [vocab]."""
         start = self.sequence.num_tokens
         pictures = None if self.in_prompt is None else self.in_prompt.rows(start, start + 1)
-        return run(self.model, [Rows(self.sequence, torch.tensor([[token]]), pictures=pictures)])[0][-1]
+        logits: Logits = self.runtime.run([Rows(self.sequence, np.array([token]), pictures=pictures)]).logits[0][-1]
+        return logits
 
     def _pictures_of(self, prompt: Prompt, options: CacheOptions) -> PromptPictures | None:
         """As the engine does it: the encoder's rows are computed once, and kept."""

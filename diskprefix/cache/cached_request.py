@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.context import RequestContext
@@ -21,7 +20,7 @@ from diskprefix.cache.saving import Saver
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.store.store_identity import Epoch
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import Logits, TokenIds
 from diskprefix.values import Break, CacheOptions, CacheReport, MissReason, Prompt, Saved, Selection, outcome_of
 
 log = logging.getLogger("diskprefix")
@@ -85,7 +84,7 @@ class CachedRequest:
         self.choose(sequence)
         return self.restored
 
-    def fetch(self, sequence: KVSequence, have: int = 0, logits: torch.Tensor | None = None) -> None:
+    def fetch(self, sequence: KVSequence, have: int = 0, logits: Logits | None = None) -> None:
         """Runs the steps of a fetch but `prefetch`. See `Fetch`."""
         fetch = self.begin_fetch(sequence, self.prompt.token_ids, have, logits)
         fetch.run()
@@ -96,8 +95,8 @@ class CachedRequest:
         sequence: KVSequence,
         token_ids: TokenIds,
         have: int = 0,
-        logits: torch.Tensor | None = None,
-        on_logits: Callable[[torch.Tensor], None] = lambda _: None,
+        logits: Logits | None = None,
+        on_logits: Callable[[Logits], None] = lambda _: None,
         on_block: Callable[[int], None] = lambda _: None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Fetch:
@@ -152,10 +151,10 @@ class CachedRequest:
         with self._context.guarded("not all of the prompt is saved"):
             self._saver.after_step(sequence)
 
-    def publish(self, sequence: KVSequence, logits: torch.Tensor | None, prefill_s: float) -> None:
+    def publish(self, sequence: KVSequence, logits: Logits | None, prefill_s: float) -> None:
         """Queues the rest of the selected part of the prompt, with the entry and the prompt as seen.
 
-        `logits` are the next-token logits at the prompt's end, shape [vocab], in the model's dtype; None if the prompt
+        `logits` are the next-token logits at the prompt's end, shape [vocab]; None if the prompt
         is only a beginning and was restored. If logits are not finite, nothing more is saved. `prefill_s` is the time
         of computing the tokens that were not restored, in seconds.
         """
@@ -170,7 +169,7 @@ class CachedRequest:
             # The problem is logged once, not for every prompt.
             self.cache.writer.fail(self._saver.save, "")
             return
-        if logits is not None and not logits.max().isfinite():
+        if logits is not None and not np.isfinite(logits.max()):
             self.cache.writer.fail(self._saver.save, "its next-token logits are not finite")
             return
         with self._context.guarded("the prompt is not saved"):

@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-import torch
-
 from diskprefix.cache.context import RequestContext
 from diskprefix.cache.matching import RestoreResult
 from diskprefix.cache.restoration import Restoration
@@ -16,6 +14,7 @@ from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.store.note_record import NoteKind
+from diskprefix.tokens import Logits
 from diskprefix.values import MissReason, StateSource
 
 Step: TypeAlias = Literal["prefetch", "seen", "match", "load"]
@@ -42,8 +41,8 @@ class Fetch:
         nodes: PromptNodes,
         sequence: KVSequence,
         have: int,
-        logits: torch.Tensor | None,
-        on_logits: Callable[[torch.Tensor], None],
+        logits: Logits | None,
+        on_logits: Callable[[Logits], None],
         on_block: Callable[[int], None],
         is_wanted: Callable[[], bool],
     ) -> None:

@@ -6,17 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from diskprefix.cache.policy.select import AT_ANY_TOKEN, AT_CHECKPOINTS, StateKind
 from diskprefix.cache.tiers.nodes import Node, PartialMatch, PromptNodes
 from diskprefix.cache.tiers.tier import NodeIndex
 from diskprefix.store.schema import Kind
-from diskprefix.tokens import LEAST_TOKENS, common_prefix_length
+from diskprefix.tokens import LEAST_TOKENS, Logits, common_prefix_length
 from diskprefix.values import Refused, StateSource
-
-if TYPE_CHECKING:
-    import torch
 
 _Index = TypeVar("_Index", bound=NodeIndex)
 
@@ -29,7 +26,7 @@ class RestoreResult:
     can restore `stored_tokens`, the last of them from `last_node`. `blocks` are the stored full blocks from position 0
     on, and `matched` is the number of stored tokens. Both may reach further: `refused` says why these tokens were not
     restored. For `partial_match` see `Matcher`. `prefill_s` is how long computing `num_tokens` tokens took, in seconds;
-    0 if unknown. `logits`, shape [vocab] in the model's dtype, come with an exact repeat. `has_tail`: the prompt's
+    0 if unknown. `logits`, shape [vocab], come with an exact repeat. `has_tail`: the prompt's
     tail, which holds logits too, is stored.
     """
 
@@ -39,7 +36,7 @@ class RestoreResult:
     num_tokens: int = 0
     stored_tokens: int = 0
     num_bytes: int = 0
-    logits: torch.Tensor | None = None
+    logits: Logits | None = None
     has_tail: bool = False
     matched: int = 0
     refused: Refused | None = None

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import torch
 
 from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.tiers.loading import Loader
@@ -20,7 +19,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.evictor import Evictor
-from diskprefix.tokens import floor_to_grid
+from diskprefix.tokens import Logits, floor_to_grid
 from diskprefix.values import Refused, StateSource
 
 
@@ -44,7 +43,7 @@ class Restoration:
     allows: Callable[[int], bool]
     pays: Callable[[int, int], bool]
     noted_logits: Callable[[], bytes | None]
-    on_logits: Callable[[torch.Tensor], None]
+    on_logits: Callable[[Logits], None]
     on_block: Callable[[int], None]
     is_wanted: Callable[[], bool]
     needs_logits: bool
@@ -58,7 +57,7 @@ class Restoration:
     num_intact: int = 0
     """The number of first tokens whose state the sequence surely has, also if `run` raises."""
 
-    def run(self, sequence: KVSequence, have: int, logits: torch.Tensor | None, *, loads: bool) -> RestoreResult | None:
+    def run(self, sequence: KVSequence, have: int, logits: Logits | None, *, loads: bool) -> RestoreResult | None:
         """Restores into `sequence`, which has room for the prompt and already the state of its first `have` tokens.
         `logits` are those at the prompt's end, if the sequence has all of it. Without `loads`, nothing is loaded. A
         damaged node is removed, and the next shorter prefix is restored.

@@ -26,12 +26,10 @@ from diskprefix.store.note_record import NoteKind
 from diskprefix.store.save import Hold, Save
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Publication
-from diskprefix.tokens import LEAST_TOKENS, TokenPath
+from diskprefix.tokens import LEAST_TOKENS, Logits, TokenPath
 from diskprefix.values import Selection
 
 if TYPE_CHECKING:
-    import torch
-
     from diskprefix.cache.context import RequestContext
     from diskprefix.kv.sequence import KVSequence
 
@@ -200,7 +198,7 @@ class Saver:
         if missing and missing[0].position >= sequence.complete_from and self.may_save_unselected(sequence):
             self._submit(sequence, Plan(missing), min_ttl_s=_MIN_TTL_S)
 
-    def publish(self, sequence: KVSequence, logits: torch.Tensor | None, prefill_s: float) -> None:
+    def publish(self, sequence: KVSequence, logits: Logits | None, prefill_s: float) -> None:
         """Queues the rest of the prompt, with the entry and the prompt as seen."""
         restored, selection = self.planner.restored, self.selection
         if num_computed := len(self._prompt.token_ids) - restored.num_tokens:
@@ -260,7 +258,7 @@ class Saver:
             self._submit(sequence, Plan((planner.nodes.partial_block(num_tokens),)), min_ttl_s=min_ttl_s)
 
     def _submit(
-        self, sequence: KVSequence, plan: Plan, *, logits: torch.Tensor | None = None, min_ttl_s: float = 0.0
+        self, sequence: KVSequence, plan: Plan, *, logits: Logits | None = None, min_ttl_s: float = 0.0
     ) -> None:
         """Captures the nodes of a plan and queues them in batches, the last one with the plan's other records. A tail
         has `logits`."""

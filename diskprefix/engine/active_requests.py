@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-import torch
+import numpy as np
 
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.device import raise_if_lost
@@ -25,8 +25,7 @@ from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import DeviceLost
 from diskprefix.kv.page_cache import MemoryWait, PrefixWait, memory_held
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.kv.uncached import TransformersState
-from diskprefix.model.exact.runner import State
+from diskprefix.model.runtime import State
 from diskprefix.values import CacheReport
 
 log = logging.getLogger("diskprefix")
@@ -121,7 +120,7 @@ class ActiveRequests:
             self._served.check_length(waiter.request)
         if self._cache.layout.unsupported:
             is_taken = any(reply.state is not None for reply in self.replies)
-            return None if is_taken else TransformersState(self._served.model)
+            return None if is_taken else self._served.runtime.new_state()
         if waiter.wait is None or not self._pages.must_wait(waiter.wait):
             memory = self._start_sequence(waiter)
             if isinstance(memory, KVSequence):
@@ -173,7 +172,7 @@ class ActiveRequests:
             self._pages,
             served.figures,
             served.reply_limit(request),
-            torch.from_numpy(prompt).long().unsqueeze(0) if pictures is None else pictures.token_ids,
+            prompt.astype(np.int64) if pictures is None else pictures.token_ids,
             pictures,
         )
         first = None if request.constraint is None else served.constraints.begin_reply(request.constraint)
@@ -188,7 +187,7 @@ class ActiveRequests:
                 packs=served.packs,
                 grid=len(prompt) if layout.unsupported else self._cache.settings.block_size,
                 spans=() if pictures is None else pictures.spans,
-                sampler=Sampler(request.sampling, running.known_ids, served.model.device, index, constraint),
+                sampler=Sampler(request.sampling, running.known_ids, index, constraint),
                 text=served.text_stream(request),
                 guesser=served.guesser(request),
                 thought_limit=None if request.thought_budget is None else ThoughtLimit(request.thought_budget),

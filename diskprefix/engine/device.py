@@ -39,14 +39,6 @@ def raise_if_lost(error: BaseException) -> None:
         raise DeviceLost(message) from error
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has computed everything, for measurements of time."""
-    if device.type == "mps":
-        torch.mps.synchronize()
-    elif device.type != "cpu":
-        torch.accelerator.current_stream(device).synchronize()
-
-
 def probe_devices() -> None:
     """Waits for all GPUs with memory of this process, and computes on them. Raises the errors of torch."""
     for of_device in (torch.cuda, torch.xpu):

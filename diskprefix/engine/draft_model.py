@@ -14,28 +14,25 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.engine.device import raise_if_lost, synchronize
+from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.fetches import RunningFetch
 from diskprefix.engine.running_request import Reply
 from diskprefix.errors import ContextTooLong, StoreUnavailable
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact import runner
 from diskprefix.model.load.loader import LoadedModel
+from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.printable import first_line
 from diskprefix.store.store_identity import Epoch
-from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
+from diskprefix.tokens import Logits, TokenIds, as_token_ids, common_prefix_length
 from diskprefix.values import CacheOptions, Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 log = logging.getLogger("diskprefix")
 
@@ -51,6 +48,7 @@ class LoadedDraft(NamedTuple):
     """A loaded draft model, and its cache in the store of the served model."""
 
     loaded: LoadedModel
+    runtime: Runtime
     cache: PrefixCache
 
 
@@ -87,12 +85,12 @@ class DraftSequence:
 class DraftModel:
     """A draft model, its memory and its cache. For the engine's thread."""
 
-    def __init__(self, model: PreTrainedModel, cache: PrefixCache, pages: PageCache, max_positions: int) -> None:
+    def __init__(self, runtime: Runtime, cache: PrefixCache, pages: PageCache, max_positions: int) -> None:
         self.cache, self.pages = cache, pages
         self.max_positions = max_positions
         self.sequences: dict[Reply, DraftSequence] = {}
         """The replies that the model guesses."""
-        self._model = model
+        self._runtime = runtime
         self.begin_read: Callable[[RunningFetch], None]
         """Begins a fetch. Set by the engine's loop."""
         self._left: set[DraftSequence] = set()
@@ -162,12 +160,11 @@ class DraftModel:
         """Makes room for `num_tokens` tokens. Returns False if there is none."""
         return num_tokens <= self.max_positions and sequence.state.make_room(num_tokens)
 
-    def compute(self, step: Sequence[tuple[DraftSequence, torch.Tensor]]) -> torch.Tensor:
-        """Computes more tokens, int64 [1, n], of some sequences. Returns the next-token logits, [sequences, vocab],
-        without waiting for the device."""
-        rows = [runner.Rows(sequence.state, ids) for sequence, ids in step]
+    def compute(self, step: Sequence[tuple[DraftSequence, npt.NDArray[np.int64]]]) -> Logits:
+        """Computes more tokens of some sequences. Returns the next-token logits, [sequences, vocab]."""
+        rows = [Rows(sequence.state, ids) for sequence, ids in step]
         groups = [rows] if self.cache.layout.packs else [[one] for one in rows]
-        return torch.cat([one for group in groups for one in runner.run(self._model, group)])
+        return np.concatenate([one for group in groups for one in self._runtime.run(group).logits])
 
     def record_prefill(self, sequence: DraftSequence, seconds: float) -> None:
         """Records that more known tokens were computed, and has complete blocks saved."""
@@ -241,8 +238,7 @@ class DraftModel:
         end = min(start + _AHEAD_ROWS, prompt_tokens if start < prompt_tokens else len(conversation.token_ids))
         if end > start and self.make_room(sequence, end):
             started = time.perf_counter()
-            logits = self.compute([(sequence, torch.from_numpy(conversation.token_ids[start:end]).long()[None])])
-            synchronize(logits.device)
+            self.compute([(sequence, conversation.token_ids[start:end].astype(np.int64))])
             self.record_prefill(sequence, time.perf_counter() - started)
             if end < len(conversation.token_ids):
                 return end - start

@@ -13,7 +13,7 @@ from itertools import accumulate, repeat
 from operator import mul
 from typing import TypeVar
 
-import torch
+import numpy as np
 
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.guesser import MAX_GUESSES, Rates
@@ -38,7 +38,7 @@ class Draft:
         self.reply = reply
         self.tokens: list[int] = []
         """The guesses."""
-        self.hidden: torch.Tensor | None = None
+        self.hidden: np.ndarray | None = None
         """What a draft layer gave for the last one."""
         self.kinds: list[tuple[int, int]] = []
         self.chance = 1.0

@@ -1,27 +1,22 @@
-"""Computes the step of an engine in one forward, and a whole prompt for callers without an engine."""
+"""Computes the step of an engine in one call, and a whole prompt for callers without an engine."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
-from diskprefix.engine.device import raise_if_lost, synchronize
+from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.engine.running_request import Computed, Reply
 from diskprefix.engine.sampler import draw
 from diskprefix.engine.scheduler import Chunk
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact import runner
+from diskprefix.model.runtime import Hidden, Rows, Runtime
 from diskprefix.printable import first_line
-from diskprefix.tokens import TokenIds, floor_to_grid
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from diskprefix.tokens import Logits, TokenIds, floor_to_grid
 
 log = logging.getLogger("diskprefix")
 
@@ -30,19 +25,19 @@ class StateLost(Exception):
     """A step of several sequences failed, and may have changed their states: each is to be computed again, alone."""
 
 
-def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[Computed | Exception]:
+def forward(runtime: Runtime, step: list[Chunk[Reply]]) -> list[Computed | Exception]:
     """Computes a step. If that fails, computes each of its sequences alone, unless
     they have states in their midst.
 
     Returns what each chunk has: next-token logits, [1 + num_drafted, vocab], behind the last known token and behind
-    each guess, and the tokens drawn from them. Or the error of its own forward, or `StateLost`. Waits for the device
-    once. Raises `DeviceLost`.
+    each guess, and the tokens drawn from them. Or the error of its own forward, or `StateLost`. Raises `DeviceLost`.
     """
     try:
         wants_hidden = any(chunk.sequence.running.pooling is not None for chunk in step)
-        hand_out = partial(_hand_out, step=step) if wants_hidden else None
-        logits = runner.run(model, [_rows(chunk) for chunk in step], hand_out)
-        return list(_draw_tokens(step, logits))
+        output = runtime.run([_rows(chunk) for chunk in step], needs_hidden=wants_hidden)
+        if output.hidden is not None:
+            _hand_out(output.hidden, step)
+        return list(_draw_tokens(step, output.logits))
     except Exception as error:  # noqa: BLE001 (it is returned)
         raise_if_lost(error)
         if len(step) == 1:
@@ -53,23 +48,21 @@ def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[Computed |
             return [StateLost() for _ in step]
     for chunk in step:
         _state_of(chunk).truncate(chunk.start)
-    return [result for chunk in step for result in forward(model, [chunk])]
+    return [result for chunk in step for result in forward(runtime, [chunk])]
 
 
-def _draw_tokens(step: list[Chunk[Reply]], logits: list[torch.Tensor]) -> Iterator[Computed]:
+def _draw_tokens(step: list[Chunk[Reply]], logits: list[Logits]) -> Iterator[Computed]:
     """Yields the logits of each chunk with the tokens that all replies of the step draw together."""
     asks = [chunk.sequence.asks(chunk, rows) for chunk, rows in zip(step, logits, strict=True)]
-    if not any(asks):
-        # The time that a step takes is measured.
-        synchronize(logits[0].device)
     together = [ask for of_one in asks for ask in of_one]
     drawn = iter(draw(together) if together else [])
     for rows, of_one in zip(logits, asks, strict=True):
         yield Computed(rows, tuple(islice(drawn, len(of_one))))
 
 
-def _hand_out(hidden: torch.Tensor, step: list[Chunk[Reply]]) -> None:
-    for chunk, rows in zip(step, torch.split(hidden, [chunk.num_rows for chunk in step]), strict=True):
+def _hand_out(hidden: Hidden, step: list[Chunk[Reply]]) -> None:
+    ends = np.cumsum([chunk.num_rows for chunk in step])
+    for chunk, rows in zip(step, np.split(hidden, ends[:-1]), strict=True):
         if chunk.sequence.running.pooling is not None:
             chunk.sequence.add_hidden(chunk.start, rows)
 
@@ -79,18 +72,18 @@ def _state_of(chunk: Chunk[Reply]) -> KVSequence:
     return chunk.sequence.state
 
 
-def _rows(chunk: Chunk[Reply]) -> runner.Rows:
+def _rows(chunk: Chunk[Reply]) -> Rows:
     reply = chunk.sequence
     assert reply.state is not None
     pictures, of_pictures = reply.running.pictures, None
     if pictures is not None and pictures.are_needed(chunk.start):
         of_pictures = pictures.rows(chunk.start, chunk.end)
     ids, may_lag = reply.ids(chunk.start, chunk.end), chunk.start >= reply.prompt_tokens
-    return runner.Rows(reply.state, ids, 1 + chunk.num_drafted, of_pictures, may_lag)
+    return Rows(reply.state, ids, 1 + chunk.num_drafted, of_pictures, may_lag)
 
 
 def prefill(
-    model: PreTrainedModel,
+    runtime: Runtime,
     sequence: KVSequence,
     token_ids: TokenIds,
     *,
@@ -99,7 +92,7 @@ def prefill(
     after_step: Callable[[KVSequence], None],
     stops: Sequence[int] = (),
     pictures: PromptPictures | None = None,
-) -> torch.Tensor:
+) -> Logits:
     """Computes a prompt from position `start` to its end. Returns the next-token logits, shape [vocab].
 
     Steps have `block_size` tokens counted from position 0, as in a cold run: other steps could change the last bits.
@@ -109,16 +102,14 @@ def prefill(
     is_exact = sequence.layout.exact_at == "token"
     assert is_exact or not any(at % block_size for at in (start, *stops)), "state enters and leaves at grid points only"
     assert start < len(token_ids), "at least one token must be computed"
-    ids = torch.from_numpy(token_ids).long().unsqueeze(0) if pictures is None else pictures.token_ids
+    ids = token_ids.astype(np.int64) if pictures is None else pictures.token_ids
     first = floor_to_grid(start, block_size) + block_size
     ends = {*range(first, len(token_ids), block_size), *stops, len(token_ids)}
     for begin, stop in () if pictures is None else pictures.spans:
         ends -= {*range(begin + 1, stop)}
     for end in sorted(at for at in ends if start < at <= len(token_ids)):
         of_pictures = None if pictures is None else pictures.rows(sequence.num_tokens, end)
-        step = runner.Rows(sequence, ids[:, sequence.num_tokens : end], pictures=of_pictures)
-        logits = runner.run(model, [step])[0][-1]
+        step = Rows(sequence, ids[sequence.num_tokens : end], pictures=of_pictures)
+        logits: Logits = runtime.run([step]).logits[0][-1]
         after_step(sequence)
-    # The time that it takes is measured.
-    synchronize(logits.device)
     return logits

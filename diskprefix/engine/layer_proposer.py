@@ -4,16 +4,13 @@ completes the layer's memory (`model.drafts`), so there is nothing to prepare an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from diskprefix.engine.drafting import ChainProposer, Draft
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.step_times import StepTimes
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.drafts import DraftRow, draft
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from diskprefix.model.drafts import DraftRow
+from diskprefix.model.runtime import Runtime
 
 
 class LayerProposer(ChainProposer):
@@ -22,9 +19,9 @@ class LayerProposer(ChainProposer):
     name, what = "mtp", "the model's draft layer"
     _FIRST_COST = 0.15
 
-    def __init__(self, model: PreTrainedModel, times: StepTimes, clock: Callable[[], float]) -> None:
+    def __init__(self, runtime: Runtime, times: StepTimes, clock: Callable[[], float]) -> None:
         super().__init__(times, clock)
-        self._model = model
+        self._runtime = runtime
 
     def _ready(self, replies: Sequence[Reply], num_decoding: int, most: int) -> list[Reply]:
         del num_decoding, most
@@ -33,7 +30,7 @@ class LayerProposer(ChainProposer):
         ]
 
     def _compute_guesses(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
-        guesses, hidden = draft(self._model, [_row(one) for one in drafts])
+        guesses, hidden = self._runtime.draft([_row(one) for one in drafts])
         for one, of_one in zip(drafts, hidden, strict=True):
             one.hidden = of_one
         return guesses
@@ -43,5 +40,5 @@ def _row(one: Draft) -> DraftRow:
     """Returns the row of the last known token, or of the last guess."""
     reply = one.reply
     assert isinstance(reply.state, KVSequence)
-    last = one.tokens[-1] if one.tokens else int(reply.ids(reply.num_known - 1, reply.num_known))
+    last = one.tokens[-1] if one.tokens else int(reply.ids(reply.num_known - 1, reply.num_known)[0])
     return DraftRow(reply.state, last, reply.num_known - 1 + len(one.tokens), one.hidden)

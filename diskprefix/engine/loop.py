@@ -18,7 +18,7 @@ from diskprefix.engine.running_request import Reply, ReplyState
 from diskprefix.engine.scheduler import MAX_ROWS, NO_LIMIT, Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.tokens import TokenIds, floor_to_grid
+from diskprefix.tokens import Logits, TokenIds, floor_to_grid
 
 _MIN_WAIT_S = 1.0
 """The least time that a request waits for the disk. It waits longer if computing what is missing takes longer."""
@@ -41,7 +41,7 @@ class Loop:
         self._scheduler: Scheduler[Reply] = Scheduler(served.max_rows)
         self._active = ActiveRequests(served, inbox, self._scheduler)
         self._fetches = Fetches(served.cache, served.pages, inbox.wake)
-        self._early_logits: deque[tuple[Reply, torch.Tensor]] = deque()
+        self._early_logits: deque[tuple[Reply, Logits]] = deque()
         """The final logits of wholly stored prompts, which are loaded before anything else. Filled on any thread."""
         self._recheck = Recheck(served, inbox.wake)
         if served.draft is not None:
@@ -136,9 +136,7 @@ class Loop:
         if logits is not None:
             reply.sample_early(logits)
 
-    def _fetch_of(
-        self, reply: Reply, sequence: KVSequence, token_ids: TokenIds, logits: torch.Tensor | None
-    ) -> RunningFetch:
+    def _fetch_of(self, reply: Reply, sequence: KVSequence, token_ids: TokenIds, logits: Logits | None) -> RunningFetch:
         running, cache, pages = reply.running, self._served.cache, self._served.pages
 
         def is_needed() -> bool:
@@ -151,7 +149,7 @@ class Loop:
             # A waiting request may begin with the block.
             self._inbox.wake()
 
-        def on_logits(logits: torch.Tensor) -> None:
+        def on_logits(logits: Logits) -> None:
             self._early_logits.append((reply, logits))
             self._inbox.wake()
 
@@ -253,7 +251,7 @@ class Loop:
         num_rows = sum(chunk.num_rows for chunk in step)
         self._inbox.heartbeat.beat(num_rows)
         started = self._served.clock()
-        results = forward(self._served.model, step)
+        results = forward(self._served.runtime, step)
         elapsed = self._served.clock() - started
         self._inbox.heartbeat.beat()
         self._served.record_step(step, elapsed)

@@ -13,12 +13,14 @@ from diskprefix.errors import ModelError
 from diskprefix.identity import plain
 from diskprefix.kv.layout import Layout
 from diskprefix.model.bits import build_of
+from diskprefix.model.exact.runner import runtime_of
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.plan_fingerprint import PlanFingerprint
-from diskprefix.model.planned import plan_of
+from diskprefix.model.planned import PlanRuntime
+from diskprefix.model.runtime import Runtime
 from diskprefix.native.library import operators
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
@@ -33,6 +35,7 @@ class MeasuredModel:
 
     loaded: LoadedModel
     layout: Layout
+    runtime: Runtime
     fingerprint: Fingerprint | PlanFingerprint
     reason: str
     build: str = ""
@@ -60,17 +63,20 @@ def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     """Makes a model compute exactly where it can. Raises the errors of torch when memory runs out."""
     model, digest = loaded.model, loaded.weights_digest
     layout, reason = make_exact(model, str(Fingerprint.of(model, digest, settings.fingerprint)))
-    plan, compiled = None if reason else plan_of(model, layout, settings.block_size), operators()
-    if plan is None or compiled is None:
+    runtime, compiled = runtime_of(model, layout, settings.block_size), operators()
+    if not isinstance(runtime, PlanRuntime) or compiled is None:
         # The fingerprint includes the attention that `make_exact` has installed.
-        return MeasuredModel(loaded, layout, Fingerprint.of(model, digest, settings.fingerprint), reason)
+        return MeasuredModel(loaded, layout, runtime, Fingerprint.of(model, digest, settings.fingerprint), reason)
     if loaded.processor is not None and settings.fingerprint == "strict":
         # The encoder is a module of transformers.
         loaded.processor.computed_by = f"{computed_by(model)} {compiled.identity}"
     fingerprint = PlanFingerprint.of(
-        *(plan.config, plan.plan, compiled), weights_digest=digest, dtype=plain(model.dtype), mode=settings.fingerprint
+        *(runtime.config, runtime.plan, compiled),
+        weights_digest=digest,
+        dtype=plain(model.dtype),
+        mode=settings.fingerprint,
     )
-    return MeasuredModel(loaded, layout, fingerprint, "", build_of(compiled))
+    return MeasuredModel(loaded, layout, runtime, fingerprint, "", build_of(compiled))
 
 
 def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, progress: Report) -> LoadedDraft:
@@ -86,7 +92,7 @@ def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, prog
         raise ModelError(f"--draft-model: {loaded.name} cannot guess, it is not exact at every token: {draft.reason}")
     if not draft.layout.is_sliceable:
         raise ModelError(f"--draft-model: {loaded.name} cannot guess, a recurrent layer cannot take a guess back")
-    return LoadedDraft(loaded, draft.cache(settings, cache.store, beside=cache))
+    return LoadedDraft(loaded, draft.runtime, draft.cache(settings, cache.store, beside=cache))
 
 
 def require_same_vocabulary(served: LoadedModel, draft: LoadedModel) -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from diskprefix.engine.draft_model import DraftModel, DraftSequence
 from diskprefix.engine.drafting import MIN_SPEEDUP, ChainProposer, Draft
@@ -89,7 +90,7 @@ class ModelProposer(ChainProposer):
 
     def _catch_up(self, behind: Sequence[Reply]) -> None:
         """Computes known tokens of some replies, at most as many as a step has rows."""
-        step, room = list[tuple[Reply, torch.Tensor]](), MAX_ROWS
+        step, room = list[tuple[Reply, npt.NDArray[np.int64]]](), MAX_ROWS
         for reply in behind:
             start = self.model.sequences[reply].state.num_tokens
             # The first guess comes from the logits of the last token.
@@ -107,7 +108,7 @@ class ModelProposer(ChainProposer):
         if num_rows >= FEW:
             self.row_s += (seconds / num_rows - self.row_s) * (self._WEIGHT if self.row_s else 1.0)
         for reply, ids in step:
-            self.model.record_prefill(self.model.sequences[reply], seconds * ids.shape[1] / num_rows)
+            self.model.record_prefill(self.model.sequences[reply], seconds * len(ids) / num_rows)
 
     def _make_room(self, reply: Reply, num_tokens: int) -> bool:
         is_made = self.model.make_room(self.model.sequences[reply], num_tokens)
@@ -116,16 +117,16 @@ class ModelProposer(ChainProposer):
             self._give_up(reply)
         return is_made
 
-    def _compute(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> list[tuple[int, float]]:
+    def _compute(self, step: Sequence[tuple[Reply, npt.NDArray[np.int64]]]) -> list[tuple[int, float]]:
         return likeliest(self.model.compute([(self.model.sequences[reply], ids) for reply, ids in step]))
 
     def _compute_guesses(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
         return self._compute([(one.reply, self._next_ids(one)) for one in drafts])
 
-    def _next_ids(self, draft: Draft) -> torch.Tensor:
-        """Returns the tokens to compute next, int64 [1, n]: known ones that are not computed, or the last guess."""
+    def _next_ids(self, draft: Draft) -> npt.NDArray[np.int64]:
+        """Returns the tokens to compute next: known ones that are not computed, or the last guess."""
         if draft.tokens:
-            return torch.tensor([draft.tokens[-1:]])
+            return np.array(draft.tokens[-1:])
         return draft.reply.ids(self.model.sequences[draft.reply].state.num_tokens, draft.reply.num_known)
 
     def _is_like_others(self, drafts: Sequence[Draft]) -> bool:

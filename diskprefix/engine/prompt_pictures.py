@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from diskprefix.engine.scheduler import NO_LIMIT
@@ -24,13 +25,13 @@ from diskprefix.values import Picture, Prompt
 class PromptPictures:
     """The pictures of a prompt that is computed, and the rows of their tokens that have arrived.
 
-    `token_ids`, int64 [1, tokens], have the placeholder in the place of pictures' ids. `ends` are the numbers of rows
+    `token_ids`, int64 [tokens], have the placeholder in the place of pictures' ids. `ends` are the numbers of rows
     up to the end of each picture. `spans` are the positions of pictures whose tokens see each other.
     """
 
     encoder: VisionEncoder
     pictures: tuple[Picture, ...]
-    token_ids: torch.Tensor
+    token_ids: npt.NDArray[np.int64]
     is_picture: torch.Tensor
     places: TokenIds
     """The positions of the rows, ascending."""
@@ -49,14 +50,14 @@ class PromptPictures:
         places = np.flatnonzero(prompt.token_ids < 0).astype(np.int32)
         assert len(places) == sum(picture.num_tokens for picture in prompt.pictures), "each row has its token"
         is_picture = torch.from_numpy(prompt.token_ids < 0)
-        token_ids = torch.from_numpy(np.where(prompt.token_ids < 0, encoder.token_id, prompt.token_ids)).long()[None]
+        token_ids = np.where(prompt.token_ids < 0, encoder.token_id, prompt.token_ids).astype(np.int64)
         return cls(
             encoder=encoder,
             pictures=prompt.pictures,
             token_ids=token_ids,
             is_picture=is_picture,
             places=places,
-            positions=encoder.positions(token_ids, is_picture, prompt.pictures),
+            positions=encoder.positions(torch.from_numpy(token_ids)[None], is_picture, prompt.pictures),
             spans=tuple(_runs(places)) if encoder.sees_whole else (),
             encoded=[None] * len(prompt.pictures),
         )

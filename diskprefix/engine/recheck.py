@@ -24,7 +24,7 @@ from diskprefix.engine.served_model import ServedModel
 from diskprefix.errors import CacheError
 from diskprefix.kv.pages import Page
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact import runner
+from diskprefix.model.runtime import Rows
 from diskprefix.printable import first_line
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import TokenIds, TokenPath, floor_to_grid
@@ -146,7 +146,7 @@ class Recheck:
                 return _has_state_of(sequence, whole.sequence, start, end)
 
     def _compute(self, sequence: KVSequence, token_ids: TokenIds) -> None:
-        runner.run(self._served.model, [runner.Rows(sequence, torch.from_numpy(token_ids).long()[None])])
+        self._served.runtime.run([Rows(sequence, token_ids.astype(np.int64))])
 
     @contextmanager
     def _restoring(self, tenant: Tenant, token_ids: TokenIds) -> Iterator[_Restoring]:

@@ -13,7 +13,6 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.detokenize import TextStream
@@ -31,14 +30,14 @@ from diskprefix.engine.request import (
     Timings,
     Usage,
 )
-from diskprefix.engine.sampler import Ask, Drawn, Sampler
+from diskprefix.engine.sampler import Ask, Sampler
 from diskprefix.engine.scheduler import Chunk, Sequence
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import NonFiniteLogits
 from diskprefix.kv.page_cache import MemoryWait, PageCache, PrefixWait
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.runner import State
-from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.model.runtime import Hidden, State
+from diskprefix.tokens import Logits, TokenIds, as_token_ids
 from diskprefix.values import CacheReport
 
 log = logging.getLogger("diskprefix")
@@ -58,8 +57,8 @@ class Computed:
     """The result of a step for a reply: logits, shape [1 + guesses, vocab], and the tokens drawn from them, if they
     could be drawn together with those of other replies."""
 
-    logits: torch.Tensor
-    drawn: tuple[Drawn, ...] = ()
+    logits: Logits
+    drawn: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -100,17 +99,15 @@ class Reply(Sequence):
     """True while a fetch may write to its memory."""
     is_finished: bool = False
 
-    def ids(self, start: int, end: int) -> torch.Tensor:
-        """Returns the tokens between two positions, int64 of shape [1, end - start], in main memory. Guesses follow
-        the last known token."""
-        of_prompt = self.running.prompt_ids[:, start:end]
+    def ids(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Returns the tokens between two positions. Guesses follow the last known token."""
+        of_prompt = self.running.prompt_ids[start:end]
         first, last = (max(0, position - self.prompt_tokens) for position in (start, end))
         if first == last:
             return of_prompt
         tokens = self.token_ids[first:last]
         tokens += self.draft[: last - first - len(tokens)]
-        of_reply = torch.tensor([tokens])
-        return torch.cat([of_prompt, of_reply], dim=1) if of_prompt.shape[1] else of_reply
+        return np.concatenate([of_prompt, np.array(tokens, np.int64)])
 
     @property
     def room_for_draft(self) -> int:
@@ -132,19 +129,19 @@ class Reply(Sequence):
             return token_ids
         return np.concatenate([token_ids, as_token_ids(self.token_ids)])
 
-    def add_hidden(self, start: int, hidden: torch.Tensor) -> None:
+    def add_hidden(self, start: int, hidden: Hidden) -> None:
         """Takes the last hidden states of the tokens from position `start` on, shape [num_rows, hidden_size]. A sum is
         added up token after token, so it has the same bits whatever the steps."""
         if self.running.pooling == "last":
-            self.hidden = hidden[-1].double().cpu().numpy()
+            self.hidden = hidden[-1].astype(np.float64)
             return
-        rows = hidden.double().cpu().numpy()
+        rows = hidden.astype(np.float64)
         total = rows[0] if start == 0 or self.hidden is None else self.hidden + rows[0]
         for row in rows[1:]:
             total = total + row
         self.hidden = total
 
-    def asks(self, chunk: Chunk[Reply], logits: torch.Tensor) -> list[Ask]:
+    def asks(self, chunk: Chunk[Reply], logits: Logits) -> list[Ask]:
         """Returns the tokens to draw from the logits of `chunk`, [1 + guesses, vocab], before the reply takes them."""
         samples = chunk.end >= self.num_known and self.running.reply_limit > 0 and self.sampled_early is None
         return [Ask(self.sampler, row) for row in logits] if samples and self.sampler.can_draw(len(logits)) else []
@@ -170,12 +167,12 @@ class Reply(Sequence):
             return self.end_prompt(computed.logits[-1], computed.drawn)
         return self._extend(computed)
 
-    def end_prompt(self, logits: torch.Tensor, drawn: tuple[Drawn, ...] = ()) -> ReplyState:
+    def end_prompt(self, logits: Logits, drawn: tuple[int, ...] = ()) -> ReplyState:
         """Samples the first token from the logits at the prompt's end, shape [vocab]. The token of the first reply is
         sent before the prompt is published."""
         running, state = self.running, self.state
         # A view would keep the logits of all sequences of the step.
-        logits = logits.clone()
+        logits = logits.copy()
         if isinstance(state, KVSequence):
             running.pages.keep_logits(state, logits)
             if not all(reply.has_begun for reply in running.replies):
@@ -195,7 +192,7 @@ class Reply(Sequence):
         if held is not None and held.had_guesses:
             self._take_back_guesses()
 
-    def sample_early(self, logits: torch.Tensor) -> None:
+    def sample_early(self, logits: Logits) -> None:
         """Samples and sends the first token while the prompt is being restored. `logits` are those at the prompt's end,
         shape [vocab]. An error fails the request when the fetch ends, which writes to the reply's memory until then."""
         running = self.running
@@ -225,7 +222,7 @@ class Reply(Sequence):
             is_known = self.sampled_early is not None or not self.running.reply_limit
             if not is_known and not self.sampler.is_ready:
                 # A view would keep the logits of all sequences of the step.
-                self.held = HeldLogits(Computed(logits[row:].clone()), held.guesses[row:], held.had_guesses)
+                self.held = HeldLogits(Computed(logits[row:].copy()), held.guesses[row:], held.had_guesses)
                 return "waiting"
             try:
                 token, reason = self._next(logits[row], drawn[row] if drawn else None)
@@ -260,7 +257,7 @@ class Reply(Sequence):
         if isinstance(state := self.state, KVSequence):
             self.running.pages.set_ready(state, self.num_computed - len(state.undrafted), self.computed_ids)
 
-    def _next(self, logits: torch.Tensor, drawn: Drawn | None) -> tuple[int | None, FinishReason | None]:
+    def _next(self, logits: Logits, drawn: int | None) -> tuple[int | None, FinishReason | None]:
         """Samples and sends a token. Returns it, and why the reply ends with it, None if it does not. The token is None
         if the reply ends without one."""
         if not self.running.reply_limit:
@@ -277,7 +274,7 @@ class Reply(Sequence):
             self.guesser.record_token(token)
         return token, reason
 
-    def _send_next(self, logits: torch.Tensor, drawn: Drawn | None = None) -> tuple[int, FinishReason | None]:
+    def _send_next(self, logits: Logits, drawn: int | None = None) -> tuple[int, FinishReason | None]:
         running = self.running
         token = self.sampler.sample(logits, None if self.thought_limit is None else self.thought_limit.forced, drawn)
         running.count_token()
@@ -299,7 +296,7 @@ class Reply(Sequence):
             raise NonFiniteLogits("the model computed NaN or infinity")
         self.running.ticket.emit(ReadEvent(values))
 
-    def _publish_prompt(self, logits: torch.Tensor) -> None:
+    def _publish_prompt(self, logits: Logits) -> None:
         """Has the prompt saved, once. From then on the further replies may begin."""
         running = self.running
         if self.index == 0 and not running.is_published:
@@ -325,8 +322,8 @@ class RunningRequest:
     figures: EngineFigures
     reply_limit: int
     """The most tokens of a reply."""
-    prompt_ids: torch.Tensor
-    """The prompt, int64 of shape [1, prompt_tokens], in main memory."""
+    prompt_ids: npt.NDArray[np.int64]
+    """The prompt."""
     pictures: PromptPictures | None = None
     """Its pictures."""
     started: float = field(default_factory=time.perf_counter)
@@ -364,7 +361,7 @@ class RunningRequest:
     @property
     def known_ids(self) -> TokenIds:
         """The prompt, with the placeholder token of the model's vocabulary in the place of pictures."""
-        return self.request.prompt.token_ids if self.pictures is None else as_token_ids(self.prompt_ids[0].numpy())
+        return self.request.prompt.token_ids if self.pictures is None else as_token_ids(self.prompt_ids)
 
     @property
     def pooling(self) -> Literal["last", "mean"] | None:
@@ -446,7 +443,7 @@ class RunningRequest:
 
     def done_event(self, report: CacheReport) -> DoneEvent:
         """Returns the last event of a request that ended well."""
-        prompt_tokens, decode_s = self.prompt_ids.shape[1], self.last_token_at - self.first_token_at
+        prompt_tokens, decode_s = len(self.prompt_ids), self.last_token_at - self.first_token_at
         usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=self.num_generated, cached_tokens=report.restored)
         restored, ttft_ms = self.cached.restored, (self.first_token_at - self.ticket.arrived_at) * 1e3
         queue_ms = (self.started - self.ticket.arrived_at) * 1e3

@@ -1,7 +1,7 @@
 """Samples tokens from logits, with transformers' logits processors and OpenAI's two penalties.
 
-`draw` samples the tokens of several replies together, and waits for the device once. Each row has the bits that it has
-alone: what is computed together is computed row by row, and each reply has its own random numbers.
+`draw` samples the tokens of several replies together. Each row has the bits that it has alone: what is computed
+together is computed row by row, and each reply has its own random numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers.generation.logits_process import (
     LogitsProcessor,
@@ -26,7 +27,7 @@ from transformers.generation.logits_process import (
 from diskprefix.engine.constrained_reply import ConstrainedReply
 from diskprefix.engine.request import SamplingParams, TokenLogprob
 from diskprefix.errors import InvalidRequest, NonFiniteLogits
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import Logits, TokenIds
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,8 @@ class PresenceFrequencyPenalty(LogitsProcessor):  # type: ignore[misc]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         generated = input_ids[0, self.prompt_tokens :]
-        # `bincount` would wait for the device, to learn how many counts there are.
-        counts = torch.zeros_like(scores[0], dtype=torch.long).scatter_add_(0, generated, torch.ones_like(generated))
+        counts = torch.bincount(generated, minlength=scores.shape[1])
         return scores - self.frequency * counts - self.presence * (counts > 0)
-
-
-@dataclass(frozen=True, eq=False)
-class Drawn:
-    """A sampled token; -1 if the scores were not finite. `on_device` has it too, int64 of shape [1, 1]."""
-
-    token: int
-    on_device: torch.Tensor
 
 
 class Sampler:
@@ -59,7 +51,6 @@ class Sampler:
         self,
         params: SamplingParams,
         prompt: TokenIds,
-        device: torch.device,
         choice: int = 0,
         constraint: ConstrainedReply | None = None,
     ) -> None:
@@ -67,12 +58,12 @@ class Sampler:
         self._greedy = params.temperature == 0
         self._processors = _processors(params, len(prompt))
         self._num_logprobs = params.logprobs
-        self._generator = torch.Generator(device=device)
+        self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed((params.seed + choice) % 2**63)
-        self._ids = torch.from_numpy(prompt).to(device, torch.long).unsqueeze(0) if self._processors else None
+        self._ids = torch.from_numpy(prompt).long().unsqueeze(0) if self._processors else None
 
     def can_draw(self, num_rows: int) -> bool:
         """Returns whether the tokens of `num_rows` rows of logits can be drawn together: no draw depends on the token
@@ -89,7 +80,7 @@ class Sampler:
         """True if `sample` returns at once, without waiting for the mask of the constraint."""
         return self._constraint is None or self._constraint.is_ready
 
-    def sample(self, logits: torch.Tensor, forced: int | None = None, drawn: Drawn | None = None) -> int:
+    def sample(self, logits: Logits, forced: int | None = None, drawn: int | None = None) -> int:
         """Returns the next token for next-token `logits`, shape [vocab]. It is `forced`, if that is given and the
         constraint leaves the text free here. `drawn` is what `draw` has returned for these logits.
 
@@ -100,39 +91,39 @@ class Sampler:
         if constraint is None or (forced is not None and constraint.is_free):
             # Sampled even if it is forced, and first: the logits may be refused, and a seed gives the numbers that
             # follow.
-            chosen = _finite(drawn or draw([Ask(self, logits)])[0], logits)
+            token = _finite(draw([Ask(self, logits)])[0] if drawn is None else drawn, logits)
             if forced is not None and (constraint is None or constraint.accept(forced)):
-                chosen = Drawn(forced, torch.full_like(chosen.on_device, forced))
+                token = forced
             elif constraint is not None:
-                chosen = self._sample_allowed(logits, constraint)
+                token = self._sample_allowed(logits, constraint)
         else:
-            chosen = self._sample_allowed(logits, constraint)
+            token = self._sample_allowed(logits, constraint)
         if self._ids is not None:
-            self._ids = torch.cat([self._ids, chosen.on_device], dim=-1)
-        return chosen.token
+            self._ids = torch.cat([self._ids, torch.tensor([[token]])], dim=-1)
+        return token
 
-    def _sample_allowed(self, logits: torch.Tensor, constraint: ConstrainedReply) -> Drawn:
-        forbidden = constraint.forbidden().to(logits.device)
+    def _sample_allowed(self, logits: Logits, constraint: ConstrainedReply) -> int:
+        forbidden = constraint.forbidden()
         while True:
-            chosen = _finite(draw([Ask(self, logits, forbidden)])[0], logits)
-            if constraint.accept(chosen.token):
-                return chosen
-            forbidden[chosen.token] = True
+            token = _finite(draw([Ask(self, logits, forbidden)])[0], logits)
+            if constraint.accept(token):
+                return token
+            forbidden[token] = True
 
-    def _scores(self, logits: torch.Tensor, forbidden: torch.Tensor | None) -> torch.Tensor:
+    def _scores(self, logits: Logits, forbidden: torch.Tensor | None) -> torch.Tensor:
         """Returns the scores that a token is chosen by, float32 [1, vocab]."""
-        scores = logits.float().unsqueeze(0)
+        scores = torch.from_numpy(logits)[None]
         if forbidden is not None:
             # Bias and penalties, which come next, leave -inf as it is.
             scores = scores.masked_fill(forbidden, -torch.inf)
         return scores if self._ids is None else self._processors(self._ids, scores)
 
-    def logprobs(self, logits: torch.Tensor, token: int) -> tuple[TokenLogprob, ...]:
+    def logprobs(self, logits: Logits, token: int) -> tuple[TokenLogprob, ...]:
         """Returns the model's own log probabilities of the chosen token and of the likeliest alternatives, without
         bytes; () if the request does not ask for them."""
         if self._num_logprobs is None:
             return ()
-        values = logits.float().log_softmax(dim=-1)
+        values = torch.from_numpy(logits).log_softmax(dim=-1)
         best = values.topk(self._num_logprobs) if self._num_logprobs else None
         top = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best else ()
         alternatives = tuple(TokenLogprob(i, b"", value) for i, value in top)
@@ -143,24 +134,19 @@ class Ask(NamedTuple):
     """Next-token logits, shape [vocab], of which a sampler is to draw a token. `forbidden`: bool of shape [vocab]."""
 
     sampler: Sampler
-    logits: torch.Tensor
+    logits: Logits
     forbidden: torch.Tensor | None = None
 
 
-def draw(asks: Sequence[Ask]) -> list[Drawn]:
-    """Draws a token for each of `asks`. Waits for the device once. A draw without finite scores consumes no random
-    numbers."""
+def draw(asks: Sequence[Ask]) -> list[int]:
+    """Draws a token for each of `asks`, -1 where the scores are not finite. Such a draw consumes no random numbers."""
     greedy = [number for number, ask in enumerate(asks) if ask.sampler._greedy]
     others = [number for number, ask in enumerate(asks) if not ask.sampler._greedy]
     with _restoring_generators([asks[number].sampler._generator for number in others]) as put_back:
-        chosen = [
-            *([_likeliest(_scores_of([asks[number] for number in greedy]))] if greedy else []),
-            *([_drawn_from([asks[number] for number in others])] if others else []),
-        ]
-        rows = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
-        tokens: list[int] = rows[:, 0].cpu().tolist()
+        tokens = _likeliest(_scores_of([asks[number] for number in greedy])) if greedy else []
+        tokens += _drawn_from([asks[number] for number in others]) if others else []
         put_back([token < 0 for token in tokens[len(greedy) :]])
-    drawn = {number: Drawn(tokens[row], rows[row : row + 1]) for row, number in enumerate([*greedy, *others])}
+    drawn = dict(zip([*greedy, *others], tokens, strict=True))
     return [drawn[number] for number in range(len(asks))]
 
 
@@ -168,25 +154,27 @@ def _scores_of(asks: Sequence[Ask]) -> torch.Tensor:
     """Returns the scores of rows, float32 [rows, vocab]."""
     if any(ask.forbidden is not None or ask.sampler._ids is not None for ask in asks):
         return torch.cat([ask.sampler._scores(ask.logits, ask.forbidden) for ask in asks])
-    return (asks[0].logits[None] if len(asks) == 1 else torch.stack([ask.logits for ask in asks])).float()
+    return torch.from_numpy(asks[0].logits[None] if len(asks) == 1 else np.stack([ask.logits for ask in asks]))
 
 
-def _likeliest(scores: torch.Tensor) -> torch.Tensor:
-    """Returns tokens, int64 [rows, 1], -1 where the highest score is not finite."""
-    decisive, chosen = scores.max(dim=-1, keepdim=True)
-    return chosen.where(decisive.isfinite(), -1)
+def _likeliest(scores: torch.Tensor) -> list[int]:
+    """Returns tokens, -1 where the highest score is not finite."""
+    decisive, chosen = scores.max(dim=-1)
+    tokens: list[int] = chosen.where(decisive.isfinite(), -1).tolist()
+    return tokens
 
 
-def _drawn_from(asks: Sequence[Ask]) -> torch.Tensor:
-    """Returns tokens drawn by their probabilities, int64 [rows, 1], -1 where a score is not finite."""
+def _drawn_from(asks: Sequence[Ask]) -> list[int]:
+    """Returns tokens drawn by their probabilities, -1 where a score is not finite."""
     probabilities = _scores_of(asks).softmax(dim=-1)
-    # As `torch.multinomial` draws one token of a row, which would wait for the device to check its argument.
+    # As `torch.multinomial` draws one token of a row.
     numbers = torch.empty_like(probabilities)
     for row, ask in zip(numbers, asks, strict=True):
         row.exponential_(generator=ask.sampler._generator)
-    chosen = torch.div(probabilities, numbers, out=numbers).argmax(dim=-1, keepdim=True)
+    chosen = torch.div(probabilities, numbers, out=numbers).argmax(dim=-1)
     # Any probability will do: a score that is not finite makes all of them NaN.
-    return chosen.where(probabilities[:, :1].isfinite(), -1)
+    tokens: list[int] = chosen.where(probabilities[:, 0].isfinite(), -1).tolist()
+    return tokens
 
 
 @contextmanager
@@ -206,11 +194,11 @@ def _restoring_generators(generators: Sequence[torch.Generator]) -> Iterator[Cal
         raise
 
 
-def _finite(drawn: Drawn, logits: torch.Tensor) -> Drawn:
-    """Raises the errors of `Sampler.sample` if nothing could be drawn from `logits`."""
-    if drawn.token >= 0:
-        return drawn
-    if logits.float().max().isfinite():
+def _finite(token: int, logits: Logits) -> int:
+    """Raises the errors of `Sampler.sample` if no token could be drawn from `logits`."""
+    if token >= 0:
+        return token
+    if np.isfinite(logits.max()):
         raise InvalidRequest(
             "the sampling parameters leave no finite score for any token that may come next; choose penalties, biases "
             "and a temperature nearer to their defaults"

@@ -37,10 +37,9 @@ from diskprefix.kv.kept_blocks import KeptBlock
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.kv.uncached import TransformersState
-from diskprefix.model.exact.runner import prepare
 from diskprefix.model.load.loader import LoadedModel
-from diskprefix.model.load.memory import kv_bytes, use_gpu
+from diskprefix.model.load.memory import kv_bytes
+from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.model.vision_encoder import VisionEncoder
 from diskprefix.printable import first_line
 from diskprefix.units import counted, format_size
@@ -69,6 +68,7 @@ class ServedModel:
     def __init__(
         self,
         loaded: LoadedModel,
+        runtime: Runtime,
         cache: PrefixCache,
         *,
         recorder: Recorder | None = None,
@@ -79,6 +79,7 @@ class ServedModel:
         for `/props`. Raises `ModelError` for a model that transformers cannot run step by step, and the errors of torch
         when memory runs out."""
         self.model: PreTrainedModel = loaded.model
+        self.runtime = runtime
         self.tokenizer: Any = loaded.tokenizer
         self.processor = loaded.processor
         """The processor of images; None for a model of text only."""
@@ -116,16 +117,18 @@ class ServedModel:
                 f"a context of {num_tokens:,} tokens takes {format_size(pool.sequence_bytes(num_tokens))}"
             )
         self.draft: DraftModel | None = None
+        # The runtime refers to its model weakly.
+        self._loaded_draft = draft
         if draft is not None:
-            pages, model = self._make_pages(draft.cache, cache.layout), draft.loaded.model
-            self.draft = DraftModel(model, draft.cache, pages, _max_positions(model))
+            pages = self._make_pages(draft.cache, cache.layout)
+            self.draft = DraftModel(draft.runtime, draft.cache, pages, _max_positions(draft.loaded.model))
         self.speculation = self._make_speculation()
         self.startup_timings: dict[str, float] = {}
         """The seconds of each step of loading."""
         self.end_ids = _eos_ids(self.model, self.tokenizer)
         """The tokens that end a reply."""
         self._special_tokens = special_tokens(self.tokenizer)
-        self.constraints = ConstraintCompiler(self.tokenizer, self.end_ids, _vocab_size(self.model))
+        self.constraints = ConstraintCompiler(self.tokenizer, self.end_ids, runtime.vocab_size)
         if self.max_positions < self.model_positions:
             log.info(
                 *("[engine] the context is %d of %d tokens, %s", self.max_positions, self.model_positions),
@@ -140,7 +143,7 @@ class ServedModel:
         """Makes the plan of a step, and runs the code of a restore once. Both make the first request faster."""
         if self.cache.layout.unsupported:
             return
-        prepare(self.model, self.cache.layout, self.cache.settings.block_size)
+        self.runtime.prepare()
         try:
             sequence = self.pages.begin(None, np.zeros(self.cache.settings.block_size, np.int32))
             assert isinstance(sequence, KVSequence), "no other sequence has memory yet"
@@ -155,9 +158,7 @@ class ServedModel:
     def warm_up_thread(self) -> None:
         """Runs the operations of a first token once. torch starts threads for each thread that calls it, and the first
         token would wait milliseconds for them. For the engine's thread."""
-        use_gpu(self.model.device)
-        logits = torch.zeros(_vocab_size(self.model), dtype=self.model.dtype, device=self.model.device)
-        logits.clone().float().unsqueeze(0).max(dim=-1)
+        torch.zeros(1, self.runtime.vocab_size).max(dim=-1)
 
     def give_way(self) -> None:
         """Ends the work done ahead of the first request, because it has come. For any thread."""
@@ -335,7 +336,7 @@ class ServedModel:
             return Speculation(None, [], times, clock)
         chains: list[ChainProposer] = [] if self.draft is None else [ModelProposer(self.draft, times, clock)]
         if has_layer:
-            chains.append(LayerProposer(self.model, times, clock))
+            chains.append(LayerProposer(self.runtime, times, clock))
         speculation = Speculation(None if wanted == "mtp" else NgramProposer(), chains, times, clock)
         log.info("[engine] next tokens are guessed from %s", ", ".join(one.what for one in speculation.proposers))
         return speculation
@@ -365,11 +366,11 @@ class ServedModel:
         """Raises `ModelError` if transformers cannot run this model step by step."""
         reasons = ", ".join(self.cache.layout.unsupported)
         log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", reasons)
-        state = TransformersState(self.model)
         try:
             with torch.inference_mode():
+                state = self.runtime.new_state()
                 for num_tokens in (2, 1):
-                    state.forward(self.model, torch.zeros((1, num_tokens), dtype=torch.long, device=self.model.device))
+                    self.runtime.run([Rows(state, np.zeros(num_tokens, np.int64))])
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -392,11 +393,6 @@ def _save_idle(cache: PrefixCache, pages: PageCache, block: KeptBlock) -> None:
 def _max_positions(model: PreTrainedModel) -> int:
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None) or _UNLIMITED_POSITIONS
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    """Returns the number of logits."""
-    return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 _CALL_ENDS = ("<|call|>", "<|calls|>", "<|eom_id|>", "<|tool_response>")

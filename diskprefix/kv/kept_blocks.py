@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import Page, PagePool
 from diskprefix.kv.sequence import Owner
-from diskprefix.tokens import TokenIds, TokenPath, block_hash
+from diskprefix.tokens import Logits, TokenIds, TokenPath, block_hash
 from diskprefix.values import CacheOptions
 
 _MAX_LOGITS = 64
@@ -80,7 +79,7 @@ class KeptBlocks:
         """Blocks by the owner and the name of the block that they continue."""
         self._private: dict[bytes, set[KeptBlock]] = {}
         """The blocks of requests that share nothing."""
-        self._logits: OrderedDict[tuple[Owner, bytes], tuple[torch.Tensor, float]] = OrderedDict()
+        self._logits: OrderedDict[tuple[Owner, bytes], tuple[Logits, float]] = OrderedDict()
         """Next-token logits at ends of prompts, shape [vocab], and when they expire."""
         self.expires_at = math.inf
         """The earliest time at which something expires, on the clock of `time.monotonic`."""
@@ -113,7 +112,7 @@ class KeptBlocks:
             blocks.append(block)
         return blocks
 
-    def logits(self, owner: Owner, name: bytes) -> torch.Tensor | None:
+    def logits(self, owner: Owner, name: bytes) -> Logits | None:
         """Returns the next-token logits, shape [vocab], at the end of a prompt."""
         entries = (self._logits.get((source, name)) for source in owner.sources)
         return next((entry[0] for entry in entries if entry is not None), None)
@@ -163,7 +162,7 @@ class KeptBlocks:
                 self.blocks.move_to_end(key)
                 self.blocks[key].expires_at = max(self.blocks[key].expires_at, expires_at)
 
-    def keep_logits(self, owner: Owner, name: bytes, logits: torch.Tensor, expires_at: float) -> None:
+    def keep_logits(self, owner: Owner, name: bytes, logits: Logits, expires_at: float) -> None:
         """Keeps the next-token logits, shape [vocab], at the end of a prompt."""
         self._logits[owner, name] = logits, expires_at
         self.expires_at = min(self.expires_at, expires_at)

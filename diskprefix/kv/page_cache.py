@@ -22,7 +22,7 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.prefix_match import PrefixMatch, PrefixMatcher, SharedPrefix, end_name
 from diskprefix.kv.sequence import KVSequence, Owner, Prefix
 from diskprefix.kv.sizes import STEP_TOKENS, longest_within
-from diskprefix.tokens import LEAST_TOKENS, TokenIds, TokenPath, floor_to_grid
+from diskprefix.tokens import LEAST_TOKENS, Logits, TokenIds, TokenPath, floor_to_grid
 from diskprefix.units import format_size
 from diskprefix.values import CacheOptions
 
@@ -223,10 +223,10 @@ class PageCache:
             if (shares := self.running.get(sequence)) is not None:
                 self._name(sequence, shares, number, number + 1)
 
-    def keep_logits(self, sequence: KVSequence, logits: torch.Tensor) -> None:
+    def keep_logits(self, sequence: KVSequence, logits: Logits) -> None:
         """Keeps the next-token logits, shape [vocab], of a sequence that has its prompt and nothing more."""
         shares = self.running[sequence]
-        if shares.owner is not None and logits.isfinite().all():
+        if shares.owner is not None and np.isfinite(logits).all():
             with self.pool.lock:
                 self.kept.keep_logits(shares.owner, end_name(shares.path), logits, shares.expires_at)
 

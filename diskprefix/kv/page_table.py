@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -45,6 +46,27 @@ class PageTable:
     def complete_from(self) -> int:
         """The position from which on no token is missing."""
         return self.first * self.block_size
+
+    def put(self, position: int, rows: torch.Tensor) -> None:
+        """Writes rows of all tensors, [tensors, heads, n, head_dim], from a position on."""
+        for page, at, done, count in self.parts(position, position + rows.shape[2]):
+            page.tensor[:, :, at : at + count] = rows[:, :, done : done + count]
+
+    def gathered(self, position: int, stop: int) -> torch.Tensor:
+        """Returns a copy of the rows from `position` to `stop`, [tensors, heads, n, head_dim]."""
+        parts = self.parts(position, stop)
+        return torch.cat([page.tensor[:, :, at : at + count] for page, at, _, count in parts], dim=2)
+
+    def parts(self, position: int, stop: int) -> Iterator[tuple[Page, int, int, int]]:
+        """Yields the pages of the tokens from `position` to `stop`: where they begin in the page, how many came before
+        and how many they are."""
+        done = 0
+        while position + done < stop:
+            number, at = divmod(position + done, self.block_size)
+            count, page = min(self.block_size - at, stop - position - done), self.pages[number]
+            assert page is not None
+            yield page, at, done, count
+            done += count
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from diskprefix.kv.kept_blocks import KeptBlock, KeptBlocks
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import Page
 from diskprefix.kv.sequence import KVSequence, Owner, Prefix
-from diskprefix.tokens import TokenIds, TokenPath, block_hash, common_prefix_length, floor_to_grid
+from diskprefix.tokens import Logits, TokenIds, TokenPath, block_hash, common_prefix_length, floor_to_grid
 
 
 @dataclass(eq=False)
@@ -30,7 +29,7 @@ class SharedPrefix:
     sequence."""
     num_named: int = 0
     """The number of blocks that are kept by name."""
-    logits: torch.Tensor | None = None
+    logits: Logits | None = None
     """The next-token logits at the end of the prompt, shape [vocab], if the sequence began with the whole prompt."""
 
 
@@ -42,7 +41,7 @@ class PrefixMatch:
     prefix: Prefix = field(default_factory=Prefix)
     later: int = 0
     awaited: KVSequence | None = None
-    logits: torch.Tensor | None = None
+    logits: Logits | None = None
 
 
 class PrefixMatcher:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from diskprefix.kv.caches import StepCache
@@ -17,10 +16,10 @@ from diskprefix.kv.page_table import LayerRows, PageTable
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sizes import MAX_TAKEN_BACK
 from diskprefix.kv.step import Run
-from diskprefix.kv.transfer import fill_device, read
+from diskprefix.kv.transfer import bytes_of, fill_device
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
-from diskprefix.tokens import TokenIds, TokenPath
+from diskprefix.tokens import Logits, TokenIds, TokenPath
 
 
 class Owner(NamedTuple):
@@ -69,12 +68,12 @@ class KVSequence:
         self.token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
         self._state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         self._num_tokens = 0
-        self.hidden: LayerRows | None = None
-        """The last hidden states, [1, tokens, hidden_size], for a draft layer."""
         self.num_drafted = 0
         """The number of tokens for which a draft layer has its state."""
         self.undrafted: list[int] = []
         """The ids of the tokens behind these, for which `complete` computes that state."""
+        self.mark: object = None
+        """Set by a runtime that has a copy of the state. None after any change but that by a step."""
         self.complete: Callable[[Sequence[KVSequence]], None] | None = None
         self._is_secret = False
         states = pool.take([len(self.tables) + number for number in range(len(self.layout.states))])
@@ -177,6 +176,7 @@ class KVSequence:
 
     def truncate(self, num_tokens: int) -> None:
         """Sets the number of tokens. Their state must be there, with the states behind the last of them."""
+        self.mark = None
         if not num_tokens:
             with self.pool.lock:
                 for table in (table for table in self.tables if table.first):
@@ -278,12 +278,12 @@ class KVSequence:
         """Returns the pages of a block, by group."""
         return [table.pages[number] if number < len(table.pages) else None for table in self.tables]
 
-    def logits_from(self, payload: Bytes) -> torch.Tensor:
-        """Returns the logits in a tail's payload, shape [vocab], on the sequence's device. `payload` must not change
-        afterwards."""
-        return torch.from_numpy(payload.reshape(-1)).view(self.layout.logits_dtype).to(self.device)
+    def logits_from(self, payload: Bytes) -> Logits:
+        """Returns the logits in a tail's payload, shape [vocab]. `payload` must not change afterwards."""
+        logits: Logits = torch.from_numpy(payload.reshape(-1)).view(self.layout.logits_dtype).float().numpy()
+        return logits
 
-    def capture(self, position: int, cuts: Sequence[Cut], logits: torch.Tensor | None = None) -> Captured | None:
+    def capture(self, position: int, cuts: Sequence[Cut], logits: Logits | None = None) -> Captured | None:
         """Returns the payload of a node that begins at `position`: the pages of its tokens, copies of the states now,
         and `logits`, shape [vocab]. Returns None if there are no pages for the copies."""
         first = len(self.tables)
@@ -320,11 +320,9 @@ class KVSequence:
         parts += [page.tensor for page in self.states]
         return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
 
-    def logits_bytes(self, logits: torch.Tensor) -> memoryview:
+    def logits_bytes(self, logits: Logits) -> memoryview:
         """Returns next-token logits, shape [vocab], as in a tail's payload."""
-        content = bytearray(self.layout.logits_bytes)
-        read(np.frombuffer(content, np.uint8), logits.detach().to(self.layout.logits_dtype))
-        return memoryview(content)
+        return bytes_of(torch.from_numpy(logits.copy()).to(self.layout.logits_dtype)).data
 
     def make_secret(self) -> None:
         """Has all pages, also those taken later, wiped once their last users have ended: the content was purged."""
@@ -374,7 +372,6 @@ class KVSequence:
             for number, spec in enumerate(table.group.specs):
                 parts.setdefault(spec.layer, {})[spec.part] = LayerRows(table, number, 0, spec.head_dim)
         for number, of_layer in parts.items():
-            self.hidden = of_layer.pop("hidden", self.hidden)
             if (rows := of_layer.get("latent")) is not None:
                 dim = self.layout.layers[number].latent_dim
                 of_layer = {"keys": replace(rows, end=dim), "values": replace(rows, start=dim)}

@@ -16,6 +16,7 @@ import torch
 
 from diskprefix.memo import Memo
 from diskprefix.model.families.decoder import decoder
+from diskprefix.model.families.draft_decoder import draft
 from diskprefix.model.load.fingerprint import remembered_digest
 from diskprefix.model.load.kernel_settings import code_digest, cpu_kind
 from diskprefix.model.operands import PlannedRun
@@ -73,13 +74,20 @@ def computed(
     pages = [np.array([_at(page) for page in table], np.uint64) for table in tables]
     states = [np.zeros(size, np.uint8) for size in of_states]
     at_states, ids, rows = [_at(state) for state in states], below(VOCAB, sum(steps), 4), list[bytes]()
+    before, drafts = None, ComputePlan(operators, dtype, max(steps), VOCAB, PAGE_TOKENS)
+    if config.draft_layer is not None:
+        before, _ = draft(drafts, config, slots)  # type: ignore[arg-type]
     for end, count in zip(accumulate(steps), steps, strict=True):
         start = _START + end - count
         run = PlannedRun(start, count, count, [_at(one) for one in pages], array("q"), at_states, at_states)
-        positions = np.arange(start, start + count)[None]
-        plan.run([run], ids[end - count : end], positions, threads or torch.get_num_threads())
-        found = (plan.copied(out, count) for out in (plan.logits, plan.hidden))
-        rows += [one.tobytes() for of_row in zip(*found, strict=True) for one in of_row]
+        step = [run], ids[end - count : end], np.arange(start, start + count)[None], threads or torch.get_num_threads()
+        plan.run(*step)
+        outs = [plan.copied(out, count) for out in (plan.logits, plan.hidden)]
+        if before is not None:
+            drafts.put(before, outs[1])
+            drafts.run(*step)
+            outs = [drafts.copied(out, count) for out in (drafts.logits, drafts.hidden)]
+        rows += [one.tobytes() for of_row in zip(*outs, strict=True) for one in of_row]
     return rows, [memory.tobytes() for memory in (*tables, *states)]
 
 

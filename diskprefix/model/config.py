@@ -115,7 +115,7 @@ class DecoderConfig:
     `has_layer_inputs` each layer has embeddings of its own, with `has_layer_scales` a factor. Several streams of hidden
     states are predicted and corrected (AltUp). `sees_pictures`: in which layers the tokens of a picture see each other.
     Behind the first `deepstack` layers, further levels of an encoder are added. A float residual has the sums of layers
-    in float32."""
+    in float32. The draft layer is behind the others, and no step of the decoder computes it."""
 
     vocab_size: int
     layers: tuple[LayerConfig, ...]
@@ -154,6 +154,7 @@ class DecoderConfig:
     sees_pictures: str = ""
     deepstack: int = 0
     has_float_residual: bool = False
+    draft_layer: LayerConfig | None = None
 
     @property
     def ends_early(self) -> bool:

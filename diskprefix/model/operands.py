@@ -23,6 +23,10 @@ class Weight:
     shape: tuple[int, ...]
     kept: Any = field(repr=False)
 
+    def part(self, first: int, end: int) -> Weight:
+        """Returns the rows from `first` to `end`."""
+        return Weight(self.address + first * self.kept[0].nbytes, (end - first, *self.shape[1:]), self.kept)
+
 
 @dataclass(frozen=True, eq=False)
 class DenseMatrix:
@@ -38,6 +42,10 @@ class DenseMatrix:
     @property
     def columns(self) -> int:
         return self.weight.shape[1]
+
+    def part(self, first: int, end: int) -> DenseMatrix:
+        """Returns the matrix of the rows from `first` to `end`, in the same memory."""
+        return DenseMatrix(self.weight.part(first, end), None if self.bias is None else self.bias.part(first, end))
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -48,6 +48,7 @@ _MAX_AXES = 3
 """The most dimensions of a position: pictures have three."""
 _LENGTH_EPSILON = 1e-6
 """That of transformers' `l2norm`."""
+_Part: TypeAlias = Literal["all", "without logits", "states"]
 
 
 class ComputePlan:
@@ -76,9 +77,8 @@ class ComputePlan:
         self._positions = self._numbers(_MAX_AXES * max_rows).reshape(_MAX_AXES, max_rows)
         self._num_positions = sys.maxsize
         self._of_pictures: list[calls.ScatterCall] = []
-        self._made: Any = None
         self._of_states: list[tuple[int, bool, ctypes.Structure]] = []
-        self._replayed: Any = None
+        self._made = dict[_Part, tuple[Any, calls.Operations]]()
         self.kept_bytes = 0
 
     @property
@@ -213,7 +213,7 @@ class ComputePlan:
         """Returns the first numbers of each head times the columns of its matrix, and its last `behind` numbers as they
         are: [heads × (rows of a matrix + behind)] becomes [heads × (columns + behind)]."""
         of_head, to_head = matrices.rows + behind, matrices.columns + behind
-        out = self.rows(matrices.heads * to_head)
+        out = self.rows(matrices.heads * to_head, is_of_logits=rows.is_of_logits)
         self._heads_times(rows, of_head, matrices, out, to_head, is_turned=False)
         source, to = rows.part(matrices.rows, behind), out.part(matrices.columns, behind)
         self._copy(source, matrices.heads, of_head, to, to_head, behind)
@@ -227,7 +227,7 @@ class ComputePlan:
 
     def into_rows(self, rows: Buffer, matrices: HeadMatrices) -> Buffer:
         """Returns the numbers of each head times the rows of its matrix: [heads × columns] becomes [heads × rows]."""
-        out = self.rows(matrices.heads * matrices.rows)
+        out = self.rows(matrices.heads * matrices.rows, is_of_logits=rows.is_of_logits)
         self._heads_times(rows, matrices.columns, matrices, out, matrices.rows, is_turned=True)
         return out
 
@@ -482,7 +482,8 @@ class ComputePlan:
 
     def beside(self, *parts: Buffer) -> Buffer:
         """Returns a buffer with these rows side by side."""
-        out, first = self.rows(sum(part.width for part in parts)), 0
+        out = self.rows(sum(part.width for part in parts), is_of_logits=parts[0].is_of_logits)
+        first = 0
         for part in parts:
             self._copy(part, 1, part.width, out.part(first, part.width), part.width, part.width)
             first += part.width
@@ -718,26 +719,22 @@ class ComputePlan:
             call.count = 0 if pictures is None else len(pictures.numbers)
             if pictures is not None:
                 call.numbers, call.from_ = _at(pictures.numbers), pictures.level(level)
-        if self._made is None:
-            self._made = _operations(self._calls)
-        self._compute(self._made[1], runs, [run.num_rows for run in runs], num_logits, threads, is_replay=False)
+        self._compute(
+            "all" if num_logits else "without logits", runs, [run.num_rows for run in runs], num_logits, threads
+        )
 
     def replay(self, run: PlannedRun, num_rows: int, threads: int) -> None:
         """Computes the states behind the first rows of a run again, from those before it and what it kept."""
-        if self._replayed is None:
-            self._replayed = _operations(self._of_states)
-        self._compute(self._replayed[1], [run], [num_rows], 0, threads, is_replay=True)
+        self._compute("states", [run], [num_rows], 0, threads)
 
     def _compute(
-        self,
-        operations: calls.Operations,
-        runs: Sequence[PlannedRun],
-        num_rows: Sequence[int],
-        num_logits: int,
-        threads: int,
-        *,
-        is_replay: bool,
+        self, part: _Part, runs: Sequence[PlannedRun], num_rows: Sequence[int], num_logits: int, threads: int
     ) -> None:
+        """Computes all operations, those without logits, or those over states again."""
+        is_replay = part == "states"
+        if part not in self._made:
+            of_part = self._of_states if is_replay else self._calls
+            self._made[part] = _operations([one for one in of_part if part == "all" or not one[1]])
         lists = [[array("Q", one) for one in (run.tables, run.befores, run.states)] for run in runs]
         described = (calls.PlanRun * len(runs))()
         for number, (run, of_run) in enumerate(zip(runs, lists, strict=True)):
@@ -751,8 +748,12 @@ class ComputePlan:
             *(sum(num_rows), num_logits, len(runs), self._page_tokens, is_replay, ctypes.addressof(described), threads),
             self._operators.parallel_for,
         )
-        if self._operators.run(bytes(operations), bytes(step)):
+        if self._operators.run(bytes(self._made[part][1]), bytes(step)):
             raise MemoryError("there is no memory left for a step")
+
+    def put(self, to: Buffer, rows: np.ndarray) -> None:
+        """Fills the first rows of a buffer, which a step reads, with uint8 [rows, bytes of a row]."""
+        self.buffers[to.address][: rows.size] = rows.reshape(-1)
 
     def copied(self, rows: Buffer, num_rows: int) -> np.ndarray:
         """Returns a copy of the first rows of a buffer, uint8 [rows, bytes of a row]."""

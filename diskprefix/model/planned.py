@@ -1,10 +1,10 @@
-"""The plan of a loaded model, and a step of sequences by it."""
+"""The runtime of a model whose steps are a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -15,6 +15,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
+from diskprefix.model.drafts import DraftLayer, DraftRow
 from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import (
@@ -26,8 +27,10 @@ from diskprefix.model.families.model_types import (
     without_plan,
 )
 from diskprefix.model.families.slot_names import NAMES
+from diskprefix.model.load.draft_layer import with_one_more
 from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, Rotary, StateLocation
 from diskprefix.model.plan import ComputePlan
+from diskprefix.model.runtime import Rows, StepOutput, UncachedState, begin_step
 from diskprefix.model.slots import Slots, decoder_of
 from diskprefix.model.vision_encoder import PictureRows, encoded_rows
 from diskprefix.native import calls
@@ -41,58 +44,88 @@ _ROWS = 256
 _DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
 
 
-class ModelPlan:
-    """The plan of a model over memory of a layout."""
+class PlanRuntime:
+    """Computes the steps of a model by its plan, over memory of a layout (`model.runtime`)."""
 
     def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
+        self.layout, self.vocab_size = layout, layout.vocab_size
         self.config = config_of(model, layout, page_tokens)
-        self._padded, self._logits_dtype = padded_tokens(model.config), layout.logits_dtype
+        self._padded = padded_tokens(model.config)
         # A plan is kept as long as its model.
         self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
-        self._always_hidden, self._plans = layout.has_draft_layer, dict[bool, ComputePlan]()
-        self.plan = self._plan_for(_ROWS, needs_hidden=False)
-        """That of the usual steps."""
+        self._plans = dict[bool, ComputePlan]()
 
-    def _plan_for(self, num_rows: int, *, needs_hidden: bool) -> ComputePlan:
+    @property
+    def plan(self) -> ComputePlan:
+        """The plan of the usual steps."""
+        return self._plan_for(_ROWS, with_hidden=self.layout.has_draft_layer)
+
+    @cached_property
+    def draft_layer(self) -> DraftLayer:
+        """The draft layer of a layout that has one."""
+        return DraftLayer(self.config, self._begin, torch.get_num_threads)
+
+    def prepare(self) -> None:
+        """Makes the plans."""
+        assert self.plan
+        assert not self.layout.has_draft_layer or self.draft_layer
+
+    def _plan_for(self, num_rows: int, *, with_hidden: bool) -> ComputePlan:
         """Returns the plan of a step. One that gives the hidden states of all rows computes all of the last layers."""
-        key = needs_hidden or self._always_hidden
-        plan = self._plans.get(key)
+        plan = self._plans.get(with_hidden)
         if plan is None or num_rows > plan.max_rows:
-            plan = self._plans[key] = self._make(max(num_rows, _ROWS), with_hidden=key)
+            plan, slots = self._begin(num_rows)
+            decoder(plan, self.config, slots, with_hidden=with_hidden)
+            self._plans[with_hidden] = plan
         return plan
 
-    def _make(self, max_rows: int, *, with_hidden: bool) -> ComputePlan:
-        compiled, model = operators(), self._model()
+    def _begin(self, num_rows: int) -> tuple[ComputePlan, Slots]:
+        """Returns an empty plan for so many rows at least, and the weights."""
+        compiled, model = operators(), self._loaded()
         assert compiled is not None, "a model of a plan is exact at every token"
-        assert model is not None, "it runs"
-        plan = ComputePlan(compiled, _DTYPES[self._dtype], max_rows, self.config.vocab_size, self._page_tokens)
+        dtype, max_rows = _DTYPES[self._dtype], max(num_rows, _ROWS)
+        plan = ComputePlan(compiled, dtype, max_rows, self.config.vocab_size, self._page_tokens)
         names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
-        slots = Slots(model, self.config.norm, self.config.epsilon, names)
-        decoder(plan, self.config, slots, with_hidden=with_hidden)
-        return plan
+        return plan, Slots(model, self.config.norm, self.config.epsilon, names)
 
-    def run(
-        self,
-        sequences: Sequence[KVSequence],
-        runs: Sequence[Run],
-        ids: np.ndarray,
-        num_logits: Sequence[int],
-        pictures: Sequence[PictureRows | None],
-        *,
-        needs_hidden: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes a step of token ids, int64 [rows]. Returns the logits of the last rows of each sequence, so many as
-        `num_logits` says, [logits, vocab], and if needed the hidden states behind the last norm, [rows, hidden_size].
-        `pictures` are those of each sequence."""
-        num_rows = len(ids)
-        plan = self._plan_for(num_rows, needs_hidden=needs_hidden)
-        described = [self._described(plan, *one) for one in zip(sequences, runs, num_logits, strict=True)]
+    def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
+        """Computes a step: all rows of all sequences together."""
+        sequences, runs = begin_step(step)
+        of_each, pictures = [rows.token_ids for rows in step], [rows.pictures for rows in step]
+        with_hidden, ids = needs_hidden or self.layout.has_draft_layer, np.concatenate(of_each)
+        plan = self._plan_for(len(ids), with_hidden=with_hidden)
+        counts = [rows.num_logits for rows in step]
+        described = [self._described(plan, *one) for one in zip(sequences, runs, counts, strict=True)]
         of_pictures = _encoded(ids, pictures, runs)
         if self._padded:
             ids = np.where(np.isin(ids, self._padded[1:]), self._padded[0], ids)
         plan.run(described, ids, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
-        logits = self._copied(plan, plan.logits, sum(num_logits)).to(self._logits_dtype)
-        return logits, self._copied(plan, plan.hidden, num_rows) if needs_hidden else None
+        logits = self._copied(plan, plan.logits, sum(counts)).float().numpy()
+        for sequence, run in zip(sequences, runs, strict=True):
+            for layer in sequence.token_layers:
+                layer.length = run.end
+        if self.layout.has_draft_layer:
+            may_lag, hidden = all(rows.may_lag for rows in step), plan.copied(plan.hidden, len(ids))
+            self.draft_layer.keep_up(sequences, runs, ids, hidden, may_lag=may_lag)
+        for sequence, run in zip(sequences, runs, strict=True):
+            sequence.end_step(run)
+        return StepOutput(
+            np.split(logits, np.cumsum(counts)[:-1]),
+            self._copied(plan, plan.hidden, len(ids)).float().numpy() if needs_hidden else None,
+        )
+
+    def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
+        """Computes guesses by the draft layer."""
+        return self.draft_layer.draft(rows)
+
+    def new_state(self) -> UncachedState:
+        """Raises `NotImplementedError`: the state of a model with a plan is cached."""
+        raise NotImplementedError
+
+    def _loaded(self) -> PreTrainedModel:
+        model = self._model()
+        assert model is not None, "it runs"
+        return model
 
     def _described(self, plan: ComputePlan, sequence: KVSequence, run: Run, num_logits: int) -> PlannedRun:
         """Raises `NotInvariant` if pages are missing that the operators would read or write."""
@@ -146,24 +179,28 @@ def _layers(model: PreTrainedModel) -> Any:
 
 def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> DecoderConfig:
     """Returns the configuration of a model."""
-    layers = layout.layers[: len(_layers(model))]
+    num_layers = len(_layers(model))
+    layers = layout.layers[: None if layout.has_draft_layer else num_layers]
     places = [places_of(layout, page_tokens, number) for number in range(len(layers))]
     states = [states_of(layout, number) for number in range(len(layers))]
     windows = [spec.window or 0 for spec in layers]
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None) is None:
         places = [_parted(of_layer, spec.latent_dim) for of_layer, spec in zip(places, layers, strict=True)]
-    found = of_model(config, windows, places, states, _rotary(model), sees_pictures_whole(model.config))
+    further = with_one_more(config) if layout.has_draft_layer else config
+    found = of_model(further, windows, places, states, _rotary(model), sees_pictures_whole(model.config))
+    draft_layer = found.layers[-1] if layout.has_draft_layer else None
+    found = replace(found, layers=found.layers[:num_layers], draft_layer=draft_layer)
     # transformers multiplies by a number in the type of the model.
     rounded, of_layers = (
         float(torch.tensor(one).to(model.dtype)) for one in (found.embedding_multiplier, found.layer_input_multiplier)
     )
-    further = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+    levels = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     if found.latent is not None:
         # With a factor for scaled positions.
         number = next(number for number, one in enumerate(found.layers) if one.mixer == "latent")
         found = replace(found, scale=_layers(model)[number].self_attn.scaling)
-    return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(further))
+    return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(levels))
 
 
 def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Location]:
@@ -184,8 +221,8 @@ def _parted(places: dict[str, Location], key_dim: int) -> dict[str, Location]:
     """Returns the places of keys and of values that memory has in one row, as the layout has those of a single head."""
     if "latent" not in places:
         return places
-    rows = places["latent"]
-    return {"keys": replace(rows, dim=key_dim), "values": rows.behind(key_dim)}
+    rows = places.pop("latent")
+    return {**places, "keys": replace(rows, dim=key_dim), "values": rows.behind(key_dim)}
 
 
 def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation]:
@@ -234,8 +271,8 @@ def _axes(sections: Sequence[int] | None, count: int, model: PreTrainedModel) ->
     return axes
 
 
-_plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, ModelPlan | None]] = WeakKeyDictionary()
-"""The last plans of models, by their layers, kernels and memory; None for a model of no family."""
+_plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, PlanRuntime | None]] = WeakKeyDictionary()
+"""The last runtimes of models, by their layers, kernels and memory; None for a model of no family."""
 
 
 def reason_without_plan(model: PreTrainedModel) -> str:
@@ -245,12 +282,12 @@ def reason_without_plan(model: PreTrainedModel) -> str:
     return without_plan(model.config)
 
 
-def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> ModelPlan | None:
-    """Returns the plan of a model that is exact at every token, None for one of no family."""
+def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> PlanRuntime | None:
+    """Returns the runtime of a model that is exact at every token, None for one of no family."""
     # The self-check computes the first layers alone.
     key = layout, page_tokens, operators(), len(_layers(model))
     known, plan = _plans.get(model, (None, None))
     if known != key:
-        plan = None if reason_without_plan(model) else ModelPlan(model, layout, page_tokens)
+        plan = None if reason_without_plan(model) else PlanRuntime(model, layout, page_tokens)
         _plans[model] = key, plan
     return plan

@@ -53,7 +53,7 @@ class Slots:
     def _found(self, name: str) -> Any:
         """Returns a module or tensor by its usual name, None if there is none."""
         path = f"{self._within}.{name}".lstrip(".")
-        layer, rest = re.fullmatch(r"(layers\.\d+\.)?(.*)", path).groups(default="")  # type: ignore[union-attr]
+        layer, rest = re.fullmatch(r"(layers\.\d+\.|draft_layer\.mtp_block\.)?(.*)", path).groups(default="")  # type: ignore[union-attr]
         layer = layer.replace("layers", self._names.get("layers", "layers"))
         parts = rest.split(".")
         for count in range(len(parts), 0, -1):

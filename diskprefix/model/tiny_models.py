@@ -109,7 +109,8 @@ class TinyModel:
         """Returns the options with places, and the bytes of a page of each table and of each group of states. Each
         layer with memory has a table of its own."""
         tables, states, layers = list[int](), list[int](), list[LayerConfig]()
-        for layer in self.config.layers:
+        draft_layer = self.config.draft_layer
+        for layer in (*self.config.layers, *([] if draft_layer is None else [draft_layer])):
             if layer.only_reads:
                 layers.append(replace(layer, places=layers[0].places))
                 continue
@@ -129,7 +130,9 @@ class TinyModel:
                 of_layer[part, 0] = StateLocation(len(states), 0, shape, num_bytes or item_bytes)
                 states.append(math.prod(shape) * (num_bytes or item_bytes))
             layers.append(replace(layer, places=places, states=of_layer))
-        return replace(self.config, layers=tuple(layers)), tables, states
+        if draft_layer is not None:
+            draft_layer = layers.pop()
+        return replace(self.config, layers=tuple(layers), draft_layer=draft_layer), tables, states
 
 
 _STATES_OF: dict[str, dict[str, tuple[tuple[int, ...], int]]] = {
@@ -142,21 +145,22 @@ _STATES_OF: dict[str, dict[str, tuple[tuple[int, ...], int]]] = {
 
 class TinySlots:
     """The made-up weights of a tiny model, in a type of plans. Matrices that can be are packed in bfloat16, or each in
-    the next form of `_QUANTS`. The methods are those of `slots.Slots`."""
+    the form of `_QUANTS` that its name chooses. The methods are those of `slots.Slots`."""
 
     def __init__(self, operators: Operators, model: TinyModel, dtype: int, *, has_quants: bool) -> None:
         self._operators, self._model, self._dtype = operators, model, dtype
         self._quants = sorted(_QUANTS) if has_quants else []
-        self._num_packed, self._path = [0], ""
+        self._path = ""
 
     def within(self, name: str) -> TinySlots:
         found = TinySlots(self._operators, self._model, self._dtype, has_quants=bool(self._quants))
-        found._num_packed, found._path = self._num_packed, f"{self._path}{name}."
+        found._path = f"{self._path}{name}."
         return found
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
         path = (self._path + name).split(".")
-        return self._model.shapes.get(".".join(path[2:] if path[0] == "layers" else path))
+        is_in_layer = path[0] == "layers" or path[1:2] == ["mtp_block"]
+        return self._model.shapes.get(".".join(path[2:] if is_in_layer else path))
 
     def _numbers(self, name: str, shape: tuple[int, ...] | None = None, factor: float = 0.25) -> np.ndarray:
         found = shape or self._shape(name)
@@ -183,8 +187,7 @@ class TinySlots:
         if not self._quants or columns % 256:
             numbers = in_dtype(self._numbers(name, size), self._dtype)
             return Matrix(torch.from_numpy(numbers).view(torch.bfloat16), size, bias=bias)
-        packed_as, kind = _QUANTS[self._quants[self._num_packed[0] % len(self._quants)]]
-        self._num_packed[0] += 1
+        packed_as, kind = _QUANTS[self._quants[_seed(self._path + name) % len(self._quants)]]
         content = _made_up_quants(packed_as, rows, columns, _seed(self._path + name))
         form = FILE_FORMS[packed_as]
         out = torch.zeros(form.packed_shape(rows, columns), dtype=torch.uint8)
@@ -411,6 +414,15 @@ MODELS: Mapping[str, TinyModel] = {
             "linear_attn.out_proj": (WIDTH, HEADS * DIM),
         },
         delta=DeltaConfig("apart", has_narrow_gates=True, gate="sigmoid"),
+    ),
+    "with draft layer": _model(
+        [_layer()],
+        {
+            **_ATTENTION,
+            **{f"draft_layer.{name}": (WIDTH,) for name in ("enorm", "hnorm", "post_norm")},
+            "draft_layer.eh_proj": (WIDTH, 2 * WIDTH),
+        },
+        draft_layer=_layer(),
     ),
     "late gemma": _model(
         [_layer(norms="around", cut_off=1.5), _layer(norms="around", only_reads=True)],

@@ -16,7 +16,7 @@ from diskprefix.engine.forward import prefill
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.tokens import TokenIds, floor_to_grid
+from diskprefix.tokens import Logits, TokenIds, floor_to_grid
 from diskprefix.values import SHARED, CacheOptions, Prompt
 from tests.cache.opening import AUTO, FULL, Opened
 from tests.runner import BLOCK, Runner, random_prompt
@@ -26,19 +26,17 @@ READ_ONLY = replace(FULL, save=False)
 PROMPT = random_prompt(1, 6 * BLOCK + 5)
 
 
-def compute(runner: Runner, token_ids: TokenIds, start: int = 0) -> torch.Tensor:
+def compute(runner: Runner, token_ids: TokenIds, start: int = 0) -> Logits:
     """Computes a prompt in a new sequence, or goes on in the last one. Returns the next-token logits."""
     if not start:
         runner.new_sequence(len(PROMPT) + 40)
     with torch.inference_mode():
         return prefill(
-            runner.model, runner.sequence, token_ids, start=start, block_size=BLOCK, after_step=lambda _: None
-        ).clone()
+            runner.runtime, runner.sequence, token_ids, start=start, block_size=BLOCK, after_step=lambda _: None
+        ).copy()
 
 
-def fetch(
-    runner: Runner, have: int, logits: torch.Tensor | None = None, options: CacheOptions = READ_ONLY
-) -> CachedRequest:
+def fetch(runner: Runner, have: int, logits: Logits | None = None, options: CacheOptions = READ_ONLY) -> CachedRequest:
     cached = CachedRequest(runner.cache, Prompt(PROMPT), options)
     cached.fetch(runner.sequence, have, logits)
     cached.choose(runner.sequence)
@@ -69,7 +67,7 @@ def test_what_the_sequence_has_is_neither_loaded_nor_overwritten(
     assert min(filled) == have
     assert runner.sequence.content(0, len(PROMPT)) == expected
     assert restored.logits is not None
-    assert torch.equal(restored.logits, logits)
+    assert np.array_equal(restored.logits, logits)
     block_bytes = BLOCK * runner.layout.bytes_per_token
     bytes_behind = (6 - have // BLOCK) * block_bytes
     assert bytes_behind < restored.num_bytes < bytes_behind + block_bytes + 1000
@@ -97,14 +95,14 @@ def test_a_whole_prompt_in_memory_comes_with_its_logits_and_is_saved(name: str, 
     logits = compute(runner, PROMPT)
     cached = fetch(runner, len(PROMPT), logits, FULL)
     assert cached.restored.logits is not None
-    assert torch.equal(cached.restored.logits, logits)
+    assert np.array_equal(cached.restored.logits, logits)
     cached.publish(runner.sequence, logits, 0.0)
     report = cached.close()
     assert (report.restored, report.saved) == (len(PROMPT), "queued")
     runner.reopen()
     again = runner.run(PROMPT, "full")
     assert (again.report.restored, again.num_forwards) == (len(PROMPT), 0)
-    assert torch.equal(again.logits, logits)
+    assert np.array_equal(again.logits, logits)
 
 
 def test_what_memory_has_counts_as_stored_for_no_policy(opened: Opened) -> None:
@@ -154,7 +152,7 @@ def test_what_fails_behind_it_leaves_a_state_to_go_on_from(
         assert restored.num_tokens == 0
     else:
         assert restored.num_tokens == (3 if fails == "a damaged node" else 2) * BLOCK
-    assert torch.equal(compute(runner, PROMPT, start=restored.num_tokens), expected)
+    assert np.array_equal(compute(runner, PROMPT, start=restored.num_tokens), expected)
     cached.close()
 
 
@@ -196,7 +194,7 @@ def test_what_a_sequence_had_that_lost_its_memory_is_restored(name: str, have: i
     again.run()
     assert cached.take(again).num_tokens == 4 * BLOCK
     assert (runner.sequence.num_tokens, sorted(told)) == (4 * BLOCK, list(range(have // BLOCK, 4)))
-    assert torch.equal(compute(runner, PROMPT, start=4 * BLOCK), expected)
+    assert np.array_equal(compute(runner, PROMPT, start=4 * BLOCK), expected)
     cached.close()
     runner.flush()
     assert not runner.cache.store.evictor.pinned()

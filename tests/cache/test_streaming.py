@@ -254,11 +254,11 @@ def test_a_batch_takes_what_fits_together_and_no_more(opened: Opened, monkeypatc
     prompt = random_prompt(1, 8 * BLOCK)
     runner.run(prompt, "off")
     cached = CachedRequest(runner.cache, Prompt(prompt), only(8 * BLOCK - 1))
-    cached.fetch(runner.sequence, 8 * BLOCK, torch.zeros(4))
+    cached.fetch(runner.sequence, 8 * BLOCK, np.zeros(4, np.float32))
     cached.choose(runner.sequence)
     with monkeypatch.context() as patch:
         patch.setattr(runner.cache.store, "publish", noted)
-        cached.publish(runner.sequence, torch.zeros(4), 0.0)
+        cached.publish(runner.sequence, np.zeros(4, np.float32), 0.0)
         cached.close()
         runner.flush()
     assert sizes == [3, 3, 2]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ from diskprefix.engine.request import (
 from diskprefix.engine.running_request import Reply
 from diskprefix.extras.simulate.recorded_request import RecordedRequest
 from diskprefix.kv.page_cache import PageCache
+from diskprefix.model.exact.runner import ModuleRuntime
+from diskprefix.model.planned import PlanRuntime
+from diskprefix.model.runtime import StepOutput
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds
 from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant
@@ -120,6 +124,16 @@ class ScriptedProposer(Proposer):
             token if self._chance.random() < self._right else (token + 1) % 250
             for token in coming[: self._chance.choice([0, 1, 2, 5, 8])]
         ]
+
+
+def patch_steps(patch: pytest.MonkeyPatch, run: Callable[..., StepOutput]) -> None:
+    """Has `run` compute each step: it gets the runtime's own function, the runtime and the step."""
+    for kind in (PlanRuntime, ModuleRuntime):
+        patch.setattr(kind, "run", partialmethod(_run_by, run, kind.run))
+
+
+def _run_by(runtime: Any, run: Callable[..., StepOutput], own: Any, step: Any, **options: Any) -> StepOutput:
+    return run(partial(own, runtime, **options), step)
 
 
 class Cancelled(Exception):

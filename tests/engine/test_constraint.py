@@ -54,10 +54,10 @@ def write(
     wanted = [*tokenizer(likely, add_special_tokens=False)["input_ids"], EOS] if likely else []
     generator = torch.Generator().manual_seed(seed)
     sampling = SamplingParams(**({"seed": seed} | params))
-    sampler = Sampler(sampling, PROMPT, torch.device("cpu"), constraint=compiler.begin_reply(constraint))
+    sampler = Sampler(sampling, PROMPT, constraint=compiler.begin_reply(constraint))
     tokens: list[int] = []
     while len(tokens) < max_tokens and not sampler.is_complete and EOS not in tokens:
-        logits = torch.randn(VOCAB, generator=generator)
+        logits = torch.randn(VOCAB, generator=generator).numpy()
         if len(tokens) < len(wanted):
             logits[wanted[len(tokens)]] += 50
         tokens.append(sampler.sample(logits))
@@ -168,12 +168,12 @@ def test_a_token_may_end_free_text_only_if_the_constraint_accepts_the_rest_of_it
     """`he` and `ll` are tokens. The free text ends in the middle of `ll`, and `l` is the next best."""
     ids = tiny.tokenizer().convert_tokens_to_ids(["he", "ll", "l"])
     allowed = compiler.begin_reply(regex(pattern, before=FreeText(end="hel")))
-    sampler = Sampler(SamplingParams(temperature=0), PROMPT, torch.device("cpu"), constraint=allowed)
-    logits = torch.zeros(2, VOCAB)
+    sampler = Sampler(SamplingParams(temperature=0), PROMPT, constraint=allowed)
+    logits = np.zeros((2, VOCAB), np.float32)
     logits[0, ids[0]] = 9
-    logits[1, ids[1:]] = torch.tensor([9.0, 8.0])
+    logits[1, ids[1:]] = [9.0, 8.0]
     assert [sampler.sample(row) for row in logits] == tiny.tokenizer().convert_tokens_to_ids(pieces)
-    rest = [sampler.sample(torch.zeros(VOCAB)) for _ in range(3 - len(pieces[1]))]
+    rest = [sampler.sample(np.zeros(VOCAB, np.float32)) for _ in range(3 - len(pieces[1]))]
     assert tiny.tokenizer().decode(rest).isdigit()
     assert sampler.is_complete
 

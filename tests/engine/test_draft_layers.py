@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,8 @@ from diskprefix.engine.speculation import Speculation
 from diskprefix.engine.step_times import StepTimes
 from diskprefix.errors import ModelError
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.drafts import DraftRow, draft
+from diskprefix.model.drafts import DraftRow
+from diskprefix.model.planned import PlanRuntime
 from diskprefix.tokens import as_token_ids
 from tests.engine.driving import BLOCK, Client, load, request, run_together, said, tokens, write_model
 from tests.engine.test_guesses import REPLY, REQUESTS, guessing, said_and_saved, some_are_wrong
@@ -63,7 +64,8 @@ def drafting(folder: Path, kv: Path) -> Engine:
     return guessing(folder, kv, speculative="mtp")
 
 
-def helped(clients: Iterable[Client], share: float = 0.8) -> AbstractContextManager[Any]:
+@contextmanager
+def helped(clients: Iterable[Client], share: float = 0.8) -> Iterator[None]:
     """Within it, the layer computes what it computes, and guesses the replies of these clients: this share of their
     tokens, and wrong ones."""
     known = [
@@ -83,10 +85,12 @@ def helped(clients: Iterable[Client], share: float = 0.8) -> AbstractContextMana
         replies[row.state] = one.reply
         return row
 
-    def helping(model: Any, rows: Sequence[DraftRow]) -> Any:
-        found, hidden = draft(model, rows)
+    draft = PlanRuntime.draft
+
+    def helping(runtime: PlanRuntime, rows: Sequence[DraftRow]) -> Any:
+        found, hidden = draft(runtime, rows)
         for number, row in enumerate(rows):
-            before = row.hidden is None and int(replies[row.state].ids(row.position - 1, row.position))
+            before = row.hidden is None and int(replies[row.state].ids(row.position - 1, row.position)[0])
             of_next = [
                 token
                 for (at, left, last), following in coming.items()
@@ -97,7 +101,8 @@ def helped(clients: Iterable[Client], share: float = 0.8) -> AbstractContextMana
                 found[number] = (of_next[0] if chance.random() < share else (of_next[0] + 1) % 250, 0.9)
         return found, hidden
 
-    return patch.multiple(layer_proposer, draft=helping, _row=noted)
+    with patch.object(PlanRuntime, "draft", helping), patch.object(layer_proposer, "_row", noted):
+        yield
 
 
 @pytest.fixture
@@ -128,8 +133,10 @@ def test_after_a_restart_the_first_step_guesses_as_well_as_before(folder: Path, 
     first = request(tokens(5 * BLOCK + 7, 8), max_tokens=REPLY)
     guesses: list[dict[int, tuple[int, float]]] = []
 
-    def noted(model: Any, rows: Sequence[DraftRow]) -> Any:
-        found, hidden = draft(model, rows)
+    draft = PlanRuntime.draft
+
+    def noted(runtime: PlanRuntime, rows: Sequence[DraftRow]) -> Any:
+        found, hidden = draft(runtime, rows)
         if rows[0].hidden is None:
             guesses[-1][rows[0].position] = found[0]
         return found, hidden
@@ -143,7 +150,7 @@ def test_after_a_restart_the_first_step_guesses_as_well_as_before(folder: Path, 
         # The first step of an engine has no guesses.
         run_together(engine, [request(tokens(9, 30), scope="off")])
         guesses.append({})
-        with patch.object(layer_proposer, "draft", noted):
+        with patch.object(PlanRuntime, "draft", noted):
             run_together(engine, [turn])
         restored = engine.cache.restored_tokens
         engine.close()
@@ -157,7 +164,7 @@ def test_after_a_restart_the_first_step_guesses_as_well_as_before(folder: Path, 
 def test_a_layer_that_fails_fails_no_request(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     one = request(tokens(100, 3), max_tokens=REPLY)
     (expected,) = run_together(engine, [one])
-    with patch.object(layer_proposer, "draft", side_effect=RuntimeError("no more")):
+    with patch.object(PlanRuntime, "draft", side_effect=RuntimeError("no more")):
         (found,) = run_together(engine, [one])
     assert said(found) == said(expected)
     assert caplog.text.count("goes on without mtp guesses: no more") == 1

@@ -35,11 +35,11 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.drafts import likeliest
-from diskprefix.model.exact import runner
+from diskprefix.model.runtime import Rows
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import Payload
 from diskprefix.store.purge import PurgeFilter
-from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.tokens import Logits, TokenIds, as_token_ids
 from diskprefix.values import SHARED
 from tests.engine.driving import (
     BLOCK,
@@ -223,7 +223,7 @@ def helped(engine: Engine, clients: Iterable[Client], share: float = 0.8) -> Abs
     model, chance = drafter(engine), random.Random(1)
     compute = model.compute
 
-    def helping(step: Any) -> torch.Tensor:
+    def helping(step: Any) -> Logits:
         logits = compute(step)
         for (sequence, _), of_next in zip(step, logits, strict=True):
             reply = next((one for one, of in model.sequences.items() if of is sequence), None)
@@ -447,8 +447,8 @@ def noting(engine: Engine, note: Callable[[int], None]) -> AbstractContextManage
     model = drafter(engine)
     compute = model.compute
 
-    def noted(step: Any) -> torch.Tensor:
-        note(sum(ids.shape[1] for _, ids in step))
+    def noted(step: Any) -> Logits:
+        note(sum(len(ids) for _, ids in step))
         return compute(step)
 
     return patch.object(model, "compute", noted)
@@ -666,7 +666,7 @@ def test_what_it_keeps_is_what_it_computes_as_the_served_model(
     served = load(folders[1], tmp_path / "kv")
     sequence = KVSequence(served.pages.pool)
     with torch.inference_mode():
-        runner.run(served.model, [runner.Rows(sequence, torch.from_numpy(ids_of(pages, node)).long()[None])])
+        served.runtime.run([Rows(sequence, ids_of(pages, node).astype(np.int64))])
     assert kept.content() == sequence.content()
     pages.end(kept, keep=False)
     assert drafter(draft).cache.root == served.cache.root
@@ -694,8 +694,9 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
     assert kept.complete_from > 0, "it has moved on"
     sequence = KVSequence(PagePool(kept.layout, kept.device, block_size=BLOCK))
     with torch.inference_mode():
-        for part in torch.split(torch.from_numpy(ids_of(pages, node)).long()[None], 256, dim=1):
-            runner.run(drafter(engine)._model, [runner.Rows(sequence, part)])
+        ids = ids_of(pages, node).astype(np.int64)
+        for start in range(0, len(ids), 256):
+            drafter(engine)._runtime.run([Rows(sequence, ids[start : start + 256])])
     assert kept.content(4 * WINDOW - 4) == sequence.content(4 * WINDOW - 4, kept.num_tokens)
     pages.end(kept, keep=False)
 
@@ -800,9 +801,9 @@ def test_where_it_is_never_right_it_is_not_asked_any_more(plain: Engine, draft: 
     model, asked = drafter(draft), list[int]()
     compute, plan = model.compute, Loop._next_step
 
-    def wrong(step: Any) -> torch.Tensor:
+    def wrong(step: Any) -> Logits:
         asked[-1] += 1
-        return torch.roll(compute(step), 1, dims=1)
+        return np.roll(compute(step), 1, axis=1)
 
     def planned(loop: Loop) -> Any:
         asked.append(0)
@@ -820,7 +821,7 @@ def test_where_it_is_never_right_it_is_not_asked_any_more(plain: Engine, draft: 
 def test_guesses_are_the_likeliest_tokens_with_their_probabilities() -> None:
     logits = torch.randn(3, 250_000, generator=torch.Generator().manual_seed(4)).bfloat16()
     logits[1, 249_999], logits[2, 7] = 20.0, torch.nan
-    *found, (_, not_finite) = likeliest(logits)
+    *found, (_, not_finite) = likeliest(logits.float().numpy())
     assert [token for token, _ in found] == logits[:2].argmax(-1).tolist()
     assert [chance for _, chance in found] == pytest.approx(logits[:2].float().softmax(-1).amax(-1).tolist(), rel=1e-4)
     assert math.isnan(not_finite)

@@ -34,7 +34,8 @@ from diskprefix.engine.speculation import Speculation
 from diskprefix.engine.step_times import StepTimes
 from diskprefix.errors import CacheError
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact import latent, runner
+from diskprefix.model.exact import latent
+from diskprefix.model.runtime import Rows
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.tokens import TokenIds
 from diskprefix.values import SHARED, CacheOptions, Prompt, Tenant
@@ -45,6 +46,7 @@ from tests.engine.driving import (
     ScriptedProposer,
     bound_memory,
     load,
+    patch_steps,
     request,
     said,
     tokens,
@@ -210,7 +212,7 @@ class Life:
         self.fault_rate = 0.0
         """The share of the computations of several sequences that fail."""
         self.bad_fetches, self.is_excused = 0, False
-        self._run, self._draw, load_pieces = runner.run, draw, Loader.run
+        self._draw, load_pieces = draw, Loader.run
 
         def loaded(loader: Loader, readers: Any) -> Any:
             found = load_pieces(loader, readers)
@@ -219,9 +221,7 @@ class Life:
                 raise CacheError("the store failed in the middle")
             return found
 
-        patch.setattr(
-            runner, "run", lambda model, rows, *others: self._compute(self._run, len(rows), model, rows, *others)
-        )
+        patch_steps(patch, lambda run, step: self._compute(run, len(step), step))
         patch.setattr(
             forward, "draw", lambda asks: self._compute(self._draw, len({id(one.sampler) for one in asks}), asks)
         )
@@ -242,7 +242,7 @@ class Life:
         # One sequence alone fails with its step.
         self.is_excused |= is_alone
         # Not `draw`, which has the next random numbers then.
-        if compute is self._run and self.chance.random() < 0.5:
+        if compute is not self._draw and self.chance.random() < 0.5:
             compute(*args)
         raise RuntimeError("a kernel failed")
 
@@ -410,7 +410,7 @@ def test_a_reply_that_waits_with_guesses_leaves_the_state_of_its_tokens(how: str
         node = next(node for node in engine.pages.kept.sequence_ends() if node.end == num_tokens)
         kept, again = engine.pages.resume(node), KVSequence(engine.pages.pool)
         assert kept is not None
-        runner.run(engine.model, [runner.Rows(again, torch.from_numpy(ids_of(engine.pages, node)).long()[None])])
+        engine.runtime.run([Rows(again, ids_of(engine.pages, node).astype(np.int64))])
         assert kept.content(num_tokens) == again.content(num_tokens)
     engine.pages.end(kept, keep=False)
     again.close()

@@ -24,7 +24,6 @@ from diskprefix.engine.request import DoneEvent, ReadEvent, Reading
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact import runner
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.tokens import TokenIds, TokenPath, as_token_ids
@@ -36,6 +35,7 @@ from tests.engine.driving import (
     alone,
     bound_memory,
     load,
+    patch_steps,
     recorded_requests,
     request,
     run_request,
@@ -64,13 +64,13 @@ def settle(engine: Engine) -> None:
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each step."""
-    run, found = runner.run, list[int]()
+    found = list[int]()
 
-    def noted(model: Any, step: Any, *others: Any) -> Any:
-        found.append(sum(rows.token_ids.shape[1] for rows in step))
-        return run(model, step, *others)
+    def noted(run: Any, step: Any) -> Any:
+        found.append(sum(len(rows.token_ids) for rows in step))
+        return run(step)
 
-    monkeypatch.setattr(runner, "run", noted)
+    patch_steps(monkeypatch, noted)
     return found
 
 

@@ -85,7 +85,7 @@ def test_the_rows_of_steps_are_those_of_the_whole_prompt_however_it_is_cut(
     pictures = [picture(number, count) for number, (_, count) in enumerate(sizes)]
     prompt = pictures_in(*(part for (text, _), one in zip(sizes, pictures, strict=True) for part in (text, one)), 2)
     prompt.encoded = [rows_of(one) for one in pictures]
-    length = prompt.token_ids.shape[1]
+    length = len(prompt.token_ids)
     assert int((prompt.token_ids == PLACEHOLDER).sum()) == sum(count for _, count in sizes)
     cuts = sorted(data.draw(st.sets(st.integers(1, length + 3), max_size=4)))
     steps = [prompt.rows(start, end) for start, end in zip([0, *cuts], [*cuts, length + 5], strict=True)]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lmdb
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -27,9 +28,11 @@ from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.kv.pages import PagePool
 from diskprefix.model.exact import state_layout
+from diskprefix.model.exact.runner import runtime_of
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.load import memory
 from diskprefix.settings import Settings
+from diskprefix.tokens import Logits
 from diskprefix.values import Scope
 from tests.engine.driving import (
     Cancelled,
@@ -168,7 +171,7 @@ def test_memory_is_taken_ahead_for_the_longest_prompt_and_a_turn_or_less_where_l
     cache: Any = SimpleNamespace(layout=layout, settings=Settings(), store=store, close=bool)
     for free in (0, 200 * layout.bytes_per_token, 1 << 40):
         set_free_memory(monkeypatch, lambda free=free: free)  # type: ignore[misc]
-        Engine(loaded, cache)
+        Engine(loaded, runtime_of(loaded.model, cache.layout, 256), cache)
     assert reserved == [0, 90, 5048]
 
 
@@ -262,11 +265,12 @@ def write_uncached(path: Path, model_type: str, **fields: Any) -> Path:
     return path
 
 
-def one_pass(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+def one_pass(model: PreTrainedModel, ids: torch.Tensor) -> Logits:
     keeps = model._supports_logits_to_keep()
     with torch.inference_mode():
-        logits: torch.Tensor = model(input_ids=ids, **({"logits_to_keep": 1} if keeps else {})).logits[0, -1]
-    return logits
+        logits = model(input_ids=ids, **({"logits_to_keep": 1} if keeps else {})).logits[0, -1]
+    found: Logits = logits.float().numpy()
+    return found
 
 
 @pytest.mark.parametrize(("model_type", "fields"), MODELS.values(), ids=MODELS)
@@ -274,11 +278,11 @@ def test_the_reply_of_a_model_that_bypasses_the_cache_is_what_generate_gives(
     model_type: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load(write_uncached(tmp_path / "model", model_type, **fields), tmp_path / "kv", block_size=BLOCK)
-    seen: list[torch.Tensor] = []
+    seen: list[Logits] = []
     sample = Sampler.sample
 
-    def spied(self: Sampler, logits: torch.Tensor, *given: Any) -> int:
-        seen.append(logits.clone())
+    def spied(self: Sampler, logits: Logits, *given: Any) -> int:
+        seen.append(logits.copy())
         return sample(self, logits, *given)
 
     monkeypatch.setattr(Sampler, "sample", spied)
@@ -290,7 +294,7 @@ def test_the_reply_of_a_model_that_bypasses_the_cache_is_what_generate_gives(
     events = run(engine, token_ids, max_tokens=REPLY, n=2, logit_bias=unwanted)
     expected = engine.model.generate(ids, max_new_tokens=REPLY, do_sample=False, bad_words_ids=[[t] for t in special])
     assert tokens_of(events) == tokens_of(events, 1) == expected[0, NUM_TOKENS:].tolist()
-    assert torch.equal(seen[0], one_pass(engine.model, ids))
+    assert np.array_equal(seen[0], one_pass(engine.model, ids))
     assert (done(events).cache.miss_reason, done(events).usage.cached_tokens) == ("unsupported", 0)
     assert engine.cache.stats()["state"] == "unsupported"
     with pytest.raises(Cancelled):

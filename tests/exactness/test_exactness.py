@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -22,14 +23,14 @@ from diskprefix.cache.tiers.tier import View
 from diskprefix.extras.catalogue.architectures import TABLE, installed_versions
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact import runner
-from diskprefix.model.exact.runner import forward
 from diskprefix.model.exact.self_check import rehearse
+from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.store.schema import Kind as NodeKind
 from diskprefix.store.schema import node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.writer import Writer
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import Logits, TokenIds
+from tests.engine.driving import patch_steps
 from tests.exactness import rows, worker
 from tests.exactness.architectures import ARCHITECTURES, WITH_DRAFT_LAYER, tiny_model
 from tests.exactness.forms import Alone, Answered, Comparison, SeveralRow, several_rows
@@ -210,7 +211,7 @@ def no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restored runs go on in other steps than the cold run, without the check that `prefill` makes."""
 
     def other_steps(
-        model: Any,
+        runtime: Runtime,
         sequence: KVSequence,
         token_ids: TokenIds,
         *,
@@ -219,12 +220,12 @@ def no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
         after_step: Callable[[KVSequence], None],
         stops: Sequence[int] = (),
         **_pictures: object,
-    ) -> torch.Tensor:
-        ids = torch.from_numpy(token_ids).long()[None]
+    ) -> Logits:
+        ids = token_ids.astype(np.int64)
         step = 5 if start else block_size
         ends = {*range(start + step, len(token_ids), step), *(stop for stop in stops if stop > start), len(token_ids)}
         for end in sorted(ends):
-            logits = forward(model, sequence, ids[:, sequence.num_tokens : end])[-1]
+            logits: Logits = runtime.run([Rows(sequence, ids[sequence.num_tokens : end])]).logits[0][-1]
             after_step(sequence)
         return logits
 
@@ -302,17 +303,17 @@ def forgetful_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def earlier_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint has the states of one step before its place."""
-    compute, before = runner.run, list[torch.Tensor]()
+    before = list[torch.Tensor]()
 
-    def run(model: Any, step: Sequence[Any]) -> list[torch.Tensor]:
+    def run(compute: Any, step: Sequence[Any]) -> Any:
         before[:] = [page.tensor.clone() for page in step[0].state.states]
-        return compute(model, step)
+        return compute(step)
 
     def change(_: KVSequence, copies: Sequence[torch.Tensor]) -> None:
         for copied, old in zip(copies, before, strict=True):
             copied.copy_(old)
 
-    monkeypatch.setattr(runner, "run", run)
+    patch_steps(monkeypatch, run)
     change_states(monkeypatch, change)
 
 

@@ -20,6 +20,7 @@ from diskprefix.engine.forward import prefill
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.model.exact.runner import runtime_of
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
 from diskprefix.values import CacheOptions, Prompt
@@ -49,14 +50,15 @@ def cold_logits(kind: str, prompt: bytes) -> torch.Tensor:
     sequence = KVSequence(PagePool(layout, model.device, block_size=BLOCK))
     with torch.inference_mode():
         sequence.reserve(len(token_ids))
-        return prefill(
-            model,
+        logits = prefill(
+            runtime_of(model, layout, BLOCK),
             sequence,
             token_ids,
             start=0,
             block_size=BLOCK,
             after_step=lambda _: None,
         )
+        return torch.from_numpy(logits)
 
 
 def machine_of(kind: str, hits: Counter[str]) -> type[RuleBasedStateMachine]:

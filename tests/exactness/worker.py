@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diskprefix.kv.layout import LayerSpec, Layout
-from diskprefix.model.drafts import DraftRow, draft
+from diskprefix.model.drafts import DraftRow
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -129,8 +129,8 @@ def ask(runner: Runner, job: Job, case: Case, scope: str) -> Answer:
         for _ in range(job.reply):
             greedy.append(int(logits.argmax()))
             trail.update(guess_behind(runner, greedy[-1]))
-            logits = runner.logits_behind(greedy[-1])
-            trail.update(logits.float().cpu().numpy().tobytes())
+            logits = torch.from_numpy(runner.logits_behind(greedy[-1]))
+            trail.update(logits.numpy().tobytes())
     report = answer.report
     return Answer(answer.logits, trail.hexdigest(), greedy, report.restored, answer.num_forwards > 0, report.source)
 
@@ -140,7 +140,7 @@ def guess_behind(runner: Runner, token: int) -> bytes:
     sequence = runner.sequence
     if not runner.layout.has_draft_layer or not sequence.make_room(sequence.num_tokens + 1):
         return b""
-    return draft(runner.model, [DraftRow(sequence, token, sequence.num_tokens)])[1].float().numpy().tobytes()
+    return runner.runtime.draft([DraftRow(sequence, token, sequence.num_tokens)])[1].tobytes()
 
 
 def _described(model: PreTrainedModel, runner: Runner) -> Answers:

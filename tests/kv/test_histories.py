@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, settings
@@ -29,7 +30,7 @@ from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.prefix_match import PrefixMatch
 from diskprefix.kv.sequence import KVSequence, Owner
-from diskprefix.tokens import TokenIds, TokenPath
+from diskprefix.tokens import Logits, TokenIds, TokenPath
 from diskprefix.values import CacheOptions
 from tests.examples import examples
 from tests.kv.hashed_state import (
@@ -129,13 +130,14 @@ class Histories(RuleBasedStateMachine):
             assert self.lasts_until[seed, token_ids[:have].tobytes()] > self.now
         assert have < len(token_ids) or (logits is not None and not computes_last)
         if logits is not None:
-            assert torch.equal(logits, self.logits(seed, token_ids))
+            assert np.array_equal(logits, self.logits(seed, token_ids))
         self.private |= {owner.private} if owner is not None else set()
         self.add(sequence, token_ids, seed)
         self.use(sequence)
 
-    def logits(self, seed: object, token_ids: TokenIds) -> torch.Tensor:
-        return torch.from_numpy(hashes(seed, token_ids, len(token_ids) - 1, len(token_ids))[0])
+    def logits(self, seed: object, token_ids: TokenIds) -> Logits:
+        found: Logits = hashes(seed, token_ids, len(token_ids) - 1, len(token_ids))[0].view(np.float32)
+        return found
 
     def use(self, sequence: KVSequence) -> None:
         for end in range(1, sequence.num_tokens + 1):

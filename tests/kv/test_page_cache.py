@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import ContextTooLong, NotReady
@@ -140,7 +140,7 @@ def test_as_much_is_found_as_the_model_can_go_on_from(
     cache = page_cache(layout_of(kind))
     sequence = run(cache, IDS[:held])
     if has_logits:
-        cache.keep_logits(sequence, torch.full((16,), 7.0))
+        cache.keep_logits(sequence, np.full(16, 7.0, np.float32))
         expected = prompt if prompt == held else expected
     cache.end(sequence, keep=True)
     token_ids = IDS[:prompt] if prompt <= held else more(IDS[:held], prompt - held)
@@ -153,7 +153,7 @@ def test_as_much_is_found_as_the_model_can_go_on_from(
 
 def test_the_last_token_is_left_to_compute_if_that_is_asked_for(cache: PageCache) -> None:
     sequence = run(cache, IDS)
-    cache.keep_logits(sequence, torch.zeros(16))
+    cache.keep_logits(sequence, np.zeros(16, np.float32))
     cache.end(sequence, keep=True)
     again = begun(cache, IDS, computes_last=True)
     assert (again.num_tokens, cache.running[again].logits) == (29, None)
@@ -163,7 +163,7 @@ def test_the_last_token_is_left_to_compute_if_that_is_asked_for(cache: PageCache
 def test_logits_are_kept_for_the_latest_prompts(cache: PageCache) -> None:
     for first in range(65):
         sequence = run(cache, tokens(range(first, first + 20)))
-        cache.keep_logits(sequence, torch.full((16,), float(first)))
+        cache.keep_logits(sequence, np.full(16, first, np.float32))
         cache.end(sequence, keep=True)
     again = [begun(cache, tokens(range(first, first + 20))) for first in (0, 1, 64)]
     logits = [cache.running[sequence].logits for sequence in again]
@@ -423,7 +423,7 @@ def test_replies_of_a_request_that_shares_nothing_begin_with_the_first_one_and_w
     used, prompt = cache.pool.used_bytes, tokens(TRUNK, range(70, 80))
     first = run(cache, prompt, owner=own)
     assert first.num_tokens == len(prompt)
-    cache.keep_logits(first, torch.full((16,), 7.0))
+    cache.keep_logits(first, np.full(16, 7.0, np.float32))
     cache.keep_prompt(first)
     assert compute_for_all(cache, first, more(prompt))
     second = begun(cache, prompt, owner=own)
@@ -458,7 +458,7 @@ def test_a_sequence_that_runs_over_a_purge_goes_on_and_nobody_finds_it(cache: Pa
 
 def test_what_expires_is_found_until_then_and_wiped(cache: PageCache, now: list[float]) -> None:
     sequence = run(cache, IDS, expires_at=10.0)
-    cache.keep_logits(sequence, torch.zeros(16))
+    cache.keep_logits(sequence, np.zeros(16, np.float32))
     slabs = [page.tensor for page in sequence.pages() if page is not None]
     cache.end(sequence, keep=True)
     ended(cache, tokens(range(50, 80)), expires_at=30.0)

@@ -20,6 +20,7 @@ from diskprefix.model.exact import runner
 from diskprefix.model.exact.runner import forward
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.exact.state_layout import made_up_tokens
+from diskprefix.model.runtime import Rows
 from tests.exactness.architectures import tiny_model
 
 BLOCK, LENGTH = 32, 900
@@ -117,7 +118,7 @@ def test_several_sequences_slide_in_one_packed_step(gemma: Model) -> None:
         rows = []
         for sequence, part in zip(sequences, steps, strict=True):
             start = sequence.num_tokens
-            rows.append(runner.Rows(sequence, gemma.ids[:, start : start + part[number]]))
+            rows.append(Rows(sequence, gemma.ids[0, start : start + part[number]].numpy()))
         logits = [of_last for (of_last,) in runner.run(gemma.model, rows)]
         assert same(logits, [found[number] for found in expected])
     assert all(sequence.complete_from for sequence in sequences)

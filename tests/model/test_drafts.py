@@ -7,29 +7,24 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
-from transformers.cache_utils import MtpCache
-from transformers.modeling_layers import MtpModel
 
-from diskprefix.kv.layers import TokenLayer
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model import drafts
-from diskprefix.model.drafts import DraftRow, draft, draft_layer_of
-from diskprefix.model.exact.fused import matrix_of
-from diskprefix.model.exact.invariant import as_it_was
-from diskprefix.model.exact.runner import Rows, forward, run
+from diskprefix.model.drafts import DraftLayer, DraftRow
+from diskprefix.model.exact.runner import forward, run, runtime_of
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.exact.state_layout import made_up_tokens
-from diskprefix.model.load.draft_layer import with_draft_layer
+from diskprefix.model.families import draft_decoder
+from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, draft_layer_of, with_draft_layer
+from diskprefix.model.planned import PlanRuntime
+from diskprefix.model.runtime import Rows
 from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
 from diskprefix.native import library
-from diskprefix.native.library import operators
-from diskprefix.native.matrix import product
 from tests.exactness.architectures import DRAFTING, WITH_DRAFT_LAYER, quantised_tiny_model, shrink, tiny_model
 from tests.runner import Runner, tiny_settings
 
@@ -45,10 +40,10 @@ def made(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedMode
     return model, layout
 
 
-def sequence_of(layout: Layout) -> KVSequence:
+def sequence_of(layout: Layout, num_tokens: int = LENGTH) -> KVSequence:
     """With memory for a prompt, and for guesses, that is not finite."""
     sequence = KVSequence(PagePool(layout, torch.device("cpu"), block_size=16))
-    sequence.reserve(LENGTH + 16)
+    sequence.reserve(num_tokens + 16)
     for page in sequence.pages():
         if page is not None:
             page.tensor.view(torch.uint8).fill_(0xFF)
@@ -56,24 +51,24 @@ def sequence_of(layout: Layout) -> KVSequence:
 
 
 def computed(model: PreTrainedModel, layout: Layout, *steps: int) -> tuple[KVSequence, torch.Tensor]:
-    sequence = sequence_of(layout)
-    parts = torch.split(made_up_tokens(model, 5, LENGTH), list(steps), dim=1)
+    sequence = sequence_of(layout, sum(steps))
+    parts = torch.split(made_up_tokens(model, 5, sum(steps)), list(steps), dim=1)
     return sequence, torch.cat([forward(model, sequence, part, part.shape[1]) for part in parts])
 
 
-def memory_of(sequence: KVSequence, num_layers: int) -> list[bytes]:
-    """Returns what the first layers have: states, keys and values, with a window those of the last tokens. The layer
-    behind all has the hidden states, too."""
-    found = [page.tensor for page in sequence.states]
-    for layer in sequence.layers[:num_layers]:
-        if isinstance(layer, TokenLayer):
-            rows = [layer.keys, layer.values]
-            if sequence.hidden is not None and layer is sequence.layers[-1]:
-                rows.append(sequence.hidden)
-            first = sequence.num_tokens - 20 if layer.window else 0
-            found += [part.gathered(first, sequence.num_tokens) for part in rows]
-    assert all(part.isfinite().all() for part in found)
-    return [bytes(part.view(torch.uint8).numpy().tobytes()) for part in found]
+def memory_of(sequence: KVSequence) -> dict[tuple[int, str], bytes]:
+    """Returns what each layer has: states, keys and values, with a window those of the last tokens. The layer behind
+    all has the hidden states, too."""
+    found, size = dict[tuple[int, str], torch.Tensor](), sequence.pool.block_size
+    for group, page in zip(sequence.layout.states, sequence.states, strict=True):
+        found |= {(spec.layer, spec.part): state for spec, state in zip(group.specs, page.tensor, strict=True)}
+    for table in sequence.tables:
+        first, end = table.group.first_needed(sequence.num_tokens), sequence.num_tokens
+        pages = torch.cat([page.tensor for page in table.pages[first // size :] if page is not None], dim=2)
+        rows = pages[:, :, first % size :][:, :, : end - first]
+        found |= {(spec.layer, spec.part): of_one for spec, of_one in zip(table.group.specs, rows, strict=True)}
+    assert all(part.isfinite().all() for part in found.values())
+    return {name: part.contiguous().view(torch.uint8).numpy().tobytes() for name, part in found.items()}
 
 
 def guesses(model: PreTrainedModel, *sequences: KVSequence, count: int = 3) -> list[list[Any]]:
@@ -81,7 +76,7 @@ def guesses(model: PreTrainedModel, *sequences: KVSequence, count: int = 3) -> l
     rows = [DraftRow(sequence, 7, sequence.num_tokens) for sequence in sequences]
     for _ in range(count):
         assert all(row.state.make_room(row.position + 1) for row in rows)
-        guessed, hidden = draft(model, rows)
+        guessed, hidden = runtime_of(model, rows[0].state.layout, 16).draft(rows)
         for each, (token, probability), its in zip(found, guessed, hidden, strict=True):
             each += [token, probability, its.tolist()]
         rows = [
@@ -104,13 +99,13 @@ def test_its_memory_may_lag_within_a_block(name: str) -> None:
             other = sequence_of(layout)
             forward(model, other, ids[:, :at])
             assert guesses(model, sequence) == guesses(model, other)
-        run(model, [Rows(sequence, torch.tensor([[int(ids[0, at]), 3]]), 2, may_lag=True)])
+        run(model, [Rows(sequence, np.array([int(ids[0, at]), 3]), 2, may_lag=True)])
         sequence.take_back(at + 1)
         lags.append(len(sequence.undrafted))
         assert sequence.num_drafted >= sequence.num_tokens // 16 * 16, "others read complete blocks"
     assert max(lags) > 10
     sequence.settle()
-    assert memory_of(sequence, len(layout.layers)) == memory_of(whole, len(layout.layers))
+    assert memory_of(sequence) == memory_of(whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -121,7 +116,7 @@ def test_its_memory_has_the_same_bits_however_a_prompt_is_cut(name: str, dtype: 
     whole, logits = computed(model, layout, LENGTH)
     cut, others = computed(model, layout, 1, 30, 2, 1, 17, 39)
     assert torch.equal(logits, others)
-    assert memory_of(whole, len(layout.layers)) == memory_of(cut, len(layout.layers))
+    assert memory_of(whole) == memory_of(cut)
     assert guesses(model, whole) == guesses(model, cut)
 
 
@@ -132,7 +127,7 @@ def test_the_model_computes_what_it_computes_without(name: str) -> None:
     assert layout.layers[:-1] == its.layers
     (one, logits), (other, expected) = computed(model, layout, 50, 1, 39), computed(plain, its, 50, 1, 39)
     assert torch.equal(logits, expected)
-    assert memory_of(one, len(its.layers)) == memory_of(other, len(its.layers))
+    assert memory_of(one).items() >= memory_of(other).items()
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe_lite", "mimo_v2_flash"])
@@ -141,7 +136,7 @@ def test_guesses_leave_no_trace_and_share_forwards(name: str) -> None:
     model, layout = made(name + DRAFTING)
     ids = made_up_tokens(model, 5, LENGTH)
     alone, (beside, _) = sequence_of(layout), computed(model, layout, LENGTH)
-    expected, behind = memory_of(computed(model, layout, LENGTH)[0], len(layout.layers)), guesses(model, beside)[0]
+    expected, behind = memory_of(computed(model, layout, LENGTH)[0]), guesses(model, beside)[0]
     forward(model, alone, ids[:, :40])
     for end in (41, 43, LENGTH):
         lengths = [layer.length for layer in alone.token_layers]
@@ -149,8 +144,8 @@ def test_guesses_leave_no_trace_and_share_forwards(name: str) -> None:
         assert guesses(model, beside, alone) == [behind, its]
         assert [layer.length for layer in alone.token_layers] == lengths
         other = computed(model, layout, LENGTH)[0]
-        run(model, [Rows(other, ids[:, :7]), Rows(alone, ids[:, alone.num_tokens : end])])
-    assert memory_of(alone, len(layout.layers)) == expected
+        run(model, [Rows(other, ids[0, :7].numpy()), Rows(alone, ids[0, alone.num_tokens : end].numpy())])
+    assert memory_of(alone) == expected
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "mimo_v2_flash"])
@@ -160,15 +155,15 @@ def test_a_restored_sequence_guesses_as_before(name: str, tmp_path: Path) -> Non
     runner = Runner(model, tiny_settings(tmp_path), exact_at="token")
     prompt = made_up_tokens(model, 5, LENGTH)[0].int().numpy()
     runner.run(prompt, "full")
-    expected, memory = guesses(model, runner.sequence), memory_of(runner.sequence, len(runner.layout.layers))
+    expected, memory = guesses(model, runner.sequence), memory_of(runner.sequence)
     shared = KVSequence(runner.pool)
     assert shared.begin_with(runner.sequence.prefix())
-    assert memory_of(shared, len(runner.layout.layers)) == memory
+    assert memory_of(shared) == memory
     assert guesses(model, shared) == expected
     runner.reopen()
     answer = runner.run(prompt, 1)
     assert (answer.report.source, answer.report.restored, answer.num_forwards) == ("disk", LENGTH, 0)
-    assert memory_of(runner.sequence, len(runner.layout.layers)) == memory
+    assert memory_of(runner.sequence) == memory
     assert guesses(model, runner.sequence) == expected
     runner.close()
 
@@ -191,54 +186,74 @@ def test_pictures_change_nothing_of_that() -> None:
         for start, end in pairwise([0, *ends]):
             first, last = (int(is_picture[:position].sum()) for position in (start, end))
             its = (is_picture[start:end], encoded[:, first:last], positions[:, start:end])
-            run(model, [Rows(sequence, ids[:, start:end], pictures=PictureRows(encoder, *its))])
-        return memory_of(sequence, len(layout.layers)), guesses(model, sequence)
+            run(model, [Rows(sequence, ids[0, start:end].numpy(), pictures=PictureRows(encoder, *its))])
+        return memory_of(sequence), guesses(model, sequence)
 
     assert found(LENGTH) == found(3, 22, 23, 30, 37, 80, LENGTH)
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+@torch.inference_mode()
+def test_a_step_of_more_rows_than_its_plan_has_is_as_one_of_few() -> None:
+    model, layout = made("deepseek_v3" + DRAFTING)
+    (whole, _), (cut, _) = computed(model, layout, 300), computed(model, layout, 200, 100)
+    assert memory_of(whole) == memory_of(cut)
+
+
+def hidden_of_module(model: PreTrainedModel, token_ids: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Returns what transformers' module computes for tokens and the hidden states before them, [1, n, hidden_size]."""
+    decoder, layer, (_, count) = model.get_decoder(), draft_layer_of(model), token_ids.shape
+    assert layer is not None
+    window, ages = getattr(layer.mtp_block.self_attn, "sliding_window", None), torch.arange(count)[:, None]
+    ages = ages - torch.arange(count)
+    mask = torch.zeros(1, 1, count, count).masked_fill((ages < 0) | (ages >= (window or count)), -torch.inf)
+    embedded, positions = model.get_input_embeddings()(token_ids), torch.arange(count)[None]
+    by_kind = isinstance(decoder.rotary_emb.rope_type, dict)
+    angles = decoder.rotary_emb(embedded, positions, *(["sliding_attention" if window else "full_attention"] * by_kind))
+    its = {"position_embeddings": angles, "attention_mask": mask, "position_ids": positions, "past_key_values": None}
+    hidden: torch.Tensor = layer(embedded, before, **its)
+    return hidden
+
+
+@pytest.mark.parametrize("name", WITH_DRAFT_LAYER)
 @torch.inference_mode()
 def test_guesses_are_those_of_the_module_of_transformers(name: str) -> None:
-    model, layout = made(name + DRAFTING, torch.float32)
-    sequence, layer = computed(model, layout, LENGTH)[0], draft_layer_of(model)
-    assert layer is not None
-    with as_it_was(model):
-        model.config.num_mtp_layers = 1
-        theirs, memory = MtpModel(model, 1).eval(), MtpCache(config=model.config.get_mtp_config())
-        theirs.layers[0].load_state_dict(layer.state_dict())
-        ids, positions = made_up_tokens(model, 5, LENGTH), torch.arange(LENGTH + 1)[None]
-        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        hidden = functional.pad(hidden, (0, 0, 1, 0))
-        ids, expected = functional.pad(ids, (0, 1), value=7), list[list[Any]]()
-        for _ in range(3):
-            hidden = theirs.forward_layer(0, hidden, positions, memory, input_ids=ids)[:, -1:]
-            chances = theirs.shared_head(hidden)[0, -1].softmax(-1)
-            expected.append([int(chances.argmax()), float(chances.max()), hidden[0, -1]])
-            ids, positions = chances.argmax()[None, None], positions[:, -1:] + 1
-    (found,) = guesses(model, sequence)
-    for number, (token, probability, its) in enumerate(expected):
-        assert found[3 * number] == token
-        assert found[3 * number + 1] == pytest.approx(probability, rel=1e-3)
-        assert torch.allclose(torch.tensor(found[3 * number + 2]), its, atol=1e-4)
+    assert len(WITH_DRAFT_LAYER) == len(HAVE_DRAFT_LAYER)
+    model, theirs = made(name, torch.float32), tiny_model(name, torch.float32)
+    (found,) = guesses(model[0], computed(*model, LENGTH)[0])
+    ids = made_up_tokens(theirs, 5, LENGTH)
+    before = theirs.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    before, ids = torch.cat([torch.zeros_like(before[:, :1]), before], 1), torch.cat([ids, torch.tensor([[7]])], 1)
+    for token, probability, hidden in zip(found[::3], found[1::3], found[2::3], strict=True):
+        its = hidden_of_module(theirs, ids, before)[:, -1:]
+        chances = theirs.get_output_embeddings()(its)[0, -1].softmax(-1)
+        assert token == int(chances.argmax())
+        assert probability == pytest.approx(float(chances.max()), rel=1e-4)
+        assert np.allclose(np.array(hidden, np.uint8).view(np.float32), its[0, -1].numpy(), atol=1e-4)
+        before, ids = torch.cat([before, its], 1), torch.cat([ids, torch.tensor([[token]])], 1)
 
 
-@pytest.mark.parametrize("weights", ["", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("weights", ["", "Q8_0", "Q4_1", "float32"])
+@torch.inference_mode()
 def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "_FREQUENT", 64)
-    monkeypatch.setattr(drafts, "_SPECIAL", 40)
-    name = "qwen3_5" + DRAFTING
-    model = quantised_tiny_model(name, weights) if weights else tiny_model(name, torch.bfloat16)
-    matrix = matrix_of(model.get_output_embeddings())
-    compiled = operators()
-    assert matrix is not None
-    assert compiled is not None
-    hidden = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    scores = product(compiled, hidden, matrix).float()
-    scores[:, 64:352] = -torch.inf
-    found = drafts._guesses(drafts._parts_of(model.get_output_embeddings()), hidden)
+    name, is_quantised = "qwen3_5" + DRAFTING, weights.startswith("Q")
+    dtype = torch.float32 if weights == "float32" else torch.bfloat16
+    model = quantised_tiny_model(name, weights) if is_quantised else tiny_model(name, dtype)
+    layout, _ = make_exact(model)
+    runtime = runtime_of(model, layout, 16)
+    assert isinstance(runtime, PlanRuntime)
+    every = runtime.draft_layer
+    rows = [DraftRow(sequence_of(layout), token, 3) for token in range(30)]
+    for row in rows:
+        forward(model, row.state, made_up_tokens(model, row.token_id, 3))
+    every.draft(rows)
+    scores = torch.from_numpy(every._plan.copied(every._plan.logits, len(rows)).view(np.float32))
+    monkeypatch.setattr(draft_decoder, "_FREQUENT", 64)
+    monkeypatch.setattr(draft_decoder, "_SPECIAL", 40)
+    first, last = draft_decoder.guessed_of(scores.shape[1])
+    scores[:, first.stop : last.start] = -torch.inf
+    found, _ = DraftLayer(every._config, every._begin, torch.get_num_threads).draft(rows)
     assert [token for token, _ in found] == scores.argmax(dim=-1).tolist()
-    assert [chance for _, chance in found] == pytest.approx(scores.softmax(dim=-1).amax(dim=-1).tolist())
+    assert [chance for _, chance in found] == pytest.approx(scores.softmax(dim=-1).amax(dim=-1).tolist(), rel=1e-5)
     assert {token > 64 for token, _ in found} == {False, True}
 
 

@@ -27,8 +27,9 @@ from diskprefix.kv.step import Step, computing
 from diskprefix.model.exact import fused
 from diskprefix.model.exact.invariant import as_it_was
 from diskprefix.model.exact.patterns import sees_pictures_whole
-from diskprefix.model.exact.runner import Rows, run
+from diskprefix.model.exact.runner import run
 from diskprefix.model.exact.self_check import make_exact
+from diskprefix.model.runtime import Rows
 from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
 from tests.exactness.architectures import ARCHITECTURES, WINDOW
 
@@ -137,8 +138,10 @@ def test_a_placeholder_in_a_text_has_the_same_bits_beside_a_picture_and_alone(na
     encoded = torch.randn(1, 2, encoder.hidden).to(model.dtype)
     rows = PictureRows(encoder, pictured[0] == IMAGE, encoded, spans=((1, 3),))
     with torch.inference_mode():
-        (alone,) = run(model, [Rows(KVSequence(pool), text, 3)])
-        beside, _ = run(model, [Rows(KVSequence(pool), text, 3), Rows(KVSequence(pool), pictured, 1, rows)])
+        (alone,) = run(model, [Rows(KVSequence(pool), text[0].numpy(), 3)])
+        beside, _ = run(
+            model, [Rows(KVSequence(pool), text[0].numpy(), 3), Rows(KVSequence(pool), pictured[0].numpy(), 1, rows)]
+        )
     assert torch.equal(alone, beside)
 
 

@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.runner import Rows, run
+from diskprefix.model.exact.runner import run
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.operands import Location
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.planned import plan_of
 from diskprefix.model.quants.quantised import QuantisedLinear
+from diskprefix.model.runtime import Rows
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 from tests.exactness.architectures import VOCAB, quantised_tiny_model, tiny_model
@@ -80,7 +81,7 @@ def computed(
         for number in range(max(map(len, steps))):
             running = [i for i, of_one in enumerate(steps) if number < len(of_one)]
             rows = [
-                Rows(sequences[i], prompts[i][:, begin:end], min(end - begin, num_logits))
+                Rows(sequences[i], prompts[i][0, begin:end].numpy(), min(end - begin, num_logits))
                 for i, (begin, end) in ((i, steps[i][number]) for i in running)
             ]
             for i, found in zip(running, run(model, rows), strict=True):

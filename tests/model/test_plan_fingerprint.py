@@ -17,7 +17,7 @@ from diskprefix.model.config import DecoderConfig, LayerConfig, MixtureConfig
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.operands import Gating, Location, Rotary, Router
 from diskprefix.model.plan_fingerprint import PlanFingerprint, options
-from diskprefix.model.planned import ModelPlan, plan_of
+from diskprefix.model.planned import PlanRuntime, plan_of
 from diskprefix.native.library import operators
 from diskprefix.tokens import root_hash
 from tests.exactness.architectures import tiny_model
@@ -90,7 +90,7 @@ def planned(dtype: torch.dtype = torch.bfloat16, change: Callable[[Any], object]
         change(model)
     layout, _ = make_exact(model)
     plan, compiled = plan_of(model, layout, 64), operators()
-    assert isinstance(plan, ModelPlan)
+    assert isinstance(plan, PlanRuntime)
     assert compiled is not None
     return PlanFingerprint.of(plan.config, plan.plan, compiled, weights_digest="d", dtype="")
 

@@ -15,13 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from diskprefix.cli import main
 from diskprefix.engine import active_requests
 from diskprefix.engine.request import SamplingParams
-from diskprefix.engine.sampler import Drawn, Sampler
-from diskprefix.tokens import TokenIds
+from diskprefix.engine.sampler import Sampler
+from diskprefix.tokens import Logits, TokenIds
 
 SIDE_REPLY = "Mending a sum"
 """The reply to titles, summaries and whatever else is not a turn of the task."""
@@ -51,7 +49,7 @@ def prepared_sampler(reply_to: Callable[[Sequence[int]], list[int]]) -> type[Sam
             super().__init__(params, prompt, *others)
             self._prepared = deque(reply_to(prompt.tolist()))
 
-        def sample(self, logits: torch.Tensor, forced: int | None = None, drawn: Drawn | None = None) -> int:
+        def sample(self, logits: Logits, forced: int | None = None, drawn: int | None = None) -> int:
             del logits, forced, drawn
             return self._prepared.popleft() if len(self._prepared) > 1 else self._prepared[0]
 

@@ -19,7 +19,7 @@ from diskprefix.model.exact.state_layout import read_layout
 from diskprefix.model.load.loader import load_unwritten, pick_device
 from diskprefix.model.operands import HeadMatrices, Weight
 from diskprefix.model.plan import ComputePlan
-from diskprefix.model.planned import ModelPlan, reason_without_plan
+from diskprefix.model.planned import PlanRuntime, reason_without_plan
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import calls
 from diskprefix.native.matrix import Matrix
@@ -55,7 +55,7 @@ def step_of(settings: Settings) -> dict[str, Any]:
     layout = read_layout(model, with_draft_layer=True)
     reason = known_reason(model, pick_device(settings.device)) or ", ".join(layout.unsupported)
     reason = reason or reason_without_plan(model)
-    plan = None if reason else ModelPlan(model, layout, settings.block_size).plan
+    plan = None if reason else PlanRuntime(model, layout, settings.block_size).plan
     return {"reason": reason, "parts": [] if plan is None else parts_of(plan, model)}
 
 

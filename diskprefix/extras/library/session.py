@@ -35,6 +35,7 @@ from diskprefix.extras.library.library_model import Ids, in_main_memory, memory_
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.model.exact.runner import runtime_of
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.exact.state_layout import unsupported
 from diskprefix.model.load.fingerprint import Fingerprint
@@ -42,7 +43,7 @@ from diskprefix.model.load.memory import kv_bytes
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings, expanded
 from diskprefix.store.pieces import LAYOUT_VERSION
-from diskprefix.tokens import TokenIds, floor_to_grid
+from diskprefix.tokens import Logits, TokenIds, floor_to_grid
 from diskprefix.units import parse_size
 from diskprefix.values import CacheOptions, CacheReport, Prompt
 
@@ -199,6 +200,7 @@ class PrefixCacheSession:
             identity = partial(fingerprint.identity, self.settings.block_size, LAYOUT_VERSION, layout.describe())
             device, size = self.model.device, self.settings.block_size
             self._pool = PagePool(layout, device, block_size=size, free_bytes=partial(kv_bytes, device))
+            self._runtime = runtime_of(self.model, layout, size)
             self._seen = self._model_state()
             name = _model_name(self.model)
             self._cache = PrefixCache(self.settings, store, layout, identity, name)
@@ -238,7 +240,7 @@ class PrefixCacheSession:
         log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", reasons)
         self.report = CachedRequest(self._cache, prompt, self._options).close()
 
-    def _complete(self, sequence: KVSequence, prompt: Prompt, *, goes_on: bool = False) -> torch.Tensor | None:
+    def _complete(self, sequence: KVSequence, prompt: Prompt, *, goes_on: bool = False) -> Logits | None:
         """Restores, computes and publishes the whole prompt. Returns the next-token logits, shape [vocab], or None if
         they are not needed (`goes_on`) and were not computed."""
         cached = CachedRequest(self._cache, prompt, self._options, goes_on=goes_on)
@@ -247,7 +249,7 @@ class PrefixCacheSession:
             logits, started = restored.logits, time.perf_counter()
             if logits is None and restored.num_tokens < len(prompt.token_ids):
                 logits = prefill(
-                    self.model,
+                    self._runtime,
                     sequence,
                     prompt.token_ids,
                     start=restored.num_tokens,
@@ -275,7 +277,8 @@ class PrefixCacheSession:
             logits = self._complete(sequence, prompt)
             assert logits is not None, "a prompt that does not go on has next-token logits"
             cache = filled(inputs[self.cache_argument], sequence)
-        return ModelOutput({"logits": logits.view(1, 1, -1), self.cache_argument: cache})
+        last = torch.from_numpy(logits)[None, None].to(self.model.device, self._cache.layout.logits_dtype)
+        return ModelOutput({"logits": last, self.cache_argument: cache})
 
     @staticmethod
     def _check(inputs: Mapping[str, Any], num_tokens: int) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from diskprefix.kv.caches import StepCache
@@ -21,11 +23,13 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, Step, computing
-from diskprefix.kv.uncached import TransformersState
-from diskprefix.model.drafts import keep_up, keeping_up
+from diskprefix.model.drafts import DraftRow
 from diskprefix.model.exact.invariant import as_it_was, is_installed
+from diskprefix.model.load.memory import use_gpu
 from diskprefix.model.planned import plan_of
-from diskprefix.model.vision_encoder import PictureRows, picture_arguments
+from diskprefix.model.runtime import Rows, Runtime, StepOutput, begin_step
+from diskprefix.model.uncached import TransformersState
+from diskprefix.model.vision_encoder import picture_arguments
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
@@ -34,91 +38,65 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-State: TypeAlias = KVSequence | TransformersState
+
+def runtime_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Runtime:
+    """Returns the runtime of a loaded model."""
+    is_exact = is_installed(model) and layout.exact_at == "token"
+    plan = plan_of(model, layout, page_tokens) if is_exact else None
+    return ModuleRuntime(model, layout) if plan is None else plan
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The next tokens of a sequence, int64 [1, num_rows] on the CPU, and its state. The last ones get logits, and
-    all of these but the first may be taken back. `pictures` has what the model takes for those of pictures, and their
-    positions, if the sequence has some. `may_lag`: the memory of a draft layer may be completed later."""
+class ModuleRuntime:
+    """Computes the steps of a model by its modules."""
 
-    state: State
-    token_ids: torch.Tensor
-    num_logits: int = 1
-    pictures: PictureRows | None = None
-    may_lag: bool = False
+    def __init__(self, model: PreTrainedModel, layout: Layout) -> None:
+        self.layout, self._model = layout, model
+        self.vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
 
+    def prepare(self) -> None:
+        """Does nothing."""
 
-def run(
-    model: PreTrainedModel, step: Sequence[Rows], take_hidden: Callable[[torch.Tensor], object] | None = None
-) -> list[torch.Tensor]:
-    """Computes one step. Returns each sequence's next-token logits, shape [num_logits, vocab], in the model's dtype.
-    `take_hidden` gets the hidden states of the step's rows behind the last norm, [rows, hidden_size]. Several sequences
-    must be `KVSequence`s of a layout that packs."""
-    first = step[0].state
-    if len(step) == 1 and not isinstance(first, KVSequence):
-        with as_it_was(model):
-            return [first.forward(model, step[0].token_ids)[None]]
-    sequences = [rows.state for rows in step if isinstance(rows.state, KVSequence)]
-    runs = tuple(
-        sequence.begin_step(
-            rows.token_ids.shape[1], () if rows.pictures is None else rows.pictures.spans, rows.num_logits - 1
-        )
-        for sequence, rows in zip(sequences, step, strict=True)
-    )
-    logits = _by_plan(model, step, sequences, runs, take_hidden)
-    if logits is None:
-        with _handing_out(model, take_hidden):
-            logits = _forward(model, step, sequences, runs)
-    for sequence, run_ in zip(sequences, runs, strict=True):
-        sequence.end_step(run_)
-    return list(torch.split(logits, [rows.num_logits for rows in step]))
+    def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
+        """Computes a step."""
+        use_gpu(self._model.device)
+        first = step[0].state
+        if isinstance(first, TransformersState):
+            with as_it_was(self._model):
+                return StepOutput([_as_array(first.forward(step[0].token_ids)[None])])
+        sequences, runs = begin_step(step)
+        hidden = list[torch.Tensor]()
+        with _handing_out(self._model, hidden.append if needs_hidden else None):
+            logits = _forward(self._model, step, sequences, runs)
+        for sequence, run_ in zip(sequences, runs, strict=True):
+            sequence.end_step(run_)
+        of_each = np.split(_as_array(logits), np.cumsum([rows.num_logits for rows in step])[:-1])
+        return StepOutput(of_each, _as_array(hidden[0]) if hidden else None)
+
+    def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
+        """Raises `NotImplementedError`: only plans compute draft layers."""
+        raise NotImplementedError
+
+    def new_state(self) -> TransformersState:
+        """Returns an empty state of transformers' own."""
+        return TransformersState(self._model)
 
 
-def prepare(model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
-    """Makes the plan of a model, if it has one: the first step would wait for it."""
-    if is_installed(model) and layout.exact_at == "token":
-        plan_of(model, layout, page_tokens)
+def _as_array(rows: torch.Tensor) -> npt.NDArray[np.float32]:
+    found: npt.NDArray[np.float32] = rows.float().cpu().numpy()
+    return found
+
+
+def run(model: PreTrainedModel, step: Sequence[Any]) -> list[torch.Tensor]:
+    """Computes one step. Returns each sequence's next-token logits, [num_logits, vocab]."""
+    state = step[0].state
+    assert isinstance(state, KVSequence)
+    step = [replace(one, token_ids=np.asarray(one.token_ids).reshape(-1)) for one in step]
+    return [torch.from_numpy(one) for one in runtime_of(model, state.layout, state.pool.block_size).run(step).logits]
 
 
 def forward(model: PreTrainedModel, sequence: KVSequence, token_ids: torch.Tensor, num_logits: int = 1) -> torch.Tensor:
     """Runs [1, n] more tokens of one sequence. Returns the logits behind the last ones, shape [num_logits, vocab]."""
-    return run(model, [Rows(sequence, token_ids, num_logits)])[0]
-
-
-def _by_plan(
-    model: PreTrainedModel,
-    rows: Sequence[Rows],
-    sequences: Sequence[KVSequence],
-    runs: tuple[Run, ...],
-    take_hidden: Callable[[torch.Tensor], object] | None,
-) -> torch.Tensor | None:
-    """Computes one step by the model's plan. Returns None if it has none for these rows."""
-    layout = sequences[0].layout
-    is_exact = is_installed(model) and layout.exact_at == "token"
-    plan = plan_of(model, layout, sequences[0].pool.block_size) if is_exact else None
-    if plan is None:
-        return None
-    ids = torch.cat([one.token_ids[0] for one in rows]).numpy()
-    logits, hidden = plan.run(
-        sequences,
-        runs,
-        ids,
-        [one.num_logits for one in rows],
-        [one.pictures for one in rows],
-        needs_hidden=take_hidden is not None or layout.has_draft_layer,
-    )
-    for sequence, run in zip(sequences, runs, strict=True):
-        for layer in sequence.token_layers[: -1 if layout.has_draft_layer else None]:
-            layer.length = run.end
-    if layout.has_draft_layer:
-        assert hidden is not None, "it was asked for"
-        of_each, may_lag = [one.token_ids for one in rows], all(one.may_lag for one in rows)
-        keep_up(model, sequences, runs, of_each, hidden, may_lag=may_lag)
-    if take_hidden is not None and hidden is not None:
-        take_hidden(hidden)
-    return logits
+    return run(model, [Rows(sequence, token_ids[0].cpu().numpy(), num_logits)])[0]
 
 
 @contextmanager
@@ -152,8 +130,8 @@ def _forward(
         cache = StepCache(layers, lambda: runs[0].start)
         ends = accumulate(run.num_rows for run in runs)
         kept = torch.cat([torch.arange(end - one.num_logits, end) for end, one in zip(ends, rows, strict=True)])
-    ids = rows[0].token_ids if alone else torch.cat([one.token_ids for one in rows], dim=1)
-    input_ids = ids.to(device)
+    of_each = [torch.from_numpy(one.token_ids)[None] for one in rows]
+    input_ids = torch.cat(of_each, dim=1).to(device)
     call: dict[str, Any] = {layout.cache_argument: cache, "use_cache": True}
     if "position_ids" in layout.options:
         # Not every model counts positions from its cache.
@@ -162,12 +140,7 @@ def _forward(
         call |= picture_arguments(input_ids, runs, [one.pictures for one in rows])
     if keeps:
         call["logits_to_keep"] = kept
-    drafting: AbstractContextManager[None] = nullcontext()
-    if layout.has_draft_layer:
-        assert step is not None, "only models that are exact at every token use their draft layer"
-        of_each = [one.token_ids for one in rows]
-        drafting = keeping_up(model, sequences, step, of_each, may_lag=all(one.may_lag for one in rows))
-    with computing(step), drafting:
+    with computing(step):
         output = model(input_ids=input_ids, **call)
     logits: torch.Tensor = output.logits[0]
     return logits[-rows[0].num_logits :] if alone else logits if keeps else logits[kept]
@@ -187,9 +160,10 @@ def can_pack(model: PreTrainedModel, layout: Layout, block_size: int) -> bool:
     first, second = ([KVSequence(pool) for _ in prompts] for _ in range(2))
     with torch.inference_mode():
         try:
-            alone = [run(model, [Rows(*one)])[0] for one in zip(first, prompts, strict=True)]
+            alone = [run(model, [Rows(state, ids[0].numpy())])[0] for state, ids in zip(first, prompts, strict=True)]
             guessed = [
-                Rows(state, ids.repeat(1, 2), 1 + ids.shape[1]) for state, ids in zip(second, prompts, strict=True)
+                Rows(state, np.tile(ids[0].numpy(), 2), 1 + ids.shape[1])
+                for state, ids in zip(second, prompts, strict=True)
             ]
             together = [logits[:1] for logits in run(model, guessed)]
             for state, ids in zip(second, prompts, strict=True):

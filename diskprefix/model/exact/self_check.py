@@ -23,7 +23,6 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence, Prefix
 from diskprefix.memo import Memo
-from diskprefix.model.drafts import draft_layer_of
 from diskprefix.model.exact import attention
 from diskprefix.model.exact.fused import kind_of
 from diskprefix.model.exact.invariant import as_it_was, install, recognised, uninstall
@@ -31,6 +30,7 @@ from diskprefix.model.exact.patterns import NotInvariant
 from diskprefix.model.exact.runner import can_pack, forward
 from diskprefix.model.exact.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
 from diskprefix.model.exact.verified import is_verified
+from diskprefix.model.load.draft_layer import draft_layer_of
 from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.model.planned import reason_without_plan
 from diskprefix.native.library import REMEDY, are_missing, described, operators
@@ -87,7 +87,7 @@ def make_exact(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]
     if model.device.type == "cpu" and are_missing():
         log.warning("[model] replies are many times slower without the compiled operators: %s", REMEDY)
     if draft_layer_of(model) is not None:
-        log.info("[model] its draft layer is not used: only models that are exact at every token use theirs")
+        log.info("[model] its draft layer is not used: only models that have a plan use theirs")
     return layout, reason
 
 
@@ -114,7 +114,7 @@ def _remembered(key: str) -> Layout | None:
 
 def _checked(model: PreTrainedModel) -> Layout:
     """Returns the layout of a model that is exact at every token. Raises `NotInvariant` if it is not."""
-    layout = read_layout(model, with_draft_layer=True)
+    layout = read_layout(model, with_draft_layer=not reason_without_plan(model))
     if layout.unsupported:
         raise NotInvariant("its state is not cached")
     layout = replace(layout, exact_at="token")

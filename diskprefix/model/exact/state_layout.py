@@ -28,12 +28,11 @@ from diskprefix.kv.layout import (
     TensorSpec,
     is_out_of_memory,
 )
-from diskprefix.model.drafts import compute, draft_layer_of, window_of
+from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, draft_layer_of
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.modeling_layers import MtpLayer
 
 KINDS: dict[type[Any], LayerKind] = {
     DynamicLayer: "full",
@@ -119,14 +118,13 @@ def _read_layout(model: PreTrainedModel, with_draft_layer: bool) -> Layout:
     assert argument is not None
     output = model(input_ids=made_up_tokens(model, 0, _NUM_TOKENS), use_cache=True, **{argument: cache})
     layers = cache.layers
-    draft_layer = draft_layer_of(model) if with_draft_layer else None
-    if draft_layer is not None:
-        layers = [*layers, _after_tokens(model, draft_layer)]
+    of_draft_layer = [] if not with_draft_layer or draft_layer_of(model) is None else _like_draft_layer(model, layers)
+    layers = [*layers, *of_draft_layer]
     unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KINDS})
     if unknown:
         raise Unsupported(*unknown)
     tensors = [spec for i, layer in enumerate(layers) for spec in _tensor_specs(i, layer)]
-    if draft_layer is not None:
+    if of_draft_layer:
         width = model.config.get_text_config(decoder=True).hidden_size
         tensors.append(TensorSpec(len(layers) - 1, "hidden", 1, width, model.dtype))
     states = [spec for i, layer in enumerate(layers) for spec in _state_specs(i, layer)]
@@ -143,13 +141,13 @@ def _read_layout(model: PreTrainedModel, with_draft_layer: bool) -> Layout:
     )
 
 
-def _after_tokens(model: PreTrainedModel, draft_layer: MtpLayer) -> DynamicLayer:
-    """Returns the draft layer of a cache after a few tokens."""
-    window, token_ids = window_of(draft_layer), made_up_tokens(model, 0, _NUM_TOKENS)
-    layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)
-    before, positions = model.get_input_embeddings()(token_ids), torch.arange(_NUM_TOKENS, device=model.device)[None]
-    compute(model, layer, token_ids, before, positions, is_ours=False)
-    return layer
+def _like_draft_layer(model: PreTrainedModel, layers: list[Any]) -> list[Any]:
+    """Returns a layer of a cache whose memory has the form of the draft layer's: the last one of its kind. Without one,
+    the draft layer is not used."""
+    config = model.config.get_text_config(decoder=True)
+    kind = HAVE_DRAFT_LAYER[config.model_type].get("layer_types")
+    kinds = config.layer_types if kind else [kind] * len(layers)
+    return [layer for layer, its_own in zip(layers, kinds, strict=True) if its_own == kind][-1:]
 
 
 def _by_form(specs: list[_Spec]) -> list[tuple[_Spec, ...]]:

@@ -114,6 +114,7 @@ def mixed(
     is_last: bool,
 ) -> Buffer:
     """Returns what a layer computes from other tokens."""
+    is_last &= not config.joined and layer.tempering is None
     match layer.mixer:
         case "short_convolution":
             return short_convolution(plan, layer, slots.within("conv"), rows)
@@ -122,8 +123,8 @@ def mixed(
         case "state_space":
             return state_space(plan, config, layer, slots.within("mamba"), rows)
         case "latent":
-            return latent_attention(plan, config, layer, slots.within("self_attn"), rows, angles)
-    is_last &= layer.mixer == "attention" and not config.joined and layer.tempering is None
+            return latent_attention(plan, config, layer, slots.within("self_attn"), rows, angles, is_last=is_last)
+    is_last &= layer.mixer == "attention"
     attended = attention(plan, config, layer, slots.within("self_attn"), rows, angles, is_last=is_last)
     if layer.mixer == "space_and_attention":
         plan.add(attended, state_space(plan, config, layer, slots.within("mamba"), rows))

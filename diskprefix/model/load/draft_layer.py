@@ -56,6 +56,11 @@ def further_layers(names: Iterable[str], num_layers: int) -> dict[str, str | Non
     return found
 
 
+def draft_layer_of(model: PreTrainedModel) -> Any | None:
+    """Returns the draft layer of a model, None if it has none."""
+    return getattr(model.get_decoder(), "draft_layer", None)
+
+
 def with_draft_layer(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Returns the class of the models of a class that have a draft layer. Its configuration is that of the others."""
 
@@ -69,15 +74,21 @@ def with_draft_layer(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return type(kind.__name__, (kind,), {"__init__": initialise, "__module__": kind.__module__})
 
 
+def with_one_more(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the configuration of a decoder whose last layer is the draft layer."""
+    extended = copy.deepcopy(config)
+    extended.num_hidden_layers += 1
+    for name, its_own in HAVE_DRAFT_LAYER[config.model_type].items():
+        setattr(extended, name, [*getattr(config, name)[: config.num_hidden_layers], its_own])
+    return extended
+
+
 def _make_layer(decoder: Any) -> Any:
     """Returns the layer behind the last one of a decoder."""
     from transformers.modeling_layers import MtpLayer
 
     config = decoder.config
-    extended = copy.deepcopy(config)
-    extended.num_hidden_layers += 1
-    for name, its_own in HAVE_DRAFT_LAYER[config.model_type].items():
-        setattr(extended, name, [*getattr(config, name)[: config.num_hidden_layers], its_own])
+    extended = with_one_more(config)
     layer = MtpLayer(extended, type(decoder.layers[-1]), type(decoder.norm), config.num_hidden_layers)
     for module in layer.modules():
         if getattr(module, "config", None) is extended:

@@ -24,7 +24,8 @@ from diskprefix.engine.scheduler import Chunk
 from diskprefix.kv.layers import TokenLayer
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.runner import Rows
+from diskprefix.model.runtime import Rows, StepOutput
+from diskprefix.tokens import Logits
 from tests.faults.interleavings.threads import scheduler
 from tests.model import tiny
 
@@ -134,24 +135,35 @@ def reset() -> ModelFaults:
     return _faults[-1]
 
 
-def run(_model: Any, step: Sequence[SaltedRows], *_others: Any) -> list[torch.Tensor]:
-    """In the place of `model.exact.runner.run`. Takes time in which other threads run."""
-    results, one = [], scheduler()
-    for rows in step:
-        if _faults[-1].failing and one.random.random() < _faults[-1].failing:
-            raise RuntimeError("the model fails, as it was asked to")
-        assert isinstance(rows.state, KVSequence)
-        results.append(_compute(rows, rows.state))
-    one.block(one.random.random() * 2e-3 * sum(rows.token_ids.shape[1] for rows in step))
-    return results
+class HashRuntime:
+    """The runtime of such a model."""
+
+    vocab_size = VOCAB
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self, step: Sequence[SaltedRows], **_: Any) -> StepOutput:
+        """Takes time in which other threads run."""
+        results, one = [], scheduler()
+        for rows in step:
+            if _faults[-1].failing and one.random.random() < _faults[-1].failing:
+                raise RuntimeError("the model fails, as it was asked to")
+            assert isinstance(rows.state, KVSequence)
+            results.append(_compute(rows, rows.state))
+        one.block(one.random.random() * 2e-3 * sum(len(rows.token_ids) for rows in step))
+        return StepOutput(results)
 
 
 def _num_others(layout: Layout) -> int:
     return _WINDOW - 1 if len(layout.groups) > 1 else len(layout.states)
 
 
-def _compute(rows: SaltedRows, sequence: KVSequence) -> torch.Tensor:
-    tokens, most = rows.token_ids[0].tolist(), _num_others(sequence.layout)
+def _compute(rows: SaltedRows, sequence: KVSequence) -> Logits:
+    tokens, most = rows.token_ids.tolist(), _num_others(sequence.layout)
     run_ = sequence.begin_step(len(tokens))
     others = _rows(sequence.token_layers[-1], max(0, run_.start - most), run_.start)
     if sequence.states and run_.start:
@@ -168,7 +180,7 @@ def _compute(rows: SaltedRows, sequence: KVSequence) -> torch.Tensor:
     for state in sequence.states:
         state.tensor[0] = new[0, :, -1]
     sequence.end_step(run_)
-    return torch.from_numpy(logits)
+    return logits
 
 
 def _rows(layer: TokenLayer, start: int, end: int) -> list[bytes]:

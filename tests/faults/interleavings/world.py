@@ -27,7 +27,6 @@ from diskprefix.kv import page_cache, pages, sequence, sizes
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.memo import Memo
-from diskprefix.model.exact import runner
 from diskprefix.settings import Settings
 from diskprefix.store import compact, environment, evictor, folder, opening, written
 from diskprefix.store.environment import Environment
@@ -197,7 +196,6 @@ def patched() -> Iterator[None]:
         *((module, "os", Shim(os, **of_disk)) for module in (evictor, folder, compact)),
         *((module, "shutil", Shim(shutil, rmtree=_living(shutil.rmtree))) for module in (opening, compact)),
         (forward, "_rows", hash_model.salted_rows),
-        (runner, "run", hash_model.run),
         (objects, "_import", lambda: _buckets[-1]),
         (objects, "_open_store", lambda *_url, **_options: None),
         # What is free on this machine says nothing about a history, and what it measured is of no other.
@@ -268,7 +266,8 @@ class Daemon:
         pool = PagePool(layout, torch.device("cpu"), block_size=BLOCK)
         kv_limit = int(num_sequences * pool.sequence_bytes(LONGEST))
         self.cache = PrefixCache(settings, self.store, layout, "hash/{}".format, "hash")
-        self.engine = Engine(hash_model.loaded(kv_limit), self.cache)
+        runtime: Any = hash_model.HashRuntime(layout)
+        self.engine = Engine(hash_model.loaded(kv_limit), runtime, self.cache)
         self.engine.warm_up()
         self.fatal: list[DeviceLost] = []
         self.inbox = Inbox(self.engine.serve, self.fatal.append)

@@ -17,9 +17,10 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import fused, invariant
 from diskprefix.model.exact.patterns import NotInvariant
-from diskprefix.model.exact.runner import Rows, run
+from diskprefix.model.exact.runner import run
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.quants.quantised import prepare
+from diskprefix.model.runtime import Rows
 from diskprefix.native import library
 from diskprefix.native.blocks import AttentionBlock, Gated, Norm
 from tests.closing import TESTED
@@ -97,7 +98,7 @@ def computed(
     states = [KVSequence(pool) for _ in sequences]
     for step in steps:
         rows = [
-            Rows(state, ids[number, :, state.num_tokens : state.num_tokens + step[number]])
+            Rows(state, ids[number, 0, state.num_tokens : state.num_tokens + step[number]].numpy())
             for number, state in zip(sequences, states, strict=True)
         ]
         with torch.inference_mode():

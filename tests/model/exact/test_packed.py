@@ -16,10 +16,11 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import current_step
 from diskprefix.model.exact import invariant, latent, runner
-from diskprefix.model.exact.runner import Rows, forward
+from diskprefix.model.exact.runner import forward
 from diskprefix.model.exact.self_check import make_exact, rehearse
 from diskprefix.model.exact.state_layout import made_up_tokens
 from diskprefix.model.plan import ComputePlan
+from diskprefix.model.runtime import Rows
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.examples import examples
 
@@ -70,8 +71,6 @@ def alone(model: PreTrainedModel, layout: Layout) -> Bits:
 def state_of(sequence: KVSequence, num_tokens: int) -> bytes:
     """Of all tokens, or those of the last window."""
     found = [sequence.content(sequence.num_tokens)]
-    if sequence.hidden is not None:
-        found.append(sequence.hidden.gathered(0, num_tokens).view(torch.uint8).numpy().tobytes())
     for layer in sequence.token_layers:
         first = max(0, num_tokens - (layer.window or num_tokens))
         rows = (part.gathered(first, num_tokens) for part in (layer.keys, layer.values))
@@ -102,7 +101,7 @@ def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
                     parts.append((n, end, 0))
                 right, wrong = made_up_tokens(model, n, LENGTHS[n]), made_up_tokens(model, 100 + n, 5)
                 ids = torch.cat([right[:, start:end], wrong[:, :num_wrong]], dim=1)
-                step.append(Rows(sequences[n], ids, num_logits))
+                step.append(Rows(sequences[n], ids[0].numpy(), num_logits))
             for (n, end, num_right), found in zip(parts, runner.run(model, step), strict=True):
                 sequences[n].take_back(end)
                 logits[n] += found[:num_right]

@@ -5,36 +5,34 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.cache_utils import DynamicCache
+
+from diskprefix.model.runtime import UncachedState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class TransformersState:
+class TransformersState(UncachedState):
     """The state of a sequence in place of a `KVSequence`, for unsupported models. Calls the two hooks of a model class
     for `generate`, so replies are those of `generate`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._accepted = inspect.signature(type(model).forward).parameters
         self._ids: torch.Tensor | None = None
-        self._inputs: dict[str, Any] = {}
-        self.truncate(0)
-
-    def truncate(self, num_tokens: int) -> None:
-        assert num_tokens == 0
-        self._ids = None
-        self._inputs = {"use_cache": True}
-        if "logits_to_keep" in self._accepted:
+        self._inputs: dict[str, Any] = {"use_cache": True}
+        accepted = inspect.signature(type(model).forward).parameters
+        if "logits_to_keep" in accepted:
             self._inputs["logits_to_keep"] = 1
-        if "past_key_values" in self._accepted and self._model._supports_default_dynamic_cache():
-            self._inputs["past_key_values"] = DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        if "past_key_values" in accepted and model._supports_default_dynamic_cache():
+            self._inputs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
 
-    def forward(self, _model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
-        """Runs [1, n] more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
-        token_ids = token_ids.to(self._model.device)
+    def forward(self, tokens: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Runs more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
+        token_ids = torch.from_numpy(tokens)[None].to(self._model.device)
         is_first = self._ids is None
         self._ids = token_ids if self._ids is None else torch.cat([self._ids, token_ids], dim=-1)
         inputs = self._model.prepare_inputs_for_generation(

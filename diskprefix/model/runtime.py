@@ -1,0 +1,79 @@
+"""What computes the steps of a model. All that goes in and comes out is numpy's, so who calls it knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from diskprefix.kv.layout import Layout
+from diskprefix.kv.sequence import KVSequence
+from diskprefix.kv.step import Run
+from diskprefix.model.drafts import DraftRow
+from diskprefix.model.vision_encoder import PictureRows
+from diskprefix.tokens import Logits
+
+
+class UncachedState:
+    """The state of a sequence that is not cached. Only its runtime reads it."""
+
+
+State: TypeAlias = KVSequence | UncachedState
+Hidden: TypeAlias = npt.NDArray[np.float32]
+"""Hidden states behind the last norm, [rows, hidden_size]."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The next tokens of a sequence, int64 [num_rows], and its state. The last ones get logits, and all of these but
+    the first may be taken back. `pictures` has what the model takes for those of pictures, and their positions, if the
+    sequence has some. `may_lag`: the memory of a draft layer may be completed later."""
+
+    state: State
+    token_ids: npt.NDArray[np.int64]
+    num_logits: int = 1
+    pictures: PictureRows | None = None
+    may_lag: bool = False
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step gives: the logits of each sequence's last rows, [num_logits, vocab], and if asked for the hidden
+    states of all rows."""
+
+    logits: list[Logits]
+    hidden: Hidden | None = None
+
+
+class Runtime(Protocol):
+    """Computes the steps of one model over the memory of its layout."""
+
+    layout: Layout
+    vocab_size: int
+
+    def prepare(self) -> None:
+        """Does what the first step would wait for."""
+
+    def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
+        """Computes a step. It has several sequences only if the layout packs."""
+
+    def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
+        """Computes guesses by the draft layer of a layout that has one (`DraftLayer.draft`)."""
+
+    def new_state(self) -> UncachedState:
+        """Returns an empty state, for a layout that is not cached."""
+
+
+def begin_step(step: Sequence[Rows]) -> tuple[list[KVSequence], tuple[Run, ...]]:
+    """Prepares the memory of the sequences of a step."""
+    sequences = [rows.state for rows in step if isinstance(rows.state, KVSequence)]
+    runs = tuple(
+        sequence.begin_step(
+            len(rows.token_ids), () if rows.pictures is None else rows.pictures.spans, rows.num_logits - 1
+        )
+        for sequence, rows in zip(sequences, step, strict=True)
+    )
+    return sequences, runs
