@@ -318,7 +318,7 @@ class ServedModel:
             log.warning("this model is served for text only: %s", problem)
             processor.problem = problem
             return None, None
-        encoder = VisionEncoder(self.model, processor.token_id)
+        encoder = VisionEncoder(self.model, processor.token_id, is_exact=cache.layout.exact_at == "token")
         return encoder, EncodedPictures(cache, encoder.levels, encoder.hidden, encoder.dtype)
 
     def _make_speculation(self) -> Speculation:

@@ -16,7 +16,6 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.drafts import DraftLayer, DraftRow
-from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import (
     SECTIONS_IN_ORDER,
@@ -32,7 +31,7 @@ from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun,
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.runtime import Rows, StepOutput, UncachedState, begin_step
 from diskprefix.model.slots import Slots, decoder_of
-from diskprefix.model.vision_encoder import PictureRows, encoded_rows
+from diskprefix.model.vision_encoder import PictureRows, encoded_rows, sees_pictures_whole
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 
@@ -44,12 +43,18 @@ _ROWS = 256
 _DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
 
 
-class PlanRuntime:
-    """Computes the steps of a model by its plan, over memory of a layout (`model.runtime`)."""
+class NotExact(Exception):
+    """A plan cannot compute a step, or gives a token other bits in another one. The argument says why."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
+
+class PlanRuntime:
+    """Computes the steps of a model by its plan, over memory of a layout (`model.runtime`). `is_of_first`: only the
+    first layers are computed, up to the first one of each kind: the others compute with the same code."""
+
+    def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int, *, is_of_first: bool = False) -> None:
         self.layout, self.vocab_size = layout, layout.vocab_size
-        self.config = config_of(model, layout, page_tokens)
+        config = config_of(model, layout, page_tokens)
+        self.config = first_layers(config) if is_of_first else config
         self._padded = padded_tokens(model.config)
         # A plan is kept as long as its model.
         self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
@@ -128,11 +133,11 @@ class PlanRuntime:
         return model
 
     def _described(self, plan: ComputePlan, sequence: KVSequence, run: Run, num_logits: int) -> PlannedRun:
-        """Raises `NotInvariant` if pages are missing that the operators would read or write."""
+        """Raises `NotExact` if pages are missing that the operators would read or write."""
         for table in sequence.tables:
             has_room = run.end <= len(table.pages) * self._page_tokens
             if not has_room or table.complete_from > table.group.first_needed(run.start):
-                raise NotInvariant("attention to tokens that the memory does not keep")
+                raise NotExact("attention to tokens that the memory does not keep")
         addresses = [table.addresses.buffer_info()[0] for table in sequence.tables]
         states = [page.tensor.data_ptr() for page in sequence.states]
         if run.replays is None:
@@ -201,6 +206,12 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
         number = next(number for number, one in enumerate(found.layers) if one.mixer == "latent")
         found = replace(found, scale=_layers(model)[number].self_attn.scaling)
     return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(levels))
+
+
+def first_layers(config: DecoderConfig) -> DecoderConfig:
+    """Returns the configuration without the layers behind the first one of each kind."""
+    kinds = [replace(layer, places={}, states={}) for layer in config.layers]
+    return replace(config, layers=config.layers[: max(map(kinds.index, kinds)) + 1])
 
 
 def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Location]:
@@ -272,7 +283,7 @@ def _axes(sections: Sequence[int] | None, count: int, model: PreTrainedModel) ->
 
 
 _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, PlanRuntime | None]] = WeakKeyDictionary()
-"""The last runtimes of models, by their layers, kernels and memory; None for a model of no family."""
+"""The last runtimes of models, by their memory and kernels; None for a model of no family."""
 
 
 def reason_without_plan(model: PreTrainedModel) -> str:
@@ -284,8 +295,7 @@ def reason_without_plan(model: PreTrainedModel) -> str:
 
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> PlanRuntime | None:
     """Returns the runtime of a model that is exact at every token, None for one of no family."""
-    # The self-check computes the first layers alone.
-    key = layout, page_tokens, operators(), len(_layers(model))
+    key = layout, page_tokens, operators()
     known, plan = _plans.get(model, (None, None))
     if known != key:
         plan = None if reason_without_plan(model) else PlanRuntime(model, layout, page_tokens)

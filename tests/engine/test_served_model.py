@@ -26,10 +26,10 @@ from diskprefix.extras.simulate.geometry import SLICEABLE
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import read_trace
+from diskprefix.grid import state_layout
+from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.pages import PagePool
-from diskprefix.model.exact import state_layout
 from diskprefix.model.exact.runner import runtime_of
-from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.load import memory
 from diskprefix.settings import Settings
 from diskprefix.tokens import Logits
@@ -181,7 +181,7 @@ def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder
     def starved(*_args: Any, **_kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
 
-    for module, step in ((measured_model, "make_exact"), (generate, "PageCache")):
+    for module, step in ((measured_model, "layout_of"), (generate, "PageCache")):
         with monkeypatch.context() as patch:
             patch.setattr(module, step, starved)
             with pytest.raises(ModelError, match=r"^the model fits in memory, but nothing [^\n]+$"):

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.forward import prefill
+from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.runner import runtime_of
-from diskprefix.model.exact.self_check import rehearse
 from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
 from diskprefix.values import CacheOptions, Prompt
 from tests.exactness.architectures import tiny_model

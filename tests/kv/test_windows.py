@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from diskprefix.engine.measured_model import layout_of
+from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.sizes import MAX_TAKEN_BACK, num_pages
 from diskprefix.model.exact import runner
 from diskprefix.model.exact.runner import forward
-from diskprefix.model.exact.self_check import make_exact
-from diskprefix.model.exact.state_layout import made_up_tokens
 from diskprefix.model.runtime import Rows
 from tests.exactness.architectures import tiny_model
 
@@ -59,7 +59,7 @@ class Model:
 @cache
 def made(name: str) -> Model:
     model = tiny_model(name, AT_TOKENS[name])
-    layout, _ = make_exact(model, identity=name)
+    layout, _ = layout_of(model, identity=name)
     assert layout.exact_at == "token"
     assert any(group.window for group in layout.groups)
     return Model(model, layout, made_up_tokens(model, 5, LENGTH))

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
+from diskprefix.engine.measured_model import layout_of
+from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.drafts import DraftLayer, DraftRow
 from diskprefix.model.exact.runner import forward, run, runtime_of
-from diskprefix.model.exact.self_check import make_exact
-from diskprefix.model.exact.state_layout import made_up_tokens
 from diskprefix.model.families import draft_decoder
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, draft_layer_of, with_draft_layer
 from diskprefix.model.planned import PlanRuntime
@@ -35,7 +35,7 @@ LENGTH = 90
 
 def made(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Layout]:
     model = tiny_model(name, dtype)
-    layout, reason = make_exact(model)
+    layout, reason = layout_of(model)
     assert (reason, layout.packs, layout.has_draft_layer) == ("", True, DRAFTING in name)
     return model, layout
 
@@ -174,9 +174,9 @@ def test_pictures_change_nothing_of_that() -> None:
     config = Qwen3_5Config(text_config=text, vision_config=towers | {"intermediate_size": 64}, image_token_id=5)
     torch.manual_seed(0)
     model = with_draft_layer(Qwen3_5ForConditionalGeneration)._from_config(config, dtype=torch.bfloat16).eval()
-    layout, reason = make_exact(model)
+    layout, reason = layout_of(model)
     assert (reason, layout.packs, layout.has_draft_layer) == ("", True, True)
-    ids, encoder = made_up_tokens(model, 5, LENGTH).clamp(min=6), VisionEncoder(model, 5)
+    ids, encoder = made_up_tokens(model, 5, LENGTH).clamp(min=6), VisionEncoder(model, 5, is_exact=True)
     ids[0, 20:36] = 5
     encoded = torch.randn(1, 16, encoder.hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
     positions = torch.cat([torch.arange(20), torch.full((16,), 20), torch.arange(24, LENGTH - 12)]).expand(3, -1)
@@ -238,7 +238,7 @@ def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, mon
     name, is_quantised = "qwen3_5" + DRAFTING, weights.startswith("Q")
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
     model = quantised_tiny_model(name, weights) if is_quantised else tiny_model(name, dtype)
-    layout, _ = make_exact(model)
+    layout, _ = layout_of(model)
     runtime = runtime_of(model, layout, 16)
     assert isinstance(runtime, PlanRuntime)
     every = runtime.draft_layer
@@ -260,7 +260,7 @@ def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, mon
 def test_on_the_grid_it_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     library.choose("torch")
-    layout, reason = make_exact(tiny_model("qwen3_5" + DRAFTING, torch.bfloat16))
+    layout, reason = layout_of(tiny_model("qwen3_5" + DRAFTING, torch.bfloat16))
     assert reason
     assert not layout.has_draft_layer
     assert "draft layer is not used" in caplog.text

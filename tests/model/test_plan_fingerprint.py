@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.engine.measured_model import layout_of
 from diskprefix.identity import is_outdated
 from diskprefix.model import bits, plan_fingerprint
 from diskprefix.model.config import DecoderConfig, LayerConfig, MixtureConfig
-from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.operands import Gating, Location, Rotary, Router
 from diskprefix.model.plan_fingerprint import PlanFingerprint, options
 from diskprefix.model.planned import PlanRuntime, plan_of
@@ -88,7 +88,7 @@ def planned(dtype: torch.dtype = torch.bfloat16, change: Callable[[Any], object]
     model = tiny_model("llama", dtype)
     with torch.no_grad():
         change(model)
-    layout, _ = make_exact(model)
+    layout, _ = layout_of(model)
     plan, compiled = plan_of(model, layout, 64), operators()
     assert isinstance(plan, PlanRuntime)
     assert compiled is not None

@@ -26,11 +26,10 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from diskprefix.engine.measured_model import layout_of
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import runner
-from diskprefix.model.exact.invariant import uninstall
-from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings, cache_home
 from tests.chat.families.sources import LLAMA_CPP, SourcesMissing, download
@@ -198,9 +197,8 @@ def read(case: Case, folder: Path, form: str) -> str:
     before, began = status_bytes(os.getpid(), "RssAnon"), time.perf_counter()
     with peak_of(lambda: status_bytes(os.getpid(), "RssAnon")) as memory:
         model: Any = load_model(settings, lambda _: None).model
-        layout, reason = make_exact(model)
+        layout, reason = layout_of(model)
     found: Found = {"start_s": time.perf_counter() - began, "start_bytes": memory.peak_bytes - before}
-    uninstall(model)
     logits, errors = computed(deepcopy(model).float() if form == "f32" else model), {}
     for name in MAX_ERRORS:
         if (path := folder / f"{name}-{form}.pt").exists() or (path := folder / f"{name}.pt").exists():
@@ -217,7 +215,7 @@ def read(case: Case, folder: Path, form: str) -> str:
 @torch.inference_mode()
 def computed(model: Any) -> torch.Tensor:
     """Returns the logits that a daemon computes."""
-    layout, reason = make_exact(model)
+    layout, reason = layout_of(model)
     if reason:
         return logits_of(model)
     pool = PagePool(layout, model.device, block_size=256)

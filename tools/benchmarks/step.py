@@ -14,11 +14,11 @@ import click
 import torch
 from rich.console import Console
 
+from diskprefix.engine.measured_model import layout_of
+from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.runner import forward
-from diskprefix.model.exact.self_check import make_exact
-from diskprefix.model.exact.state_layout import made_up_tokens
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.planned import plan_of, reason_without_plan
 from diskprefix.native import calls
@@ -61,7 +61,7 @@ def _one_by_one(run: Run, names: list[str], seconds: dict[str, float]) -> Run:
 def measured(model: str, rounds: int) -> dict[str, Any]:
     """Returns microseconds by step and part. Raises `ModelError`, and `ClickException` for a model without a plan."""
     decoder = load_model(Settings(model=model), real.print_report).model
-    layout, reason = make_exact(decoder)
+    layout, reason = layout_of(decoder)
     reason = reason or reason_without_plan(decoder)
     found = None if reason else plan_of(decoder, layout, 256)
     if found is None:

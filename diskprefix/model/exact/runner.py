@@ -6,7 +6,6 @@ row by row. Packing is for models that are exact at every token, so each row has
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,30 +18,23 @@ import torch
 
 from diskprefix.kv.caches import StepCache
 from diskprefix.kv.layers import StateLayer, TokenLayer, packed
-from diskprefix.kv.layout import Layout, is_out_of_memory
-from diskprefix.kv.pages import PagePool
+from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.model.drafts import DraftRow
-from diskprefix.model.exact.invariant import as_it_was, is_installed
 from diskprefix.model.load.memory import use_gpu
 from diskprefix.model.planned import plan_of
 from diskprefix.model.runtime import Rows, Runtime, StepOutput, begin_step
 from diskprefix.model.uncached import TransformersState
 from diskprefix.model.vision_encoder import picture_arguments
-from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-log = logging.getLogger("diskprefix")
-
-
 def runtime_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Runtime:
     """Returns the runtime of a loaded model."""
-    is_exact = is_installed(model) and layout.exact_at == "token"
-    plan = plan_of(model, layout, page_tokens) if is_exact else None
+    plan = plan_of(model, layout, page_tokens) if layout.exact_at == "token" else None
     return ModuleRuntime(model, layout) if plan is None else plan
 
 
@@ -61,8 +53,7 @@ class ModuleRuntime:
         use_gpu(self._model.device)
         first = step[0].state
         if isinstance(first, TransformersState):
-            with as_it_was(self._model):
-                return StepOutput([_as_array(first.forward(step[0].token_ids)[None])])
+            return StepOutput([_as_array(first.forward(step[0].token_ids)[None])])
         sequences, runs = begin_step(step)
         hidden = list[torch.Tensor]()
         with _handing_out(self._model, hidden.append if needs_hidden else None):
@@ -149,29 +140,3 @@ def _forward(
 def positions(runs: Sequence[Run]) -> torch.Tensor:
     """Returns the positions of the rows of a step, each in its own sequence, int64 [1, rows]."""
     return torch.cat([torch.arange(run.start, run.end) for run in runs])[None]
-
-
-def can_pack(model: PreTrainedModel, layout: Layout, block_size: int) -> bool:
-    """Returns whether a model that is exact at every token computes several sequences in one forward, and from pages,
-    each with the bits that it has alone, and takes guesses back. Some do not: they use the memory of a layer before
-    attention does."""
-    prompts = [torch.tensor([ids]) for ids in ([1, 2, 3], [2, 1])]
-    pool = PagePool(replace(layout, packs=True), model.device, block_size=block_size)
-    first, second = ([KVSequence(pool) for _ in prompts] for _ in range(2))
-    with torch.inference_mode():
-        try:
-            alone = [run(model, [Rows(state, ids[0].numpy())])[0] for state, ids in zip(first, prompts, strict=True)]
-            guessed = [
-                Rows(state, np.tile(ids[0].numpy(), 2), 1 + ids.shape[1])
-                for state, ids in zip(second, prompts, strict=True)
-            ]
-            together = [logits[:1] for logits in run(model, guessed)]
-            for state, ids in zip(second, prompts, strict=True):
-                state.take_back(ids.shape[1])
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            log.info("[model] several requests take turns, they cannot share a step: %s", first_line(error))
-            return False
-    is_equal = all(one.content() == other.content() for one, other in zip(first, second, strict=True))
-    return is_equal and all(map(torch.equal, alone, together))

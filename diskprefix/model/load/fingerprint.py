@@ -1,4 +1,4 @@
-"""The identity of the numbers that a model computes. Two runs may share KV only if they have the same root.
+"""The identity of the numbers that a model computes on the grid. Two runs may share KV only if they have the same root.
 
 README.md tells what belongs to it. A field of the configuration that is not known goes in, because a needless miss
 costs time and a wrong hit gives a wrong answer.
@@ -30,7 +30,7 @@ from diskprefix.model.load.kernel_settings import (
 )
 from diskprefix.tokens import file_digest
 
-_NAMED_IF_SET = ("kernels", "switches", "threads", "attention_kernel")
+_NAMED_IF_SET = ("kernels", "switches", "threads")
 """Left out of the root if they are empty."""
 _VERSIONS = ("torch_version", "transformers_version", "gguf_version", "numpy_version")
 _NOT_PORTABLE = {"device", "cpu", *_VERSIONS, *_NAMED_IF_SET} - {"switches"}
@@ -60,7 +60,8 @@ _ROPE_WITHOUT_MAX_POSITIONS = frozenset({"default", "linear", "llama3", "proport
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Everything that changes the numbers. In mode `portable` the root leaves out the fields of `_NOT_PORTABLE`."""
+    """Everything that changes the numbers of modules. In mode `portable` the root leaves out the fields of
+    `_NOT_PORTABLE`."""
 
     weights_digest: str
     model_class: str
@@ -92,8 +93,6 @@ class Fingerprint:
     """torch's switches of kernels and precision that are not at their defaults."""
     threads: str = ""
     """The number of compute threads of a CPU, which decides where its kernels cut sums; empty on a GPU."""
-    attention_kernel: str = ""
-    """The compiled operators (`native`) if the model is exact at every token, with compiler and sources."""
     mode: str = "strict"
     """`strict` or `portable`."""
 
@@ -101,9 +100,6 @@ class Fingerprint:
     def of(cls, model: Any, weights_digest: str, mode: str = "strict") -> Fingerprint:
         """Returns the fingerprint of a loaded transformers model."""
         import torch
-
-        from diskprefix.model.exact.attention import kernel
-        from diskprefix.model.exact.invariant import is_installed
 
         config = model.config
         quantisation = getattr(config, "quantization_config", None)
@@ -128,7 +124,6 @@ class Fingerprint:
             kernels=canonical(kernel_packages()),
             switches=canonical(switches(model)),
             threads=str(torch.get_num_threads()) if model.device.type == "cpu" else "",
-            attention_kernel=kernel(model.device) if is_installed(model) else "",
             mode=mode,
         )
 

@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 from transformers.modeling_layers import MtpModel
 
 from diskprefix.errors import ModelError
+from diskprefix.grid.state_layout import read_layout
 from diskprefix.kv.pages import PagePool
-from diskprefix.model.exact.mixtures import is_mixture, matrices_of
-from diskprefix.model.exact.state_layout import read_layout
 from diskprefix.model.load.loader import LoadedModel, load_model
+from diskprefix.model.quants.expert_matrices import is_mixture, matrices_of
 from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
 from diskprefix.native.library import operators

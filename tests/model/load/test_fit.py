@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from diskprefix.errors import ModelError
+from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sizes import longest_within
-from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.load import fit
 from diskprefix.model.load.alternatives import other_forms, require_fit
 from diskprefix.model.load.checkpoint import StoredTensor, require_plain_weights, tensors_in

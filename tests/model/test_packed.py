@@ -1,24 +1,21 @@
-"""Steps of several sequences: each has the bits that it has alone, and what makes it so can be taken away."""
+"""Steps of several sequences: each has the bits that it has alone."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
+from diskprefix.engine.measured_model import layout_of
+from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.kv.step import current_step
-from diskprefix.model.exact import invariant, latent, runner
+from diskprefix.model.exact import runner
 from diskprefix.model.exact.runner import forward
-from diskprefix.model.exact.self_check import make_exact, rehearse
-from diskprefix.model.exact.state_layout import made_up_tokens
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.runtime import Rows
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
@@ -32,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 def made(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Layout]:
     name, _, kind = name.partition(" ")
     model = quantised_tiny_model(name, kind) if kind else tiny_model(name, dtype)
-    layout, reason = make_exact(model)
+    layout, reason = layout_of(model)
     assert not reason
     return model, layout
 
@@ -161,56 +158,3 @@ def test_no_other_thread_gets_the_pages_from_which_states_are_taken_back(monkeyp
     assert not any(given_back)
     assert given_back
     assert sequence.drop_spares()
-
-
-@pytest.mark.usefixtures("by_modules")
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_a_model_that_computes_with_its_cache_itself_takes_turns(
-    is_ours: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Latent attention is one, as transformers computes it: what it keeps is a factor of keys and values."""
-    if not is_ours:
-        monkeypatch.setattr(latent, "expansion_of", lambda _: None)
-    _, layout = made("minicpm3")
-    assert layout.exact_at == "token"
-    assert layout.packs == is_ours
-
-
-@pytest.mark.usefixtures("by_modules")
-def test_a_layer_that_depends_on_the_company_is_found() -> None:
-    model = tiny_model("llama", torch.float32)
-    layer: Any = model.get_decoder().layers[1]
-    layer.mlp = Sociable(layer.mlp)
-    layout, reason = make_exact(model)
-    assert (layout.exact_at, reason, layout.packs) == ("token", "", False)
-
-
-class Sociable(nn.Module):
-    """Gated products, doubled where several sequences share a step."""
-
-    def __init__(self, own: nn.Module) -> None:
-        super().__init__()
-        self.own = own
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        step = current_step()
-        found: torch.Tensor = self.own(rows)
-        return found * (2.0 if step is not None and len(step.runs) > 1 else 1.0)
-
-
-def test_a_model_with_matrices_of_its_own_and_chunks_does_not_depend_on_its_steps() -> None:
-    model = tiny_model("llama4", torch.float32)
-    layout = replace(rehearse(model), exact_at="token")
-    invariant.install(model)
-
-    def computed(cut: list[int]) -> tuple[bytes, torch.Tensor]:
-        sequence, ids = sequence_of(model, layout), made_up_tokens(model, 0, sum(cut))
-        with torch.inference_mode():
-            *_, logits = [forward(model, sequence, part)[-1] for part in torch.split(ids, cut, dim=1)]
-        return state_of(sequence, sum(cut)), logits
-
-    (one, logits), (other, others) = map(
-        computed, ([256, 256, 48], [17, 1, 33, 1, 7, 2, 1, 1, 1, 100, 3, 5, 20, 64, 111, 144, 1, 1, 46, 1])
-    )
-    assert one == other
-    assert torch.equal(logits, others)
