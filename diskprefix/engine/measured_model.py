@@ -89,12 +89,11 @@ def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
     """Returns the layout of the model's state, and why it is not exact at every token ("" if it is). `identity` is the
     model's fingerprint: what was found is remembered for it. Raises only what torch raises when memory runs out."""
     from diskprefix.grid.rehearsal import rehearse
-    from diskprefix.grid.state_layout import read_layout
 
     reason = known_reason(model, model.device)
     if not reason:
         try:
-            layout = checked(model, partial(read_layout, model, with_draft_layer=True), identity)
+            layout = checked(model, identity)
         except NotExact as found:
             reason = str(found)
         else:

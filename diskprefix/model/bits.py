@@ -21,7 +21,8 @@ from diskprefix.model.load.fingerprint import remembered_digest
 from diskprefix.model.load.kernel_settings import code_digest, cpu_kind
 from diskprefix.model.operands import PlannedRun
 from diskprefix.model.plan import ComputePlan
-from diskprefix.model.tiny_models import MODELS, PAGE_TOKENS, VOCAB, TinyModel, TinySlots, below, made_up
+from diskprefix.model.slots import Slots
+from diskprefix.model.tiny_models import MODELS, NAMES, PAGE_TOKENS, VOCAB, TinyModel, TinyWeights, below, made_up
 from diskprefix.native import calls
 from diskprefix.native.build import LIBRARY
 from diskprefix.native.library import Operators
@@ -67,8 +68,9 @@ def computed(
     item_bytes = 4 if dtype == calls.FLOAT32 else 2
     config, of_tables, of_states = model.placed(item_bytes)
     plan = ComputePlan(operators, dtype, max(steps), VOCAB, PAGE_TOKENS)
-    slots = TinySlots(operators, model, dtype, has_quants=form == "quants")
-    decoder(plan, config, slots, with_hidden=True)  # type: ignore[arg-type]
+    weights = TinyWeights(operators, model, dtype, has_quants=form == "quants")
+    slots = Slots(weights, config.norm, config.epsilon, NAMES)
+    decoder(plan, config, slots, with_hidden=True)
     num_pages = -(-(_START + sum(steps)) // PAGE_TOKENS)
     tables = [made_up((num_pages, size // item_bytes), n, dtype).copy() for n, size in enumerate(of_tables)]
     pages = [np.array([_at(page) for page in table], np.uint64) for table in tables]
@@ -76,7 +78,7 @@ def computed(
     at_states, ids, rows = [_at(state) for state in states], below(VOCAB, sum(steps), 4), list[bytes]()
     before, drafts = None, ComputePlan(operators, dtype, max(steps), VOCAB, PAGE_TOKENS)
     if config.draft_layer is not None:
-        before, _ = draft(drafts, config, slots)  # type: ignore[arg-type]
+        before, _ = draft(drafts, config, slots)
     for end, count in zip(accumulate(steps), steps, strict=True):
         start = _START + end - count
         run = PlannedRun(start, count, count, [_at(one) for one in pages], array("q"), at_states, at_states)

@@ -85,12 +85,13 @@ class DeltaConfig:
 @dataclass(frozen=True)
 class SpaceConfig:
     """The layers with a state space: the least and the largest step, whether the gate is before the norm, and factors
-    of what it takes and gives."""
+    of what it takes and gives, and of what its first product gives: the gate, x, B, C and the steps."""
 
     step_limits: tuple[float, float]
     gates_first: bool = True
     in_multiplier: float = 1.0
     out_multiplier: float = 1.0
+    multipliers: tuple[float, ...] = ()
 
 
 class Multipliers(NamedTuple):

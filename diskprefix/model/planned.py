@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,21 +17,16 @@ from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.drafts import DraftLayer, DraftRow
 from diskprefix.model.families.decoder import decoder
-from diskprefix.model.families.model_types import (
-    SECTIONS_IN_ORDER,
-    TURN_BACK,
-    of_model,
-    padded_tokens,
-    pairing_of,
-    without_plan,
-)
-from diskprefix.model.families.slot_names import NAMES
+from diskprefix.model.families.model_types import of_model, padded_tokens, without_plan
+from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.load.draft_layer import with_one_more
-from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, Rotary, StateLocation
+from diskprefix.model.module_weights import weights_of_model
+from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, StateLocation
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.runtime import Rows, StepOutput, UncachedState, begin_step
-from diskprefix.model.slots import Slots, decoder_of
+from diskprefix.model.slots import Slots
 from diskprefix.model.vision_encoder import PictureRows, encoded_rows, sees_pictures_whole
+from diskprefix.model.weights import Weights
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 
@@ -51,13 +46,17 @@ class PlanRuntime:
     """Computes the steps of a model by its plan, over memory of a layout (`model.runtime`). `is_of_first`: only the
     first layers are computed, up to the first one of each kind: the others compute with the same code."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int, *, is_of_first: bool = False) -> None:
+    def __init__(
+        self, weights: Weights, config: Any, layout: Layout, page_tokens: int, *, is_of_first: bool = False
+    ) -> None:
+        """Raises `ValueError` for a configuration that the layout does not fit. `config` is transformers' of the
+        whole model."""
         self.layout, self.vocab_size = layout, layout.vocab_size
-        config = config_of(model, layout, page_tokens)
-        self.config = first_layers(config) if is_of_first else config
-        self._padded = padded_tokens(model.config)
-        # A plan is kept as long as its model.
-        self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
+        found = config_of(config, weights.dtype, layout, page_tokens)
+        self.config = first_layers(found) if is_of_first else found
+        self._padded = padded_tokens(config)
+        self._weights, self._names = weights, SlotNames.of(config.get_text_config(decoder=True))
+        self._dtype, self._page_tokens = weights.dtype, page_tokens
         self._plans = dict[bool, ComputePlan]()
 
     @property
@@ -86,12 +85,11 @@ class PlanRuntime:
 
     def _begin(self, num_rows: int) -> tuple[ComputePlan, Slots]:
         """Returns an empty plan for so many rows at least, and the weights."""
-        compiled, model = operators(), self._loaded()
+        compiled = operators()
         assert compiled is not None, "a model of a plan is exact at every token"
         dtype, max_rows = _DTYPES[self._dtype], max(num_rows, _ROWS)
         plan = ComputePlan(compiled, dtype, max_rows, self.config.vocab_size, self._page_tokens)
-        names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
-        return plan, Slots(model, self.config.norm, self.config.epsilon, names)
+        return plan, Slots(self._weights, self.config.norm, self.config.epsilon, self._names)
 
     def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
         """Computes a step: all rows of all sequences together."""
@@ -126,11 +124,6 @@ class PlanRuntime:
     def new_state(self) -> UncachedState:
         """Raises `NotImplementedError`: the state of a model with a plan is cached."""
         raise NotImplementedError
-
-    def _loaded(self) -> PreTrainedModel:
-        model = self._model()
-        assert model is not None, "it runs"
-        return model
 
     def _described(self, plan: ComputePlan, sequence: KVSequence, run: Run, num_logits: int) -> PlannedRun:
         """Raises `NotExact` if pages are missing that the operators would read or write."""
@@ -177,34 +170,25 @@ def _encoded(ids: np.ndarray, pictures: Sequence[PictureRows | None], runs: Sequ
     return EncodedRows(numbers, encoded.data_ptr(), encoded.nbytes // max(1, len(encoded)), encoded)
 
 
-def _layers(model: PreTrainedModel) -> Any:
-    names = NAMES.get(model.config.get_text_config(decoder=True).model_type, {})
-    return getattr(decoder_of(model), names.get("layers", "layers"), ())
-
-
-def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> DecoderConfig:
-    """Returns the configuration of a model."""
-    num_layers = len(_layers(model))
+def config_of(config: Any, dtype: torch.dtype, layout: Layout, page_tokens: int) -> DecoderConfig:
+    """Returns the configuration of a model that computes in `dtype`. `config` is transformers' of the whole."""
+    text = config.get_text_config(decoder=True)
+    num_layers = text.num_hidden_layers
     layers = layout.layers[: None if layout.has_draft_layer else num_layers]
     places = [places_of(layout, page_tokens, number) for number in range(len(layers))]
     states = [states_of(layout, number) for number in range(len(layers))]
     windows = [spec.window or 0 for spec in layers]
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "kv_lora_rank", None) is None:
+    if getattr(text, "kv_lora_rank", None) is None:
         places = [_parted(of_layer, spec.latent_dim) for of_layer, spec in zip(places, layers, strict=True)]
-    further = with_one_more(config) if layout.has_draft_layer else config
-    found = of_model(further, windows, places, states, _rotary(model), sees_pictures_whole(model.config))
+    extended = with_one_more(text) if layout.has_draft_layer else text
+    found = of_model(extended, windows, places, states, sees_pictures_whole(config))
     draft_layer = found.layers[-1] if layout.has_draft_layer else None
     found = replace(found, layers=found.layers[:num_layers], draft_layer=draft_layer)
     # transformers multiplies by a number in the type of the model.
     rounded, of_layers = (
-        float(torch.tensor(one).to(model.dtype)) for one in (found.embedding_multiplier, found.layer_input_multiplier)
+        float(torch.tensor(one).to(dtype)) for one in (found.embedding_multiplier, found.layer_input_multiplier)
     )
-    levels = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
-    if found.latent is not None:
-        # With a factor for scaled positions.
-        number = next(number for number, one in enumerate(found.layers) if one.mixer == "latent")
-        found = replace(found, scale=_layers(model)[number].self_attn.scaling)
+    levels = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(levels))
 
 
@@ -246,42 +230,6 @@ def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation
     }
 
 
-def _rotary(model: PreTrainedModel) -> dict[str, Rotary]:
-    config = model.config.get_text_config(decoder=True)
-    name = NAMES.get(config.model_type, {}).get("rotary_emb", "rotary_emb")
-    module: Any = getattr(decoder_of(model), name, None)
-    if module is None:
-        return {}
-    # One kind of RoPE for the whole model, or one for each kind of layer.
-    kinds = {"": ""} if isinstance(module.rope_type, str) else {kind: f"{kind}_" for kind in module.rope_type}
-    found = {}
-    for kind, prefix in kinds.items():
-        frequencies = getattr(module, f"{prefix}inv_freq").float().numpy()
-        sections: Any = getattr(module, "mrope_section", None)
-        axes = _axes(sections[kind] if isinstance(sections, dict) else sections, len(frequencies), model)
-        factor = float(getattr(module, f"{prefix}attention_scaling"))
-        if config.model_type in TURN_BACK:
-            frequencies = -frequencies
-        found[kind] = Rotary(frequencies, factor, pairing_of(config), axes=axes)
-    for one in getattr(decoder_of(model), "rotary_embs", ()):
-        theta = str(one.config.rope_parameters["rope_theta"])
-        found[theta] = Rotary(one.inv_freq.float().numpy(), float(one.attention_scaling))
-    return found
-
-
-def _axes(sections: Sequence[int] | None, count: int, model: PreTrainedModel) -> np.ndarray | None:
-    """Returns which dimension of a position each frequency has, int64 [count], None if positions have one. Sections of
-    frequencies follow each other, or take turns."""
-    if sections is None:
-        return None
-    if model.config.get_text_config(decoder=True).model_type in SECTIONS_IN_ORDER:
-        return np.repeat(np.arange(len(sections)) % 3, sections)
-    axes = np.zeros(count, np.int64)
-    for axis in (1, 2):
-        axes[axis : 3 * sections[axis] : 3] = axis
-    return axes
-
-
 _plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, PlanRuntime | None]] = WeakKeyDictionary()
 """The last runtimes of models, by their memory and kernels; None for a model of no family."""
 
@@ -293,11 +241,16 @@ def reason_without_plan(model: PreTrainedModel) -> str:
     return without_plan(model.config)
 
 
+def plan_runtime(model: PreTrainedModel, layout: Layout, page_tokens: int, *, is_of_first: bool = False) -> PlanRuntime:
+    """Returns the runtime of a model that has a plan. The arguments are those of `PlanRuntime`."""
+    return PlanRuntime(weights_of_model(model), model.config, layout, page_tokens, is_of_first=is_of_first)
+
+
 def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> PlanRuntime | None:
     """Returns the runtime of a model that is exact at every token, None for one of no family."""
     key = layout, page_tokens, operators()
     known, plan = _plans.get(model, (None, None))
     if known != key:
-        plan = None if reason_without_plan(model) else PlanRuntime(model, layout, page_tokens)
+        plan = None if reason_without_plan(model) else plan_runtime(model, layout, page_tokens)
         _plans[model] = key, plan
     return plan

@@ -7,7 +7,6 @@ version, a machine or a file.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -21,9 +20,10 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence, Prefix
 from diskprefix.memo import Memo
+from diskprefix.model.families.memory_layout import layout_of
 from diskprefix.model.load.draft_layer import draft_layer_of
 from diskprefix.model.load.kernel_settings import computed_by
-from diskprefix.model.planned import NotExact, PlanRuntime, reason_without_plan
+from diskprefix.model.planned import NotExact, plan_runtime, reason_without_plan
 from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.native.library import described, operators
 from diskprefix.printable import first_line
@@ -53,7 +53,7 @@ def known_reason(model: PreTrainedModel, device: torch.device) -> str:
     return reason_without_plan(model) if is_known else f"no family has the class {type(model).__name__}"
 
 
-def checked(model: PreTrainedModel, read_layout: Callable[[], Layout], identity: str = "") -> Layout:
+def checked(model: PreTrainedModel, identity: str = "") -> Layout:
     """Returns the layout of a model that is exact at every token. Raises `NotExact` if it is not, and what torch raises
     when memory runs out.
 
@@ -68,12 +68,11 @@ def checked(model: PreTrainedModel, read_layout: Callable[[], Layout], identity:
     with suppress(AttributeError, LookupError, TypeError, ValueError):
         if key:
             return Layout.of_record(_passed.get(key))
-    layout = replace(read_layout(), exact_at="token", packs=True)
-    if layout.unsupported:
-        raise NotExact("its state is not cached")
+    layout = layout_of(model.config, model.dtype, with_draft_layer=draft_layer_of(model) is not None)
+    layout = replace(layout, exact_at="token", packs=True)
     try:
         with torch.inference_mode():
-            _check(PlanRuntime(model, layout, _PAGE_TOKENS, is_of_first=True))
+            _check(plan_runtime(model, layout, _PAGE_TOKENS, is_of_first=True))
     except Exception as error:
         if is_out_of_memory(error):
             raise

@@ -1,24 +1,20 @@
-"""The weights of a loaded model by the names of its parameters in transformers, as a plan takes them."""
+"""The weights of a decoder by the names of its slots, as a plan takes them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from itertools import count, takewhile
 
 import torch
-from transformers.pytorch_utils import Conv1D
 
 from diskprefix.model.config import NormKind
+from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.operands import DenseExperts, DenseMatrix, HeadMatrices, PackedExperts, Weight, WeightedNorm
-from diskprefix.model.quants.expert_matrices import is_mixture, matrices, matrices_of
-from diskprefix.model.quants.quantised import QuantisedLinear
-from diskprefix.model.quants.quantised_experts import QuantisedExperts
+from diskprefix.model.quants.forms import matrix_of
+from diskprefix.model.weights import Weights
 from diskprefix.native import calls
 from diskprefix.native.matrix import Matrix, fills_blocks
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _NORMS: Mapping[NormKind, int] = {
     "rms": calls.ROUNDED,
@@ -27,119 +23,156 @@ _NORMS: Mapping[NormKind, int] = {
     "layer": calls.LAYER,
     "layer_plus_one": calls.LAYER,
 }
-
-
-def decoder_of(model: PreTrainedModel) -> Any:
-    """Returns the module whose layers decode text."""
-    found: Any = model.get_decoder()
-    return getattr(found, "model", found)
+_IN_LAYER = re.compile(r"(layers\.\d+\.|draft_layer\.mtp_block\.)?(.*)")
+HEAD = "lm_head"
+"""The matrix of the logits, which is not in the decoder. Without one it is that of the embeddings."""
 
 
 class Slots:
-    """The weights below one module of a model. `norm_kind` and `epsilon` are those of its norms. `names`: the model's
-    own names within a layer, by the usual ones."""
+    """The weights below one module of a decoder. `norm_kind` and `epsilon` are those of its norms, `names` what its
+    type calls them."""
 
     def __init__(
-        self, model: PreTrainedModel, norm_kind: NormKind, epsilon: float, names: Mapping[str, str], within: str = ""
+        self, weights: Weights, norm_kind: NormKind, epsilon: float, names: SlotNames, within: str = ""
     ) -> None:
-        self._model, self._norm, self._names, self._within = model, (norm_kind, epsilon), names, within
-        self._width = model.config.get_text_config(decoder=True).hidden_size
+        self._weights, self._norm, self._names, self._within = weights, (norm_kind, epsilon), names, within
 
     def within(self, name: str) -> Slots:
         """Returns the slots of a module in this one."""
-        return Slots(self._model, *self._norm, self._names, f"{self._within}.{name}".lstrip("."))
+        return Slots(self._weights, *self._norm, self._names, f"{self._within}.{name}".lstrip("."))
 
-    def _found(self, name: str) -> Any:
-        """Returns a module or tensor by its usual name, None if there is none."""
-        path = f"{self._within}.{name}".lstrip(".")
-        layer, rest = re.fullmatch(r"(layers\.\d+\.|draft_layer\.mtp_block\.)?(.*)", path).groups(default="")  # type: ignore[union-attr]
-        layer = layer.replace("layers", self._names.get("layers", "layers"))
+    def _path(self, name: str) -> str:
+        """Returns the name of a module or tensor in the decoder, by its usual one."""
+        (layer, rest), own = self._parted(name), self._names.own
+        layer = layer.replace("layers", own.get("layers", "layers"))
         parts = rest.split(".")
-        for count in range(len(parts), 0, -1):
-            own = self._names.get(".".join(parts[:count]))
-            if own is not None:
-                parts[:count] = own.split(".")
+        for number in range(len(parts), 0, -1):
+            if found := own.get(".".join(parts[:number]), ""):
+                parts[:number] = found.split(".")
                 break
-        found: Any = decoder_of(self._model)
-        for part in (layer + ".".join(parts)).split("."):
-            found = getattr(found, part, None)
-        return found
+        return layer + ".".join(parts)
+
+    def _parted(self, name: str) -> tuple[str, str]:
+        """Returns the name of the layer, "" outside of layers, and that within it."""
+        found = _IN_LAYER.fullmatch(f"{self._within}.{name}".lstrip("."))
+        assert found is not None, "it matches everything"
+        return found[1] or "", found[2]
+
+    def _tensor(self, name: str) -> torch.Tensor | None:
+        """Returns a tensor by its usual name, None if there is none."""
+        path = self._path(name)
+        return self._weights.tensor(path) if self._weights.has(path) else None
+
+    def _bias(self, path: str) -> torch.Tensor | None:
+        has_bias = self._weights.has(f"{path}.bias")
+        return self._weights.tensor(f"{path}.bias") if has_bias else None
+
+    def has(self, name: str) -> bool:
+        """Returns whether there is a module or tensor."""
+        path = self._path(name)
+        return self._weights.has(f"{path}.weight") or self._weights.has(path)
 
     def matrix(self, name: str, *, is_float: bool = False) -> Matrix | DenseMatrix:
         """Returns the matrix of a product, if it is so in float32."""
-        return _matrix(self._found(name), torch.float32 if is_float else self._model.dtype)
+        dtype = torch.float32 if is_float else self._weights.dtype
+        return self._matrix(self._path(name), dtype, is_turned=self._names.has_turned_matrices)
+
+    def _matrix(self, path: str, dtype: torch.dtype, *, is_turned: bool = False) -> Matrix | DenseMatrix:
+        weights, bias = self._weights, self._bias(path)
+        quants = weights.quants(f"{path}.weight") if dtype is torch.bfloat16 else None
+        if quants is not None and quants.columns is None:
+            return matrix_of(quants.packed, quants.form, bias)
+        weight = weights.tensor(f"{path}.weight", is_turned=is_turned)
+        if weight.dtype is dtype is torch.bfloat16 and fills_blocks(weight):
+            return Matrix(weight, (weight.shape[0], weight.shape[1]), bias=bias)
+        return DenseMatrix(_weight(weight, dtype), None if bias is None else _weight(bias, torch.float32))
 
     def regrouped(self, name: str) -> tuple[Matrix | DenseMatrix, tuple[int, int, int] | None]:
         """Returns the matrix of a product, and by which sizes its columns are in another order (see `FileMatrix`)."""
-        module = self._found(name)
-        if isinstance(module, QuantisedLinear) and module.in_file is not None and self._model.dtype is torch.bfloat16:
-            return module.in_file, module.columns
+        path = self._path(name)
+        quants = self._weights.quants(f"{path}.weight") if self._weights.dtype is torch.bfloat16 else None
+        if quants is not None:
+            return matrix_of(quants.packed, quants.form, self._bias(path)), quants.columns
         return self.matrix(name), None
 
     def numbers(self, name: str) -> Weight | None:
         """Returns a vector in float32, None if there is none."""
-        found: torch.Tensor | None = self._found(name)
+        found = self._tensor(name)
         return None if found is None else _weight(found.flatten(), torch.float32)
-
-    def has(self, name: str) -> bool:
-        """Returns whether there is a module or tensor."""
-        return self._found(name) is not None
 
     def vector(self, name: str) -> Weight:
         """Returns a vector in the type of the plan."""
-        return _weight(self._found(name).flatten(), self._model.dtype)
+        return _weight(self._weights.tensor(self._path(name)).flatten(), self._weights.dtype)
 
     def convolution(self, name: str) -> tuple[Weight, Weight | None]:
         """Returns the weights [channels, kernel] of a convolution of each channel alone, and its bias."""
-        module = self._found(name)
-        weight, bias = module.weight.squeeze(1), module.bias
-        return _weight(weight, self._model.dtype), None if bias is None else _weight(bias, self._model.dtype)
+        path, dtype = self._path(name), self._weights.dtype
+        weight, bias = self._weights.tensor(f"{path}.weight"), self._bias(path)
+        return _weight(weight.flatten(1), dtype), None if bias is None else _weight(bias, dtype)
 
     def decays(self, name: str, each: int = 1) -> Weight:
         """Returns -exp(numbers) in float32, `each` times each number."""
-        return _weight(-self._found(name).float().exp().flatten().repeat_interleave(each), torch.float32)
+        numbers = self._weights.tensor(self._path(name)).float()
+        return _weight(-numbers.exp().flatten().repeat_interleave(each), torch.float32)
+
+    def spread(self, numbers: Sequence[float], widths: Sequence[int]) -> Weight:
+        """Returns each number so many times, in the type of the plan."""
+        return _weight(torch.tensor(numbers).repeat_interleave(torch.tensor(widths)), self._weights.dtype)
 
     def factor(self, name: str) -> float:
         """Returns a number."""
-        return float(self._found(name))
+        return float(self._weights.tensor(self._path(name)))
 
     def experts(self, name: str) -> PackedExperts | DenseExperts:
         """Returns the experts of a mixture."""
-        module = self._found(name)
-        if isinstance(module, QuantisedExperts):
-            return PackedExperts(*(module.matrices.get(part, []) for part in ("gate", "up", "down")))
-        if is_mixture(module):
-            found = matrices_of(module)
-            if all(_fills(weight) for weight, _ in found.values()):
-                parts = (found.get(part) for part in ("gate", "up", "down"))
-                return PackedExperts(*([] if part is None else matrices(*part) for part in parts))
-        # Those of some models are in no interface.
-        has_up, has_bias = getattr(module, "has_gate", True), getattr(module, "has_bias", False)
-        names = "gate_up_proj" if has_up else "up_proj", "down_proj"
-        first, last = (_weight(getattr(module, one), self._model.dtype) for one in names)
+        path, weights, form = self._path(name), self._weights, self._names.experts
+        names = form.first, "down_proj"
+        biases = [weights.tensor(f"{path}.{one}_bias") for one in names] if form.has_bias else []
+        of_parts = [form.halves(one, bias) for one, bias in zip(names, biases, strict=False)]
+        of_experts = {part: bias for halves in of_parts for part, bias in halves.items()}
+        is_short = weights.dtype is torch.bfloat16
+        if found := weights.expert_quants(path, form) if is_short else {}:
+            packed = {
+                part: [
+                    matrix_of(one, quants.form, of_experts[part][number] if of_experts else None)
+                    for number, one in enumerate(quants.packed)
+                ]
+                for part, quants in found.items()
+            }
+            return PackedExperts(packed["gate"], packed.get("up", []), packed["down"])
+        first, last = (weights.tensor(f"{path}.{one}") for one in names)
+        is_turned = form.is_turned and weights.turns_experts
+        if is_short and not is_turned and first.dtype is last.dtype is torch.bfloat16:
+            halves = form.halves(form.first, first) | {"down": last}
+            if all(half[0].is_contiguous() and fills_blocks(half[0]) for half in halves.values()):
+                plain = {part: _matrices(half, of_experts.get(part)) for part, half in halves.items()}
+                return PackedExperts(plain["gate"], plain.get("up", []), plain["down"])
         return DenseExperts(
-            first,
-            last,
-            [_weight(getattr(module, f"{one}_bias"), torch.float32) for one in names] if has_bias else None,
-            has_up=has_up,
-            is_turned=getattr(module, "is_transposed", (first.shape[2], last.shape[1]) != (self._width, self._width)),
-            turns_about=not getattr(module, "is_concatenated", True),
+            _weight(first, weights.dtype),
+            _weight(last, weights.dtype),
+            [_weight(one, torch.float32) for one in biases] or None,
+            has_up=form.has_up,
+            is_turned=is_turned,
+            turns_about=form.turns_about,
         )
 
     def head(self) -> Matrix | DenseMatrix:
         """Returns the matrix of the logits."""
-        return _matrix(self._model.get_output_embeddings(), self._model.dtype)
+        path = HEAD if self._weights.has(f"{HEAD}.weight") else self._path("embed_tokens")
+        return self._matrix(path, self._weights.dtype)
 
     def table(self, name: str) -> Matrix | DenseMatrix:
         """Returns a matrix whose rows are looked up."""
-        module = self._found(name)
-        packed: Matrix | None = getattr(module, "matrix", None)
-        return DenseMatrix(_weight(module.weight, self._model.dtype)) if packed is None else packed
+        weight, dtype = f"{self._path(name)}.weight", self._weights.dtype
+        quants = self._weights.quants(weight) if dtype is torch.bfloat16 else None
+        if quants is not None:
+            return matrix_of(quants.packed, quants.form, None)
+        return DenseMatrix(_weight(self._weights.tensor(weight), dtype))
 
     def expansion(self, name: str, heads: int, *dims: int) -> list[HeadMatrices]:
         """Returns the matrices [dim, columns] of each head for each of `dims`, whose rows a matrix has by heads. Raises
         `ValueError` if it has other rows."""
-        kept = _weight(self._found(name).weight, self._model.dtype).kept
+        kept = _weight(self._weights.tensor(f"{self._path(name)}.weight"), self._weights.dtype).kept
         rows, columns = sum(dims), kept.shape[1]
         if len(kept) != heads * rows:
             raise ValueError(f"{name} has {len(kept)} rows, {heads} times {rows} expected")
@@ -152,68 +185,54 @@ class Slots:
 
     def norm(self, name: str) -> WeightedNorm:
         """Returns a norm."""
-        module = self._found(name)
-        kind, epsilon = self._norm
-        weights = [_of_norm(one, kind, self._width) for one in getattr(module, "norms", [module])]
-        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", epsilon))
+        path, (kind, epsilon) = self._path(name), self._norm
+        weights = [_of_norm(weight, bias, kind) for weight, bias in self._of_norms(path)]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return WeightedNorm(_weight(weight, self._model.dtype), _NORMS[kind], epsilon)
+        return WeightedNorm(_weight(weight, self._weights.dtype), _NORMS[kind], self._epsilon(name, epsilon))
+
+    def _of_norms(self, path: str) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Returns the weights and biases of a norm, of each of its heads. Some norms of hidden states have none."""
+        weights = self._weights
+        if self._names.has_plain_norms:
+            return [(torch.ones(self._names.hidden_size), None)]
+        if not weights.has(f"{path}.weight") and weights.has(path):
+            return [(weights.tensor(path), None)]
+        paths = takewhile(lambda head: weights.has(f"{head}.weight"), (f"{path}.norms.{i}" for i in count()))
+        return [(weights.tensor(f"{one}.weight"), self._bias(one)) for one in [*paths] or [path]]
+
+    def _epsilon(self, name: str, epsilon: float) -> float:
+        """Returns the epsilon of a norm, which has one of its own in some models."""
+        return self._names.epsilons.get(self._parted(name)[1], epsilon)
 
     def float_norm(self, name: str) -> WeightedNorm | None:
         """Returns a norm whose weights are float32, as they are, None if there is none."""
-        module = self._found(name)
-        if not hasattr(module, "weight"):
+        if not self.has(name):
             return None
-        return WeightedNorm(_weight(module.weight, torch.float32), calls.ROUNDED, module.variance_epsilon)
+        weight = _weight(self._weights.tensor(f"{self._path(name)}.weight"), torch.float32)
+        return WeightedNorm(weight, calls.ROUNDED, self._epsilon(name, self._norm[1]))
 
     def unweighted_norm(self, width: int) -> WeightedNorm:
         """Returns a norm without weights."""
         kind, epsilon = self._norm
-        return WeightedNorm(_weight(torch.ones(width), self._model.dtype), _NORMS[kind], epsilon)
+        return WeightedNorm(_weight(torch.ones(width), self._weights.dtype), _NORMS[kind], epsilon)
 
 
-def _of_norm(module: Any, kind: NormKind, width: int) -> torch.Tensor:
-    """Returns the weights of a norm, with biases behind those of a layer norm, of each of its heads. Some norms of
-    hidden states have none."""
-    found: torch.Tensor | None = module if isinstance(module, torch.Tensor) else getattr(module, "weight", None)
-    weight = torch.ones(width) if found is None else found.detach()
+def _of_norm(weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind) -> torch.Tensor:
+    """Returns the weights of a norm, with biases behind those of a layer norm."""
     if not kind.startswith("layer"):
         return weight
     if kind == "layer_plus_one":
         weight = weight + 1
-    bias: torch.Tensor | None = getattr(module, "bias", None)
-    return torch.cat([weight, torch.zeros_like(weight) if bias is None else bias.detach()], dim=-1).flatten()
+    return torch.cat([weight, torch.zeros_like(weight) if bias is None else bias], dim=-1).flatten()
 
 
-def _matrix_of(module: Any) -> Matrix | None:
-    """Returns the matrix of a linear module, None if the compiled product does not take it."""
-    found: Matrix | None = getattr(module, "matrix", None)
-    if found is not None or type(module) is not torch.nn.Linear:
-        return found
-    weight = module.weight
-    if weight.dtype is not torch.bfloat16 or weight.device.type != "cpu" or not weight.is_contiguous():
-        return None
-    return (
-        Matrix(weight.detach(), (weight.shape[0], weight.shape[1]), bias=module.bias) if fills_blocks(weight) else None
-    )
-
-
-def _matrix(module: Any, dtype: torch.dtype) -> Matrix | DenseMatrix:
-    """Returns the matrix of a module, packed only for rows in bfloat16."""
-    found = _matrix_of(module) if dtype is torch.bfloat16 else None
-    if found is not None:
-        return found
-    bias: torch.Tensor | None = getattr(module, "bias", None)
-    weight = module.weight.T if isinstance(module, Conv1D) else module.weight
-    return DenseMatrix(_weight(weight, dtype), None if bias is None else _weight(bias, torch.float32))
-
-
-def _fills(weight: torch.Tensor) -> bool:
-    """Returns whether the matrices of experts are of whole blocks, one behind the other."""
-    return weight.dtype is torch.bfloat16 and weight[0].is_contiguous() and fills_blocks(weight[0])
+def _matrices(weight: torch.Tensor, bias: torch.Tensor | None) -> list[Matrix]:
+    """Returns the matrices of experts, [experts, rows, columns], with their biases."""
+    biases = [None] * len(weight) if bias is None else [*bias]
+    return [Matrix(one, (one.shape[0], one.shape[1]), bias=of_one) for one, of_one in zip(weight, biases, strict=True)]
 
 
 def _weight(tensor: torch.Tensor, dtype: torch.dtype) -> Weight:
     """Returns a tensor in the type that an operator reads: some models keep others in float32."""
-    kept = tensor.detach().to(dtype).contiguous()
+    kept = tensor.to(dtype).contiguous()
     return Weight(kept.data_ptr(), tuple(kept.shape), kept)

@@ -25,24 +25,12 @@ from diskprefix.model.config import (
     SpaceConfig,
     Tempering,
 )
-from diskprefix.model.operands import (
-    DenseExperts,
-    DenseMatrix,
-    Gating,
-    HeadMatrices,
-    Location,
-    PackedExperts,
-    Rotary,
-    Router,
-    StateLocation,
-    Weight,
-    WeightedNorm,
-)
-from diskprefix.model.quants.forms import matrix_of
+from diskprefix.model.families.slot_names import SlotNames
+from diskprefix.model.operands import Gating, Location, Rotary, Router, StateLocation
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.native import COLUMNS, ROWS, calls
+from diskprefix.model.weights import ExpertsForm, Quants, Weights
+from diskprefix.native import ROWS, calls
 from diskprefix.native.library import Operators
-from diskprefix.native.matrix import Matrix
 from diskprefix.native.packing import TYPES, pack
 
 VOCAB, WIDTH, HEADS, KV_HEADS, DIM, INNER, EXPERTS = 96, 256, 4, 2, 64, 512, 4
@@ -143,121 +131,53 @@ _STATES_OF: dict[str, dict[str, tuple[tuple[int, ...], int]]] = {
 """The shapes of the states of layers, and the bytes of a number, 0 for those of the plan."""
 
 
-class TinySlots:
-    """The made-up weights of a tiny model, in a type of plans. Matrices that can be are packed in bfloat16, or each in
-    the form of `_QUANTS` that its name chooses. The methods are those of `slots.Slots`."""
+class TinyWeights(Weights):
+    """The made-up weights of a tiny model. With `has_quants`, matrices that can be are in the form of `_QUANTS` that
+    their name chooses."""
 
     def __init__(self, operators: Operators, model: TinyModel, dtype: int, *, has_quants: bool) -> None:
-        self._operators, self._model, self._dtype = operators, model, dtype
-        self._quants = sorted(_QUANTS) if has_quants else []
-        self._path = ""
-
-    def within(self, name: str) -> TinySlots:
-        found = TinySlots(self._operators, self._model, self._dtype, has_quants=bool(self._quants))
-        found._path = f"{self._path}{name}."
-        return found
+        super().__init__(torch.float32 if dtype == calls.FLOAT32 else torch.bfloat16)
+        self._operators, self._shapes, self._kind = operators, model.shapes, dtype
+        self._forms = sorted(_QUANTS) if has_quants else []
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
-        path = (self._path + name).split(".")
+        path = name.removesuffix(".weight").split(".")
         is_in_layer = path[0] == "layers" or path[1:2] == ["mtp_block"]
-        return self._model.shapes.get(".".join(path[2:] if is_in_layer else path))
-
-    def _numbers(self, name: str, shape: tuple[int, ...] | None = None, factor: float = 0.25) -> np.ndarray:
-        found = shape or self._shape(name)
-        assert found is not None, f"no tiny model has {self._path}{name}"
-        return made_up(found, _seed(self._path + name)) * np.float32(factor)
-
-    def _weight(self, numbers: np.ndarray, dtype: int) -> Weight:
-        kept = in_dtype(numbers, dtype)
-        return Weight(int(kept.ctypes.data), kept.shape, kept)
+        return self._shapes.get(".".join(path[2:] if is_in_layer else path))
 
     def has(self, name: str) -> bool:
         return self._shape(name) is not None
 
-    def matrix(self, name: str, *, is_float: bool = False) -> Matrix | DenseMatrix:
-        rows, columns = self._shape(name) or (0, 0)
-        bias = self.numbers(f"{name}.bias")
-        if is_float or self._dtype == calls.FLOAT32 or rows % ROWS or columns % COLUMNS:
-            dtype = calls.FLOAT32 if is_float else self._dtype
-            return DenseMatrix(self._weight(self._numbers(name), dtype), bias)
-        return self._packed(name, (rows, columns), None if bias is None else torch.from_numpy(bias.kept))
+    def _read(self, name: str) -> torch.Tensor:
+        shape = self._shape(name)
+        assert shape is not None, f"no tiny model has {name}"
+        numbers = made_up(shape, _seed(name)) * np.float32(4 if "norm" in name else 0.25)
+        return torch.from_numpy(in_dtype(numbers, self._kind)).view(self.dtype)
 
-    def _packed(self, name: str, size: tuple[int, int], bias: torch.Tensor | None = None) -> Matrix:
+    def quants(self, name: str) -> Quants | None:
+        shape = self._shape(name) or (0,)
+        has_them = len(shape) == 2 and shape[1] % 256 == 0 and shape[0] % ROWS == 0 and "positions" not in name
+        return self._packed(name, [name], shape) if self._forms and has_them else None
+
+    def expert_quants(self, name: str, form: ExpertsForm) -> Mapping[str, Quants]:
+        shape = self._shape(f"{name}.down_proj")
+        if shape is None or not (self._forms and form.has_up):
+            return {}
+        parts = {part: [f"{name}.{part}.{number}" for number in range(EXPERTS)] for part in ("gate", "up", "down")}
+        return {part: self._packed(names[0], names, shape[1:]) for part, names in parts.items()}
+
+    def _packed(self, name: str, matrices: Sequence[str], size: Sequence[int]) -> Quants:
+        """Returns matrices of this size, one or several of one form."""
+        packed_as, kind = _QUANTS[self._forms[_seed(name) % len(self._forms)]]
         rows, columns = size
-        if not self._quants or columns % 256:
-            numbers = in_dtype(self._numbers(name, size), self._dtype)
-            return Matrix(torch.from_numpy(numbers).view(torch.bfloat16), size, bias=bias)
-        packed_as, kind = _QUANTS[self._quants[_seed(self._path + name) % len(self._quants)]]
-        content = _made_up_quants(packed_as, rows, columns, _seed(self._path + name))
-        form = FILE_FORMS[packed_as]
-        out = torch.zeros(form.packed_shape(rows, columns), dtype=torch.uint8)
-        pack(self._operators, packed_as, torch.from_numpy(content), None, out)
-        return matrix_of(out, FILE_FORMS[kind], bias)
+        out = torch.zeros(len(matrices), *FILE_FORMS[packed_as].packed_shape(rows, columns), dtype=torch.uint8)
+        for one, packed in zip(matrices, out, strict=True):
+            content = torch.from_numpy(_made_up_quants(packed_as, rows, columns, _seed(one)))
+            pack(self._operators, packed_as, content, None, packed)
+        return Quants(out[0] if len(matrices) == 1 else out, FILE_FORMS[kind])
 
-    def regrouped(self, name: str) -> tuple[Matrix | DenseMatrix, None]:
-        return self.matrix(name), None
-
-    def numbers(self, name: str) -> Weight | None:
-        return self._weight(self._numbers(name), calls.FLOAT32) if self.has(name) else None
-
-    def vector(self, name: str) -> Weight:
-        return self._weight(self._numbers(name), self._dtype)
-
-    def convolution(self, name: str) -> tuple[Weight, Weight | None]:
-        return self.vector(name), self.vector(f"{name}.bias") if self.has(f"{name}.bias") else None
-
-    def decays(self, name: str, each: int = 1) -> Weight:
-        return self._weight(-np.abs(self._numbers(name)).repeat(each), calls.FLOAT32)
-
-    def factor(self, _name: str) -> float:
-        return 0.75
-
-    def experts(self, name: str) -> PackedExperts | DenseExperts:
-        width = WIDTH
-        if self._dtype != calls.FLOAT32:
-            parts = {"gate": (width, width), "up": (width, width), "down": (width, width)}
-            return PackedExperts(
-                *([self._packed(f"{name}.{i}.{part}", size) for i in range(EXPERTS)] for part, size in parts.items())
-            )
-        first, last = (
-            self._weight(self._numbers(f"{name}.{part}", (EXPERTS, rows, width)), self._dtype)
-            for part, rows in (("first", 2 * width), ("last", width))
-        )
-        return DenseExperts(first, last)
-
-    def head(self) -> Matrix | DenseMatrix:
-        return self.matrix("embed_tokens")
-
-    def table(self, name: str) -> Matrix | DenseMatrix:
-        if self._quants and self._shape(name) == (VOCAB, WIDTH):
-            return self.matrix(name)
-        return DenseMatrix(self._weight(self._numbers(name), self._dtype))
-
-    def expansion(self, name: str, heads: int, *dims: int) -> list[HeadMatrices]:
-        kept = in_dtype(self._numbers(name), self._dtype)
-        rows, columns = sum(dims), kept.shape[1]
-        starts = [sum(dims[:number]) for number in range(len(dims))]
-        return [
-            HeadMatrices(
-                int(kept.ctypes.data) + start * columns * kept.itemsize, heads, dim, columns, rows * columns, kept
-            )
-            for start, dim in zip(starts, dims, strict=True)
-        ]
-
-    def norm(self, name: str) -> WeightedNorm:
-        kind = self._model.config.norm
-        (width,) = self._shape(name) or (0,)
-        return self._norm(self._numbers(name, (2 * width if kind.startswith("layer") else width,), 4.0), self._dtype)
-
-    def _norm(self, weight: np.ndarray, dtype: int) -> WeightedNorm:
-        kinds = {"rms": calls.ROUNDED, "rms_unrounded": calls.UNROUNDED, "rms_plus_one": calls.ONE_MORE}
-        return WeightedNorm(self._weight(weight, dtype), kinds.get(self._model.config.norm, calls.LAYER), 2.0**-17)
-
-    def float_norm(self, name: str) -> WeightedNorm | None:
-        return WeightedNorm(self._weight(self._numbers(name), calls.FLOAT32), calls.ROUNDED, 2.0**-17)
-
-    def unweighted_norm(self, width: int) -> WeightedNorm:
-        return self._norm(np.ones(width, np.float32), self._dtype)
+    def finish(self) -> None:
+        """All weights are in memory."""
 
 
 def _made_up_quants(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
@@ -273,9 +193,10 @@ def _made_up_quants(kind: str, rows: int, columns: int, seed: int) -> np.ndarray
 
 
 def _seed(name: str) -> int:
-    return zlib.crc32(name.encode())
+    return zlib.crc32(name.removesuffix(".weight").encode())
 
 
+NAMES = SlotNames(WIDTH, {}, ExpertsForm(), {}, has_plain_norms=False, has_turned_matrices=False)
 _ROTARY = Rotary((2.0 ** -(np.arange(DIM // 2) / 4)).astype(np.float32))
 
 _ATTENTION: Mapping[str, tuple[int, ...]] = {
@@ -291,6 +212,11 @@ _AROUND: Mapping[str, tuple[int, ...]] = {
     "input_layernorm": (WIDTH,),
     "post_attention_layernorm": (WIDTH,),
     **{f"mlp.{name}": shape for name, shape in _GATED.items()},
+}
+_EXPERTS: Mapping[str, tuple[int, ...]] = {
+    "mlp.gate": (EXPERTS, WIDTH),
+    "mlp.experts.gate_up_proj": (EXPERTS, 2 * WIDTH, WIDTH),
+    "mlp.experts.down_proj": (EXPERTS, WIDTH, WIDTH),
 }
 _HEAD_NORMS: Mapping[str, tuple[int, ...]] = {"self_attn.q_norm": (DIM,), "self_attn.k_norm": (DIM,)}
 
@@ -318,6 +244,7 @@ MODELS: Mapping[str, TinyModel] = {
             "self_attn.qkv_proj.bias": (2 * HEADS * DIM,),
             "self_attn.o_proj": (WIDTH, HEADS * DIM),
             "mlp.up_proj.bias": (INNER,),
+            **{f"{name}.bias": (WIDTH,) for name in ("norm", "input_layernorm", "post_attention_layernorm")},
         },
         norm="layer",
         position_offset=0,
@@ -329,7 +256,7 @@ MODELS: Mapping[str, TinyModel] = {
         [_layer(feed_forward="mixture")] * 2,
         {
             **_ATTENTION,
-            "mlp.gate": (EXPERTS, WIDTH),
+            **_EXPERTS,
             **{f"mlp.shared_experts.{name}": shape for name, shape in _GATED.items()},
             "mlp.shared_expert_gate": (1, WIDTH),
         },
@@ -341,7 +268,7 @@ MODELS: Mapping[str, TinyModel] = {
         {
             **_ATTENTION,
             "self_attn.sinks": (HEADS,),
-            "mlp.gate": (EXPERTS, WIDTH),
+            **_EXPERTS,
             "mlp.gate.e_score_correction_bias": (EXPERTS,),
         },
         mixture=MixtureConfig(
@@ -447,6 +374,7 @@ MODELS: Mapping[str, TinyModel] = {
             "laurel.linear_left": (_OF_LAYER, WIDTH),
             "laurel.linear_right": (WIDTH, _OF_LAYER),
             "laurel.post_laurel_norm": (WIDTH,),
+            "layer_scalar": (),
         },
         norm="rms_unrounded",
         has_head_norms=True,

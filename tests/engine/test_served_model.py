@@ -377,6 +377,7 @@ def test_what_was_cancelled_before_its_end_is_not_remembered(folder: Path, tmp_p
 def test_a_model_that_cannot_be_cached_is_recorded_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(measured_model, "known_reason", lambda *_: "no family has it")
     monkeypatch.delitem(state_layout.KINDS, DynamicSlidingWindowLayer)
     tiny.write_sliding(tmp_path / "model")
     trace = recorded(tmp_path / "model", tmp_path, scope="full")

@@ -19,7 +19,8 @@ from diskprefix.model.families.decoder import decoder
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.plan_fingerprint import _leaves
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.model.tiny_models import MODELS, PAGE_TOKENS, VOCAB, TinySlots
+from diskprefix.model.slots import Slots
+from diskprefix.model.tiny_models import MODELS, NAMES, PAGE_TOKENS, VOCAB, TinyWeights
 from diskprefix.native import calls, library
 from diskprefix.native.build import LIBRARY
 from diskprefix.native.library import Operators
@@ -28,33 +29,33 @@ from tests.native.variants import of_this_cpu
 
 KEPT = ("avx512_bf16", "avx512", "avx2", "baseline") if platform.machine() == "x86_64" else ()
 GOLDEN = {
-    "dense in float32": "75d3d08a81c73900 75d3d08a81c73900 0f5d7f0a16ef47fc 5994e85a330b4b43",
-    "dense in bfloat16": "39ab57c174e840de 3f383b9ebc72c8e1 3f383b9ebc72c8e1 3f383b9ebc72c8e1",
-    "dense in quants": "1c9b513bdf1929c3 96e2ec51831e5bbb 96e2ec51831e5bbb 535099314c8468c9",
-    "plain in float32": "b65b0e5826be9276 b65b0e5826be9276 2a1fe901497c4ad6 d560a6642adefc53",
-    "plain in bfloat16": "5520501454f7a29e b28b15ddd5478e35 b28b15ddd5478e35 224fbd6bb165c31f",
-    "plain in quants": "894f1418ee92ebc0 5f529b25ee953b55 56576bb308c4e6f3 56576bb308c4e6f3",
-    "mixture in float32": "d76557f8d22c70b7 d76557f8d22c70b7 b40208cefe00e970 c12cae370d892928",
-    "mixture in bfloat16": "034b2138314335f8 e1f6ab9de51925bf e1f6ab9de51925bf 19e46992010b2fae",
-    "mixture in quants": "762e04cde4edf9be 11adc7b7c6f17ccc 11adc7b7c6f17ccc 1f2abb4fde084767",
-    "mixture with sinks in float32": "b8ec228b5146021a b8ec228b5146021a ac6d64483c02262c 59ca30e61e8440fc",
-    "mixture with sinks in bfloat16": "dce9025ba7356c52 899775ae97e613c8 899775ae97e613c8 95a28fa4db904c5a",
-    "mixture with sinks in quants": "d81ae24747394556 c81b91910eff7348 c81b91910eff7348 c81b91910eff7348",
-    "latent in float32": "1887d08d262324f3 1887d08d262324f3 22a831f9370b7599 cfde485fff32c634",
-    "latent in bfloat16": "0977d46246206b6e 52d63648dcd20e00 52d63648dcd20e00 52d63648dcd20e00",
-    "latent in quants": "bd43c0c7b7bd49e8 912fbe554d4327bc 912fbe554d4327bc ec6d75de63b8fd62",
-    "recurrent in float32": "0886e88bb779c82c 0886e88bb779c82c a2f95afb455f766c 0280dfdd8657add9",
-    "recurrent in bfloat16": "49242c97d5b6663d 84150de781189f5c 00d52766470277e2 277bd0f70eadb9a3",
-    "recurrent in quants": "7e6a8ff4025ae891 0442f66f079a268e 4da1ab7dc43ac10d effe5a1553076d51",
-    "recurrent by numbers in float32": "c8723dca54fdaaef c8723dca54fdaaef f98ba7c0cd4607c9 92f154d94a6e7c59",
-    "recurrent by numbers in bfloat16": "79cfe7c7632ce8e9 0a32a845eee37f50 9e469eb09311205c 08c9aa167bf3389a",
-    "recurrent by numbers in quants": "67480b56fb90c1e8 640fb9c76180d491 5f7494c29469693a c64fa043283d78c3",
-    "with draft layer in float32": "a49d9790b876f285 a49d9790b876f285 d33fe74ce7176549 78a0e4476a02cad0",
-    "with draft layer in bfloat16": "68d4f387723603da 852e09e4955e470e 852e09e4955e470e 852e09e4955e470e",
-    "with draft layer in quants": "3822abf5694bdaae 30718747ce1ac10b a66999966a089884 30718747ce1ac10b",
-    "late gemma in float32": "53187f08636dbfcf 53187f08636dbfcf 1a992fc3db1bac73 ce68f711bb99e37d",
-    "late gemma in bfloat16": "47e78bf77aed6078 26ddd1d70fb3f0da 26ddd1d70fb3f0da 9e6ad63b8e26234c",
-    "late gemma in quants": "13d905df97dac90a 8aed6a7b47959d1c 8aed6a7b47959d1c 78fe7f0862e18f34",
+    "dense in float32": "508d47faf602515f 508d47faf602515f 2d171a3d5e4749ad c9390bb2de2ca63b",
+    "dense in bfloat16": "de46144c926e2ee9 a25c87c0053ab42f a25c87c0053ab42f a25c87c0053ab42f",
+    "dense in quants": "2e9357ac19f377ba afdf97e135821d8b afdf97e135821d8b 60aec806cd46244d",
+    "plain in float32": "2c6d7ed8ea01425f 2c6d7ed8ea01425f f9b92f4c622e1492 2b410b3084623f9c",
+    "plain in bfloat16": "62a623680ae40415 ec5a0de07c7d7c05 ec5a0de07c7d7c05 b8d11125534e7333",
+    "plain in quants": "12098001e02dd6a1 5534cc35bbf56966 c12b862ed9e71e54 0f8a725ad767da8f",
+    "mixture in float32": "f4424de4b5bf08db f4424de4b5bf08db 884e5f317b6abba3 a37847195468975e",
+    "mixture in bfloat16": "f5e0f68adb1a082e 014469c23286ec1d 014469c23286ec1d 014469c23286ec1d",
+    "mixture in quants": "48ed7e11050a1c00 5249d015f8cd66fd 5249d015f8cd66fd 7f397d06703dd72f",
+    "mixture with sinks in float32": "a33e1cdd1548f20a a33e1cdd1548f20a f3a2c175d3e04769 5c1abe3a54488423",
+    "mixture with sinks in bfloat16": "e2f4c9b23d897528 b074e10d6b391329 b074e10d6b391329 e36fc4ab479d6058",
+    "mixture with sinks in quants": "03153c32bfeef348 475c3539c810736d 475c3539c810736d aa67159e02527882",
+    "latent in float32": "fce5686ad6083946 fce5686ad6083946 0a9e0779ae7913f6 d64d2c197c7cfcd6",
+    "latent in bfloat16": "c0a961cc0f6ff57b d8f156cda80653ee d8f156cda80653ee d8f156cda80653ee",
+    "latent in quants": "9a954c974119ec9e 8ecdf76cbfb397a0 3f259aad6218c189 3f259aad6218c189",
+    "recurrent in float32": "3eeda5b21a57b850 3eeda5b21a57b850 df67d2cd5851a9a3 10f165e10345649b",
+    "recurrent in bfloat16": "e28442547bc5db76 491410535ceb6f1a 884e177d49bf2540 1f7e5f725876e13f",
+    "recurrent in quants": "6b7da9ae0e0766ac 2e602626125a1bb8 540d789def013c3d 41b49353ba39d7b7",
+    "recurrent by numbers in float32": "3bcf758ff481ceaa 3bcf758ff481ceaa 4210df1b170a9118 663187a092be134c",
+    "recurrent by numbers in bfloat16": "cefed04a1f16ed44 3ac5dccfe2c81e26 c87d2aeef0b81969 f3bbe0a0903990ae",
+    "recurrent by numbers in quants": "4541f5136441dd29 dbb6bc8e6f38941e 0875d387509894b2 8db96171a15fa7b7",
+    "with draft layer in float32": "50c3f5d5b8f6e651 50c3f5d5b8f6e651 4ff9e5405186bcf8 dfed8bb569662618",
+    "with draft layer in bfloat16": "ec054a83c5e7f526 21b0ba40cc73d9d3 21b0ba40cc73d9d3 ff78e3f942f3c7fe",
+    "with draft layer in quants": "b45f5d053aeaab23 0652dc0fd2196004 0652dc0fd2196004 5b6169e42eed48a2",
+    "late gemma in float32": "c0ce9356b1976b02 c0ce9356b1976b02 8a70f129d3041f94 36dd1f6b7d86da69",
+    "late gemma in bfloat16": "c87a918d0945ec98 e07cec8e07010147 e07cec8e07010147 c946dee3a17b8f4c",
+    "late gemma in quants": "9661cc4a7f35ac29 838ad2bed90365c5 838ad2bed90365c5 bd5a7e5d73414450",
 }
 """Digests, for each of the variants in `KEPT`."""
 
@@ -96,8 +97,8 @@ def test_the_tiny_models_have_all_operators_and_forms(operators: Operators) -> N
     for model in MODELS.values():
         config, _, _ = model.placed(2)
         plan = ComputePlan(operators, calls.BFLOAT16, 1, VOCAB, PAGE_TOKENS)
-        slots = TinySlots(operators, model, calls.BFLOAT16, has_quants=True)
-        decoder(plan, config, slots, with_hidden=True)  # type: ignore[arg-type]
+        weights = TinyWeights(operators, model, calls.BFLOAT16, has_quants=True)
+        decoder(plan, config, Slots(weights, config.norm, config.epsilon, NAMES), with_hidden=True)
         kinds |= {kind for kind, _, _ in plan._calls}
         forms |= {one.form for _, kept in plan.made_of for one in _leaves(kept) if isinstance(one, Matrix)}
     # Those of float32 have experts of another kind.

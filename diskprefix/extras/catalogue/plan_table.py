@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from diskprefix.grid.state_layout import read_layout
+from diskprefix.model.families.memory_layout import layout_of
+from diskprefix.model.load.draft_layer import draft_layer_of
 from diskprefix.model.load.loader import load_unwritten, pick_device
 from diskprefix.model.operands import HeadMatrices, Weight
 from diskprefix.model.plan import ComputePlan
-from diskprefix.model.planned import PlanRuntime, reason_without_plan
+from diskprefix.model.planned import plan_runtime
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.model.self_check import known_reason
 from diskprefix.native import calls
@@ -52,11 +53,10 @@ def step_of(settings: Settings) -> dict[str, Any]:
     """Returns the parts of a step of a model, and why it has no plan if it has none, for JSON. Reads no weights. Raises
     `ModelError` and `SettingsError`."""
     model = load_unwritten(settings)
-    layout = read_layout(model, with_draft_layer=True)
-    reason = known_reason(model, pick_device(settings.device)) or ", ".join(layout.unsupported)
-    reason = reason or reason_without_plan(model)
-    plan = None if reason else PlanRuntime(model, layout, settings.block_size).plan
-    return {"reason": reason, "parts": [] if plan is None else parts_of(plan, model)}
+    if reason := known_reason(model, pick_device(settings.device)):
+        return {"reason": reason, "parts": []}
+    layout = layout_of(model.config, model.dtype, with_draft_layer=draft_layer_of(model) is not None)
+    return {"reason": "", "parts": parts_of(plan_runtime(model, layout, settings.block_size).plan, model)}
 
 
 def show_step(step: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from diskprefix.model.config import (
 )
 from diskprefix.model.families.known_options import unknown_option
 from diskprefix.model.families.mixture_types import feed_forward_of, first_of, mixture_of
+from diskprefix.model.families.rotary import KINDS, kinds_of_rotary, rotary_of, scaled_by_yarn
 from diskprefix.model.operands import Location, Rotary, StateLocation
 from diskprefix.native import calls
 
@@ -74,7 +75,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"has_joined_gate_up": True, "joined": "in_parts"},
     "arcee": _NOTHING,
     "helium": {"norm": "rms_unrounded"},
-    "biogpt": {"norm": "layer", "position_offset": 2},
+    "biogpt": {"norm": "layer", "position_offset": 2, "epsilon": 1e-5},
     "gpt2": {"norm": "layer", "position_offset": 0, "joined": "in_parts"},
     "gpt_bigcode": {"norm": "layer", "position_offset": 0, "joined": "in_heads"},
     "gpt_neox": {"norm": "layer", "joined": "in_heads"},
@@ -113,30 +114,11 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _GEMMA_4),
 }
 
-SECTIONS_IN_ORDER = ("qwen2_vl_text", "qwen2_5_vl_text")
-"""Those whose frequencies for the three dimensions of a position follow each other. Others take turns."""
-
 _UNGATED = "arcee biogpt gpt2 gpt_bigcode gpt_neox jais2 nanochat nemotron opt persimmon phi starcoder2"
 """Those whose feed-forward part is of two plain products."""
 
 _ROTARY_IN_WINDOWS = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1")
 """Those whose layers without a window have no positions."""
-
-_NEIGHBOURS_TURN = (
-    "cohere",
-    "cohere2",
-    "cohere2_moe",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "glm",
-    "glm4",
-    "helium",
-    "llama4_text",
-)
-"""Those whose neighbouring numbers of a head turn together."""
-
-TURN_BACK = ("nanochat",)
-"""Those whose heads turn the other way."""
 
 _ONE_PART = ("mamba2", "nemotron_h")
 """Those whose layers have one part each."""
@@ -185,6 +167,8 @@ def without_plan(config: Any) -> str:
     if getattr(config, "altup_num_inputs", 1) > calls.MAX_STREAMS:
         return "no plan has so many streams"
     without = _WITHOUT | {"word_embed_proj_dim": config.hidden_size}
+    if unknown := sorted(kinds_of_rotary(config) - KINDS.keys()):
+        return f"no plan has {unknown[0]} RoPE"
     others = (name for name, said in without.items() if getattr(config, name, said) != said)
     name = next(others, "") or unknown_option(config)
     return f"no plan has this {name}" if name else ""
@@ -192,13 +176,6 @@ def without_plan(config: Any) -> str:
 
 def _activation(config: Any) -> str:
     return str(first_of(config, "hidden_activation mlp_hidden_act hidden_act activation_function", "silu"))
-
-
-def pairing_of(config: Any) -> int:
-    """Returns which numbers of a head turn together; see `Rotary`."""
-    if config.model_type in _NEIGHBOURS_TURN:
-        return 1
-    return 1 if config.model_type == "deepseek_v2" else 2 if getattr(config, "rope_interleave", False) else 0
 
 
 def padded_tokens(config: Any) -> list[int]:
@@ -227,11 +204,11 @@ def of_model(
     windows: Sequence[int],
     places: Sequence[Mapping[str, Location]],
     states: Sequence[Mapping[tuple[str, int], StateLocation]],
-    rotary: Mapping[str, Rotary],
     sees_pictures: str,
 ) -> DecoderConfig:
     """Returns what a configuration of transformers' says of a decoder of text, with the window of each layer, 0
     without, its places in memory and those of its states."""
+    rotary = rotary_of(config)
     options = {**OPTIONS[config.model_type]}
     norms = options.pop("norms", "before")
     is_scaled = getattr(config, "mup_enabled", False) or getattr(config, "scale_embedding", False)
@@ -283,6 +260,8 @@ def of_model(
 
 def _scale_of(config: Any) -> float:
     """Returns the factor of the products of queries and keys."""
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return scaled_by_yarn(config, (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
     if found := getattr(config, "attention_multiplier", None):
         return float(found)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -368,6 +347,7 @@ def _space(config: Any) -> SpaceConfig | None:
         gates_first=not getattr(config, "mamba_norm_before_gate", False),
         in_multiplier=getattr(config, "ssm_in_multiplier", 1.0),
         out_multiplier=getattr(config, "ssm_out_multiplier", 1.0),
+        multipliers=tuple(getattr(config, "ssm_multipliers", None) or ()),
     )
 
 

@@ -1,8 +1,12 @@
-"""The names of the slots of models, by their types in transformers, where they are not the usual ones."""
+"""The names of the weights of models, by their types in transformers, and their order, where that is unusual."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diskprefix.model.weights import ExpertsForm
 
 _BIAS_OF_ROUTER = "mlp.gate.e_score_correction_bias"
 _GRANITE = {
@@ -68,7 +72,7 @@ _LFM2 = {
 
 _QWEN_NAMES: Mapping[str, str] = {"mlp.shared_experts": "mlp.shared_expert"}
 
-NAMES: Mapping[str, Mapping[str, str]] = {
+_NAMES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(["granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"], _GRANITE),
     "hy_v3": {_BIAS_OF_ROUTER: "mlp.e_score_correction_bias"},
     "minimax_m2": {_BIAS_OF_ROUTER: "mlp.e_score_correction_bias"},
@@ -89,7 +93,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "mlp.shared_experts": "feed_forward.shared_expert",
     },
     "bamba": _BAMBA,
-    "falcon_h1": {**_BAMBA, "mamba.multipliers": "mamba.mup_vector"},
+    "falcon_h1": _BAMBA,
     "mamba2": _ONE_MIXER,
     "nemotron_h": _ONE_MIXER,
     "kimi_linear": {
@@ -105,7 +109,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "linear_attn.out_proj": "self_attn.o_proj",
     },
     "lfm2": _LFM2,
-    "lfm2_moe": {**_LFM2, "rotary_emb": "pos_emb", _BIAS_OF_ROUTER: "feed_forward.expert_bias"},
+    "lfm2_moe": {**_LFM2, _BIAS_OF_ROUTER: "feed_forward.expert_bias"},
     "olmo_hybrid": {
         "linear_attn.in_proj_z": "linear_attn.g_proj",
         "linear_attn.in_proj_a": "linear_attn.a_proj",
@@ -155,3 +159,60 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "vaultgemma": {"post_attention_layernorm": "pre_feedforward_layernorm"},
 }
 """The names of the slots of layers, where they are not the usual ones."""
+
+_EXPERTS: Mapping[str, ExpertsForm] = {
+    "aria_text": ExpertsForm(is_turned=True),
+    "gpt_oss": ExpertsForm(has_bias=True, is_turned=True, turns_about=True),
+    "llama4_text": ExpertsForm(is_turned=True),
+    "nemotron_h": ExpertsForm(has_up=False),
+}
+_CORRECTION = "e_score_correction_bias"
+_IN_FLOAT32: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("dots1", "glm4_moe", "mimo_v2_flash", "exaone_moe", "hy_v3", "solar_open"), (_CORRECTION,)),
+    **dict.fromkeys(("kolibri1", "axk1", "deepseek_v3", "glm4_moe_lite", "nemotron_h"), (_CORRECTION,)),
+    "ernie4_5_moe": ("gate.weight", "moe_statics"),
+    "flint": ("gate.weight", "sinks"),
+    "hunyuan_v1_moe": ("gate.wg",),
+    "lfm2_moe": ("expert_bias",),
+    "olmo_hybrid": ("A_log",),
+}
+"""Parts of the names of parameters that are float32 in models of any type of numbers."""
+_OF_LATENTS = dict.fromkeys(("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"), 1e-6)
+_EPSILONS: Mapping[str, Mapping[str, float]] = {
+    **dict.fromkeys(["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"], _OF_LATENTS),
+    **dict.fromkeys(("minicpm3", "mistral4", "youtu"), _OF_LATENTS),
+    "olmo_hybrid": {"linear_attn.norm": 1e-5},
+}
+"""The epsilons of norms that no configuration says."""
+
+
+@dataclass(frozen=True)
+class SlotNames:
+    """The names of the weights of a model: `own` names within a layer or outside of layers, by the usual ones. Norms
+    of hidden states have no weights if they are plain. Turned matrices have rows and columns exchanged. `epsilons` are
+    those of norms that differ from the model's."""
+
+    hidden_size: int
+    own: Mapping[str, str]
+    experts: ExpertsForm
+    epsilons: Mapping[str, float]
+    has_plain_norms: bool
+    has_turned_matrices: bool
+
+    @classmethod
+    def of(cls, config: Any) -> SlotNames:
+        """Returns those of a decoder of this configuration."""
+        kind = config.model_type
+        return cls(
+            hidden_size=config.hidden_size,
+            own=_NAMES.get(kind, {}),
+            experts=_EXPERTS.get(kind, ExpertsForm()),
+            epsilons=_EPSILONS.get(kind, {}),
+            has_plain_norms=kind in ("nanochat", "olmo"),
+            has_turned_matrices=kind == "gpt2",
+        )
+
+
+def kept_in_float32(config: Any) -> tuple[str, ...]:
+    """Returns parts of the names of parameters that are float32 in models of any type of numbers."""
+    return _IN_FLOAT32.get(config.get_text_config(decoder=True).model_type, ())

@@ -79,8 +79,8 @@ def state_space(plan: ComputePlan, config: DecoderConfig, layer: LayerConfig, sl
     width, of_mixed = heads * dim, weight.shape[0]
     of_states = (of_mixed - width) // 2
     inputs = plan.product(plan.scaled(rows, space.in_multiplier), slots.matrix("in_proj"))
-    if slots.has("multipliers"):
-        inputs = plan.weighed(inputs, slots.vector("multipliers"))
+    if space.multipliers:
+        inputs = plan.weighed(inputs, slots.spread(space.multipliers, (width, width, of_states, of_states, heads)))
     gate, mixed, steps = (inputs.part(*one) for one in ((0, width), (width, of_mixed), (width + of_mixed, heads)))
     mixed = plan.convolution(mixed, weight, bias, layer.states["conv", 0], has_silu=True)
     into, out_of = (mixed.part(first, of_states) for first in (width, width + of_states))

@@ -35,7 +35,7 @@ class SourcedParameter:
 
     def part_of(self, config: Any) -> Any:
         """Returns the part of a model's configuration that the source takes."""
-        is_of_encoder = self.tensors[0].name.startswith(_OF_ENCODERS) and hasattr(config, "vision_config")
+        is_of_encoder = self.tensors[0].name.startswith(OF_ENCODERS) and hasattr(config, "vision_config")
         return config.vision_config if is_of_encoder else config.get_text_config()
 
     def rows(self, config: Any, arrays: Iterable[Array]) -> Array:
@@ -63,7 +63,7 @@ class SourcedParameter:
 _Source: TypeAlias = str | TensorSource | tuple[str | TensorSource, ...]
 
 _BLOCK = re.compile(r"^blk\.\d+\.")
-_OF_ENCODERS = ("v.", "mm.")
+OF_ENCODERS = ("v.", "mm.")
 """The beginning of names of tensors of encoders."""
 _LAYER = re.compile(r"^\w+\.layers\.(\d+)\.(.+)")
 _DRAFT_LAYER = re.compile(r"^\w+\.draft_layer\.(?:mtp_block\.)?(.+)")
@@ -110,15 +110,19 @@ class Architecture:
 
     def parts_of(self, parameters: Iterable[str], tensors: Mapping[str, FileTensor]) -> dict[str, SourcedParameter]:
         """Returns what each parameter is made of. Raises `ModelError` if a tensor is missing, or not used."""
-        found = {name: self._part(name, tensors) for name in parameters}
-        used = {tensor.name for part in found.values() for tensor in part.tensors}
-        if surplus := [name for name in tensors if name not in used and _BLOCK.sub("", name) not in self.unused]:
-            raise ModelError(f"nothing in the model takes these tensors of the file: {', '.join(surplus[:3])}")
+        found = {name: self.part_of(name, tensors) for name in parameters}
+        self.require_used(tensors, {tensor.name for part in found.values() for tensor in part.tensors})
         return found
 
-    def _part(self, name: str, tensors: Mapping[str, FileTensor]) -> SourcedParameter:
+    def require_used(self, tensors: Iterable[str], used: Collection[str]) -> None:
+        """Raises `ModelError` if a tensor is not used."""
+        if surplus := [name for name in tensors if name not in used and _BLOCK.sub("", name) not in self.unused]:
+            raise ModelError(f"nothing in the model takes these tensors of the file: {', '.join(surplus[:3])}")
+
+    def part_of(self, name: str, tensors: Mapping[str, FileTensor]) -> SourcedParameter:
+        """Returns what a parameter is made of. Raises `ModelError` if a tensor is missing."""
         if self.encoder is not None and not name.startswith((self.encoder.text, "lm_head.")):
-            return self.encoder._part(name, tensors)
+            return self.encoder.part_of(name, tensors)
         if self.encoder is not None:
             name = name.replace(self.encoder.text, "model.", 1)
         block, inner = "", name

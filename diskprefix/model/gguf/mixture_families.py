@@ -11,7 +11,7 @@ from diskprefix.model.gguf.architecture import Architecture
 from diskprefix.model.gguf.configuration import BASE
 from diskprefix.model.gguf.dense_families import PAIRED, granite_factors, kinds_of_layers, of_text, scaled_by_position
 from diskprefix.model.gguf.metadata import Metadata
-from diskprefix.model.gguf.sources import Array, Sources, TensorSource, expansion_of_latents, same, turned_experts
+from diskprefix.model.gguf.sources import Array, Sources, TensorSource, expansion_of_latents, same
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 """How routers make weights of scores, as files count it."""
@@ -169,10 +169,6 @@ MIXTURES: dict[str, Architecture] = {
     ),
     "llama4": Architecture(
         model_type="llama4_text",
-        sources={
-            "feed_forward.experts.gate_up_proj": turned_experts("ffn_gate_exps", "ffn_up_exps"),
-            "feed_forward.experts.down_proj": turned_experts("ffn_down_exps"),
-        },
         config=_llama_4,
         gate=SIGMOID,
         own=("feed_forward_length",),

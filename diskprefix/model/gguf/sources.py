@@ -62,11 +62,6 @@ def of_experts(*tensors: str) -> TensorSource:
     return TensorSource(tensors, below_each_other)
 
 
-def turned_experts(*tensors: str) -> TensorSource:
-    """Returns the source of such matrices with rows and columns exchanged."""
-    return TensorSource(tensors, lambda config, *parts: below_each_other(config, *parts).swapaxes(1, 2), same)
-
-
 def joined(*tensors: str) -> TensorSource:
     return TensorSource(tensors, lambda _, *parts: np.concatenate(parts))
 

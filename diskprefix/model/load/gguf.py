@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diskprefix.model.gguf.architecture import Architecture
+from diskprefix.model.gguf.architecture import OF_ENCODERS, Architecture
 from diskprefix.model.gguf.known_families import architecture_of
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from diskprefix.model.gguf.encoders import PictureSettings
-    from diskprefix.model.quants.file_matrix import FileMatrix
+    from diskprefix.model.load.gguf_weights import GgufWeights
+    from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
     from diskprefix.model.quants.file_parameters import FileParameters
 
 
@@ -88,6 +89,15 @@ class GgufModel:
         from diskprefix.model.quants.file_parameters import FileParameters
 
         return FileParameters(self.kind.skeleton(self.config), self.architecture, self.tensors, weights, dtype)
+
+    def decoder_weights(
+        self, dtype: torch.dtype, packing: MatrixPacking | None = None, *, is_unread: bool = False
+    ) -> GgufWeights:
+        """Returns the weights of the decoder. The arguments are those of `GgufWeights`."""
+        from diskprefix.model.load.gguf_weights import GgufWeights
+
+        own = [tensor for tensor in self.tensors if not tensor.name.startswith(OF_ENCODERS)]
+        return GgufWeights(self.architecture, self.config, own, dtype, packing, is_unread=is_unread)
 
     def digest(self) -> str:
         """Returns the identity of the content of the file's parts. Raises `OSError`."""

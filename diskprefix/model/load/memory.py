@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 ADVICE = "free some, or choose a smaller model, another --dtype or another --device"
 _LARGE_PAGE = 1 << 21
 LINE_BYTES = 64
+_PIECE_BYTES = 1 << 26
+"""The memory that small tensors share."""
 
 
 @contextmanager
@@ -62,6 +64,25 @@ def large_pages(num_bytes: int) -> torch.Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     first = -whole.data_ptr() % _LARGE_PAGE
     return whole[first : first + num_bytes]
+
+
+class LargePages:
+    """Large pages, which are filled from the first to the last."""
+
+    def __init__(self) -> None:
+        self._free: torch.Tensor | None = None
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Returns memory, uint8 [num_bytes], that begins with a line of the caches. Raises `MemoryError`."""
+        room = -(-num_bytes // LINE_BYTES) * LINE_BYTES
+        if self._free is None or room > len(self._free):
+            self._free = large_pages(max(room, _PIECE_BYTES))
+        place, self._free = self._free[:num_bytes], self._free[room:]
+        return place
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a tensor. Raises `MemoryError`."""
+        return self.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def trim_heap() -> None:

@@ -14,7 +14,7 @@ import transformers.core_model_loading as loading
 from diskprefix.errors import DiskPrefixError, ModelError
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.model.load.imports import without_tracer
-from diskprefix.model.load.memory import LINE_BYTES, large_pages
+from diskprefix.model.load.memory import LargePages
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ Source: TypeAlias = Callable[[], torch.Tensor]
 """Reads a tensor of a checkpoint, perhaps later."""
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 """Without this variable, threads of transformers read all tensors ahead."""
-_PIECE_BYTES = 1 << 26
-"""The memory that small parameters share."""
 
 
 class _TensorOnRequest:
@@ -79,21 +77,6 @@ def _taking_parameters(take: Callable[[torch.Tensor], torch.Tensor]) -> Iterator
             os.environ[_SEQUENTIAL] = is_sequential
 
 
-class _Places:
-    """Large pages, which are filled from the first to the last."""
-
-    def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
-
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy that begins with a line of the caches. Raises `MemoryError`."""
-        room = -(-tensor.nbytes // LINE_BYTES) * LINE_BYTES
-        if room > len(self._free):
-            self._free = large_pages(max(room, _PIECE_BYTES))
-        place, self._free = self._free[: tensor.nbytes], self._free[room:]
-        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
 def load_parameters(
     kind: type[PreTrainedModel],
     config: PreTrainedConfig,
@@ -108,7 +91,7 @@ def load_parameters(
     Raises `ModelError` if `weights` lack tensors of the model, or have some of other shapes, and what a source
     raises."""
     is_on_cpu = device.type == "cpu"
-    with without_tracer(), _taking_parameters(_Places().put if is_on_cpu else lambda tensor: tensor):
+    with without_tracer(), _taking_parameters(LargePages().put if is_on_cpu else lambda tensor: tensor):
         model, info = kind.from_pretrained(
             None,
             config=config,

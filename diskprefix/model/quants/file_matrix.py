@@ -19,7 +19,7 @@ import torch
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_header import FileTensor, cut_short
-from diskprefix.model.load.memory import LINE_BYTES, large_pages
+from diskprefix.model.load.memory import LINE_BYTES, LargePages
 from diskprefix.model.quants.forms import weights_of
 from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
 from diskprefix.native import ROWS
@@ -209,18 +209,26 @@ class MatrixPacking:
         self._tasks: deque[Callable[[], None]] = deque()
         self._failures: list[Exception] = []
         self._threads: list[Thread] = []
+        self._places = LargePages()
+
+    def take(self, matrix: FileMatrix) -> torch.Tensor:
+        """Returns the memory of a matrix, whose packing begins if it has not: `finish` waits for its end."""
+        self.add([matrix])
+        return self._packed[matrix.key]
 
     def add(self, matrices: Iterable[FileMatrix]) -> None:
         """Begins to pack what is not among those that were added before. Raises `MemoryError`."""
         distinct = {matrix.key: matrix for matrix in matrices if matrix.key not in self._packed}
-        memory, used = large_pages(packed_bytes(distinct.values())), 0
         for key, matrix in distinct.items():
             shape = matrix.packed_shape
-            self._packed[key] = memory[used : used + prod(shape)].view(shape)
+            self._packed[key] = self._places.take(prod(shape)).view(shape)
             self._tasks += matrix.tasks(self._operators, self._packed[key].flatten(0, -3))
-            used += _room(matrix)
-        begun = [Thread(target=self._work, name="weights", daemon=True) for _ in range(_num_helpers())]
-        self._threads += begun
+        running = [thread for thread in self._threads if thread.is_alive()]
+        begun = [
+            Thread(target=self._work, name="weights", daemon=True)
+            for _ in range(_num_helpers() - len(running) if distinct else 0)
+        ]
+        self._threads = running + begun
         for thread in begun:
             thread.start()
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from diskprefix.errors import ModelError
+from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.gguf.architecture import Architecture, SourcedParameter
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.quants.expert_matrices import matrices_of, named_halves
@@ -109,7 +110,8 @@ class FileParameters:
 
     def _is_turned(self, name: str) -> bool:
         """Returns whether a parameter is of experts whose matrices have rows and columns exchanged."""
-        return bool(getattr(self._model.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
+        form = SlotNames.of(self._model.config.get_text_config(decoder=True)).experts
+        return form.is_turned and ".experts." in name
 
     def _rows(self, part: SourcedParameter) -> np.ndarray:
         """Returns the rows of a matrix, [rows] or [experts, rows], by numbers that count its tensors through."""

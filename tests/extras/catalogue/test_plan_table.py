@@ -12,7 +12,7 @@ from diskprefix.extras.catalogue.plan_table import parts_of, step_of
 from diskprefix.grid.state_layout import read_layout
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.loader import load_model
-from diskprefix.model.planned import PlanRuntime
+from diskprefix.model.planned import plan_runtime
 from diskprefix.settings import Settings
 from tests.cache_folder import USERS
 from tests.cli.conftest import Run
@@ -67,7 +67,7 @@ def test_a_mixture_is_shown_with_one_layer_of_each_kind(run: Run, tmp_path: Path
 def test_layers_that_differ_in_the_forms_of_weights_alone_are_one_kind() -> None:
     model, other = (quantised_tiny_model("llama", form) for form in ("Q8_0", "Q4_0"))
     model.get_decoder().layers[1].mlp = other.get_decoder().layers[1].mlp
-    plan = PlanRuntime(model, read_layout(model), 16)._plan_for(1, with_hidden=True)
+    plan = plan_runtime(model, read_layout(model), 16)._plan_for(1, with_hidden=True)
     _, layers, _ = parts_of(plan, model)
     assert layers["layers"] == [0, 1]
     forms = {weight["name"]: weight["forms"] for one in layers["operations"] for weight in one["weights"]}
@@ -80,7 +80,7 @@ def test_a_plan_of_unread_weights_is_that_of_the_loaded_model(tmp_path: Path) ->
     for path in (tmp_path / "tiny.gguf", written(tmp_path / "made", "gpt_oss")):
         settings = Settings(model=str(path))
         model = load_model(settings, lambda _line: None).model
-        plan = PlanRuntime(model, read_layout(model), settings.block_size).plan
+        plan = plan_runtime(model, read_layout(model), settings.block_size).plan
         assert step_of(settings) == {"reason": "", "parts": parts_of(plan, model)}
 
 

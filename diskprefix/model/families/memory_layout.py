@@ -1,0 +1,115 @@
+"""The layout of the state of a decoder that has a plan, by its configuration: rows of keys and values, and states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from diskprefix.kv.layout import Group, LayerKind, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
+from diskprefix.model.families.mixture_types import first_of
+from diskprefix.model.load.draft_layer import with_one_more
+
+_Spec = TypeVar("_Spec", TensorSpec, StateSpec)
+_FLOAT_LOGITS = ("mamba2", "nemotron_h")
+"""Those whose logits are float32 in models of any type of numbers."""
+
+
+def layout_of(config: Any, dtype: torch.dtype, *, with_draft_layer: bool = False) -> Layout:
+    """Returns the layout of a model with a plan that computes in `dtype`. `config` is that of the whole model."""
+    text = config.get_text_config(decoder=True)
+    text = with_one_more(text) if with_draft_layer else text
+    kinds = _kinds_of_layers(text)
+    layers = [_layer(text, number, kind, dtype) for number, kind in enumerate(kinds)]
+    tensors = [spec for _, of_layer, _ in layers for spec in of_layer]
+    if with_draft_layer:
+        tensors.append(TensorSpec(len(kinds) - 1, "hidden", 1, text.hidden_size, dtype))
+    return Layout(
+        layers=tuple(spec for spec, _, _ in layers),
+        groups=tuple(map(Group, _by_form(tensors))),
+        vocab_size=text.vocab_size,
+        logits_dtype=torch.float32 if text.model_type in _FLOAT_LOGITS else dtype,
+        states=tuple(map(StateGroup, _by_form([spec for *_, of_layer in layers for spec in of_layer]))),
+    )
+
+
+def _kinds_of_layers(config: Any) -> list[str]:
+    """Returns the kind of each layer, as transformers calls them, "none" for those that keep nothing."""
+    count = config.num_hidden_layers
+    plain = "linear_attention" if config.model_type == "mamba2" else "full_attention"
+    if getattr(config, "sliding_window", None) is not None:
+        plain = "sliding_attention"
+    kinds = [*(getattr(config, "layer_types", None) or [plain] * count)]
+    own = count - (getattr(config, "num_kv_shared_layers", None) or 0)
+    return ["none" if kind in ("moe", "mlp") else kind for kind in kinds[:own]] + ["none"] * (count - own)
+
+
+def _layer(
+    config: Any, number: int, kind: str, dtype: torch.dtype
+) -> tuple[LayerSpec, list[TensorSpec], list[StateSpec]]:
+    """Returns a layer, with its rows of tokens and its states."""
+    has_states, has_rows = (
+        kind in ("linear_attention", "conv", "hybrid"),
+        kind not in ("linear_attention", "conv", "none"),
+    )
+    states = [*_states(config, number, kind, dtype)] if has_states else []
+    if not has_rows:
+        return LayerSpec("linear" if has_states else "none", None, len({spec.index for spec in states})), [], states
+    window = config.sliding_window if kind == "sliding_attention" else None
+    window = config.attention_chunk_size if kind == "chunked_attention" else window
+    form: LayerKind = "full" if window is None else "sliding"
+    if getattr(config, "kv_lora_rank", None) is not None:
+        heads, key_dim, value_dim = 1, config.kv_lora_rank, config.qk_rope_head_dim
+    else:
+        heads, key_dim, value_dim = _heads(config, number, kind)
+    # Keys and values of a single head are in one row, if they have other sizes.
+    is_latent = heads == 1 and key_dim != value_dim
+    parts = [("latent", key_dim + value_dim)] if is_latent else [("keys", key_dim), ("values", value_dim)]
+    rows = [TensorSpec(number, part, heads, dim, dtype, window) for part, dim in parts]
+    latent_dim = key_dim if is_latent else 0
+    if has_states:
+        return LayerSpec("linear+full", None, 1, latent_dim), rows, states
+    return LayerSpec(form, window, 0, latent_dim), rows, states
+
+
+def _heads(config: Any, number: int, kind: str) -> tuple[int, int, int]:
+    """Returns the heads of keys in a layer, and the sizes of a head's keys and values."""
+    own = config.per_layer_config[number]
+    heads = first_of(own, "num_key_value_heads num_attention_heads", 1)
+    dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+    if config.model_type == "mimo_v2_flash":
+        return heads * (2 if kind == "sliding_attention" else 1), dim, config.v_head_dim
+    return 1 if getattr(config, "multi_query", False) else heads, dim, dim
+
+
+def _states(config: Any, number: int, kind: str, dtype: torch.dtype) -> Iterator[StateSpec]:
+    """Yields the states of a layer: of its convolution, and of its recurrence."""
+    if kind == "conv":
+        yield StateSpec(number, "conv", 0, (config.hidden_size, config.conv_L_cache), dtype)
+        return
+    first = partial(first_of, config)
+    if first("linear_key_head_dim linear_head_dim", None) is not None:
+        heads, key_dim = (
+            first("linear_num_value_heads linear_num_heads", 0),
+            first("linear_key_head_dim linear_head_dim", 0),
+        )
+        key_heads, dim = first("linear_num_key_heads", heads), first("linear_value_head_dim linear_head_dim", 0)
+        shape, of_keys, kernel = (heads, key_dim, dim), key_heads * key_dim, config.linear_conv_kernel_dim
+    else:
+        heads, dim = (
+            first("mamba_n_heads mamba_num_heads num_heads", 0),
+            first("mamba_d_head mamba_head_dim head_dim", 0),
+        )
+        state_dim = first("mamba_d_state ssm_state_size state_size", 0)
+        of_keys = first("mamba_n_groups n_groups", 0) * state_dim
+        shape, kernel = (heads, dim, state_dim), first("mamba_d_conv conv_kernel", 0)
+    yield StateSpec(number, "conv", 0, (2 * of_keys + heads * dim, kernel), dtype)
+    yield StateSpec(number, "recurrent", 0, shape, torch.float32)
+
+
+def _by_form(specs: list[_Spec]) -> list[tuple[_Spec, ...]]:
+    """Returns the specs grouped by form, in the order of the first of each form."""
+    forms = dict.fromkeys(spec.form for spec in specs)
+    return [tuple(spec for spec in specs if spec.form == form) for form in forms]

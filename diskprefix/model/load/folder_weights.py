@@ -1,0 +1,176 @@
+"""The weights of a folder of safetensors, whose tensors are called as published checkpoints call them.
+
+They become those of transformers' parameters as its `conversion_mapping` says: other names, the experts of a mixture in
+one tensor, several tensors behind each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from diskprefix.errors import ModelError
+from diskprefix.model.families.slot_names import SlotNames, kept_in_float32
+from diskprefix.model.load.checkpoint import StoredTensor
+from diskprefix.model.load.draft_layer import further_layers
+from diskprefix.model.load.memory import LargePages
+from diskprefix.model.slots import HEAD
+from diskprefix.model.weights import Weights
+
+_HEADS = ("lm_head", "embed_out", "output_projection")
+"""Names of the matrix of the logits."""
+_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|up_proj|down_proj)")
+_OF_EXPERT = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+"""The names of an expert's matrices."""
+_MIXTRAL = ((r"\.block_sparse_moe\.", ".mlp."),)
+_GRANITE = (
+    (r"block_sparse_moe\.input_linear\.weight", "block_sparse_moe.experts.gate_up_proj"),
+    (r"block_sparse_moe\.output_linear\.weight", "block_sparse_moe.experts.down_proj"),
+    (r"block_sparse_moe\.router\.layer\.weight", "block_sparse_moe.router.weight"),
+)
+_RENAMED: Mapping[str, Sequence[tuple[str, str]]] = {
+    **dict.fromkeys(("mixtral", "minimax_m2"), _MIXTRAL),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), _GRANITE),
+    "aria_text": (
+        (r"mlp\.experts\.fc1\.weight", "mlp.experts.gate_up_proj"),
+        (r"mlp\.experts\.fc2\.weight", "mlp.experts.down_proj"),
+    ),
+    "axk1": ((r"(?<!mlp\.)post_mlp_layernorm", "mlp.post_mlp_layernorm"),),
+    "ernie4_5_moe": ((r"mlp\.moe_statics\.", "mlp.gate.moe_statics."),),
+    "exaone_moe": ((r"mlp\.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),),
+    "flint": ((r"self_attn\.softmax_offset", "self_attn.sinks"),),
+    "hy_v3": (
+        (r"mlp\.router\.gate\.weight", "mlp.gate.weight"),
+        (r"mlp\.expert_bias", "mlp.e_score_correction_bias"),
+        (r"mlp\.shared_mlp\.", "mlp.shared_experts."),
+    ),
+    "kimi_linear": (*_MIXTRAL, (r"self_attn\.(f_a_proj\.|f_b_proj\.|dt_bias|A_log)", r"self_attn.forget_gate.\1")),
+    "kolibri1": (
+        (r"moe\.router\.expert_bias", "mlp.gate.e_score_correction_bias"),
+        ("post_attn_norm", "post_self_attn_layernorm"),
+        ("post_ffn_norm", "post_mlp_layernorm"),
+    ),
+    "laguna": (
+        (r"mlp\.experts\.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+        (r"mlp\.shared_expert\.", "mlp.shared_experts."),
+    ),
+    "mimo_v2_flash": ((r"self_attn\.attention_sink_bias", "self_attn.sinks"),),
+    "olmo_hybrid": (
+        ("attention_layer_norm", "input_layernorm"),
+        ("feedforward_layer_norm", "post_attention_layernorm"),
+    ),
+    "phimoe": (*_MIXTRAL, (r"\.gate\.weight", ".router.weight")),
+    "step3p5": (
+        (r"\.moe\.gate\.weight", ".mlp.gate.weight"),
+        (r"\.moe\.router_bias", ".mlp.gate.e_score_correction_bias"),
+        (r"\.moe\.(gate|up|down)_proj\.weight", r".mlp.experts.\1_proj"),
+        (r"\.share_expert\.", ".mlp.shared_experts."),
+    ),
+}
+"""Patterns in the names of checkpoints, and what stands for them in those of parameters."""
+
+
+class FolderWeights(Weights):
+    """The weights of a decoder in a folder. `config` is that of the whole model. `is_unread`: memory has any numbers,
+    nothing is read. Raises `ModelError` if there are no embeddings."""
+
+    def __init__(
+        self,
+        tensors: Sequence[StoredTensor],
+        config: Any,
+        dtype: torch.dtype,
+        *,
+        is_unread: bool = False,
+    ) -> None:
+        super().__init__(dtype)
+        self._config, self._is_unread = config.get_text_config(decoder=True), is_unread
+        self._form = SlotNames.of(self._config).experts
+        self._in_float32 = kept_in_float32(config)
+        self._places = LargePages()
+        further = further_layers((tensor.name for tensor in tensors), self._config.num_hidden_layers)
+        own = {name: f"draft_layer.{of_draft}" for name, of_draft in further.items() if of_draft is not None}
+        self._found = {self._own_name(own.get(tensor.name, tensor.name)): tensor for tensor in tensors}
+        embeddings = f"{SlotNames.of(self._config).own.get('embed_tokens', 'embed_tokens')}.weight"
+        ends = [name for name in self._found if name == embeddings or name.endswith(f".{embeddings}")]
+        if not ends:
+            raise ModelError(f"the weights lack {embeddings}")
+        prefix = min(ends, key=len).removesuffix(embeddings)
+        self._found = {name.removeprefix(prefix): tensor for name, tensor in self._found.items()}
+
+    def _own_name(self, name: str) -> str:
+        """Returns the name of a tensor among parameters."""
+        for pattern, own in _RENAMED.get(self._config.model_type, ()):
+            name = re.sub(pattern, own, name)
+        head, _, end = name.rpartition(".")
+        return f"{HEAD}.{end}" if head.rpartition(".")[2] in _HEADS else name
+
+    def has(self, name: str) -> bool:
+        return bool(self._parts(name))
+
+    def finish(self) -> None:
+        """All weights are in memory."""
+
+    def _parts(self, name: str) -> list[list[StoredTensor]]:
+        """Returns the tensors of a parameter: those that lie behind each other of each of its experts. Returns nothing
+        if there is no such parameter."""
+        if name in self._found:
+            return [[self._found[name]]]
+        if name.endswith("conv1d.weight"):
+            owner = name.removesuffix("conv1d.weight")
+            return self._joined([f"{owner}{part}_conv1d.weight" for part in "qkv"])
+        if (experts := _EXPERTS.fullmatch(name)) is None:
+            return []
+        parts = ("gate", "up") if experts[2] == "gate_up_proj" else (experts[2].partition("_")[0],)
+        if stacked := self._joined([f"{experts[1]}.{part}_proj" for part in parts]):
+            return stacked
+        found, names = list[list[StoredTensor]](), _OF_EXPERT
+        while of_expert := next(
+            (
+                one
+                for number in (0, 1)
+                if (one := self._joined([f"{experts[1]}.{len(found)}.{names[part][number]}.weight" for part in parts]))
+            ),
+            None,
+        ):
+            found += of_expert
+        return found
+
+    def _joined(self, names: Sequence[str]) -> list[list[StoredTensor]]:
+        """Returns tensors that all have to be there."""
+        return [[self._found[name] for name in names]] if all(name in self._found for name in names) else []
+
+    def _read(self, name: str) -> torch.Tensor:
+        parts, experts = self._parts(name), _EXPERTS.fullmatch(name)
+        if not parts:
+            raise ModelError(f"the weights lack {name}")
+        dim = 0 if experts is None else -2
+        shape = [*parts[0][0].shape]
+        if len(parts[0]) > 1:
+            shape[dim] = sum(part.shape[dim] for part in parts[0])
+        is_stacked = experts is not None and len(shape) == 2
+        whole = [len(parts), *shape] if is_stacked else shape
+        is_float32 = any(part in name for part in self._in_float32)
+        dtype = torch.float32 if is_float32 else self.dtype
+        if self._is_unread:
+            return self._turned(name, torch.empty(whole, dtype=dtype))
+        found = self._places.take(prod(whole) * dtype.itemsize).view(dtype).view(whole)
+        for place, of_one in zip(found if is_stacked else [found], parts, strict=True):
+            first = 0
+            for part in of_one:
+                to = place if len(of_one) == 1 else place.narrow(dim, first, part.shape[dim])
+                if to.shape != part.shape:
+                    raise ModelError(f"the weights of {name} do not fit together: {part.name} is {part.shape}")
+                to.copy_(part.read())
+                first += 0 if len(of_one) == 1 else part.shape[dim]
+        return self._turned(name, found)
+
+    def _turned(self, name: str, found: torch.Tensor) -> torch.Tensor:
+        """Returns the experts of Qwen3-VL, whose checkpoints may have rows and columns exchanged."""
+        if self._config.model_type != "qwen3_vl_moe_text" or (experts := _EXPERTS.fullmatch(name)) is None:
+            return found
+        is_right = found.shape[1 if experts[2] == "down_proj" else 2] == self._config.hidden_size
+        return found if is_right else found.transpose(1, 2).contiguous()

@@ -1,0 +1,157 @@
+"""The weights of a `.gguf` file.
+
+Matrices whose quants are computed with as they are stay matrices of the file (`quants.file_matrix`), and are packed on
+other threads. All others are made when they are asked for. Nothing here needs transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from diskprefix.errors import ModelError
+from diskprefix.model.families.slot_names import kept_in_float32
+from diskprefix.model.gguf.architecture import Architecture, SourcedParameter
+from diskprefix.model.load.gguf_header import FileTensor
+from diskprefix.model.load.memory import LargePages
+from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking, in_order
+from diskprefix.model.weights import ExpertsForm, Quants, Weights
+
+_EXPANSION = "kv_b_proj"
+"""The matrix of latent attention that is multiplied from both sides. It is small, and no quants of it are kept."""
+
+
+class GgufWeights(Weights):
+    """The weights of the decoder in a file, whose configuration `config` is. With a `packing`, quants stay as they are
+    where the operators take them. `is_unread`: memory has any numbers, nothing is read."""
+
+    turns_experts = False
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: Any,
+        tensors: Sequence[FileTensor],
+        dtype: torch.dtype,
+        packing: MatrixPacking | None = None,
+        *,
+        is_unread: bool = False,
+    ) -> None:
+        super().__init__(dtype)
+        self._architecture, self._config, self._packing, self._is_unread = architecture, config, packing, is_unread
+        self._found = {tensor.name: tensor for tensor in tensors}
+        self._prefix = "model." if architecture.encoder is None else architecture.encoder.text
+        self._in_float32 = kept_in_float32(config)
+        self._used: set[str] = set()
+        self._quants: dict[str, Quants] = {}
+        self._places = LargePages()
+
+    def has(self, name: str) -> bool:
+        if name == "lm_head.weight":
+            return not self._config.get_text_config(decoder=True).tie_word_embeddings
+        try:
+            self._part(name)
+        except ModelError:
+            return False
+        return True
+
+    def quants(self, name: str) -> Quants | None:
+        if self._packing is None or _EXPANSION in name:
+            return None
+        part = self._part(name)
+        if not part.is_matrix:
+            return None
+        matrix = FileMatrix.of(self._rows(part), part.tensors, part.columns(self._config))
+        return self._kept(name.removesuffix(".weight"), matrix) if _stays(matrix, 2) else None
+
+    def expert_quants(self, name: str, form: ExpertsForm) -> Mapping[str, Quants]:
+        if self._packing is None:
+            return {}
+        found: dict[str, FileMatrix] = {}
+        for parameter in (form.first, "down_proj"):
+            part = self._part(f"{name}.{parameter}")
+            if not part.is_matrix:
+                return {}
+            halves = form.halves(parameter, torch.from_numpy(self._rows(part)))
+            found |= {half: FileMatrix.of(rows.numpy(), part.tensors) for half, rows in halves.items()}
+        if not all(_stays(matrix, 3) for matrix in found.values()):
+            return {}
+        return {half: self._kept(f"{name}.{half}", matrix) for half, matrix in found.items()}
+
+    def finish(self) -> None:
+        """Raises `ModelError` if nothing has taken a tensor of the file, or for one that is cut short, `OSError`."""
+        self._architecture.require_used(self._found, self._used)
+        if self._packing is not None:
+            self._packing.finish()
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().named()
+        yield from ((name, one.packed) for name, one in self._quants.items())
+
+    def _part(self, name: str) -> SourcedParameter:
+        prefix = "" if name.startswith("lm_head.") else self._prefix
+        return self._architecture.part_of(f"{prefix}{name}", self._found)
+
+    def _kept(self, name: str, matrix: FileMatrix) -> Quants:
+        assert self._packing is not None, "it was looked at before"
+        self._used |= {tensor.name for tensor in matrix.tensors}
+        if name not in self._quants:
+            packed = (
+                torch.empty(matrix.packed_shape, dtype=torch.uint8) if self._is_unread else self._packing.take(matrix)
+            )
+            self._quants[name] = Quants(packed, matrix.form, matrix.columns)
+        return self._quants[name]
+
+    def _rows(self, part: SourcedParameter) -> np.ndarray:
+        """Returns the rows of a matrix, [rows] or [experts, rows], by numbers that count its tensors through."""
+        numbers, first = [], 0
+        for tensor in part.tensors:
+            numbers.append(np.arange(first, first + tensor.num_rows).reshape(tensor.shape[:-1]))
+            first += tensor.num_rows
+        return part.rows(self._config, numbers)
+
+    def _read(self, name: str) -> torch.Tensor:
+        part, config = self._part(name), self._config
+        dtype = self._dtype_of(name)
+        self._used |= {tensor.name for tensor in part.tensors}
+        if self._is_unread:
+            return torch.empty(self._made(part, [_nothing(tensor) for tensor in part.tensors]).shape, dtype=dtype)
+        if part.is_matrix and dtype is torch.bfloat16:
+            matrix = FileMatrix.of(self._rows(part), part.tensors, part.columns(config))
+            made = matrix.dequantised()
+        else:
+            found = self._made(part, [self._content(tensor) for tensor in part.tensors])
+            made = in_order(torch.from_numpy(np.ascontiguousarray(found)).to(dtype), part.columns(config))
+        return self._places.put(made)
+
+    def _made(self, part: SourcedParameter, contents: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns a parameter in float32."""
+        with np.errstate(all="ignore"):
+            found: np.ndarray = part.rows(self._config, contents)
+            return found if part.source.values is None else part.source.values(part.part_of(self._config), found)
+
+    def _content(self, tensor: FileTensor) -> np.ndarray:
+        """Returns a tensor in float32. Of large ones whose numbers become bfloat16 rows are only moved."""
+        matrix = FileMatrix.whole(tensor) if len(tensor.shape) > 1 else None
+        if matrix is not None and matrix.is_packable and self.dtype is torch.bfloat16:
+            moved: np.ndarray = matrix.dequantised().float().numpy()
+            return moved
+        found: np.ndarray = gguf.dequantize(tensor.content(), tensor.type).astype(np.float32)
+        return found.reshape(tensor.shape)
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if any(part in name for part in self._in_float32) else self.dtype
+
+
+def _stays(matrix: FileMatrix, dims: int) -> bool:
+    """Returns whether the quants of a matrix stay as they are."""
+    return len(matrix.shape) == dims and matrix.is_packable
+
+
+def _nothing(tensor: FileTensor) -> np.ndarray:
+    """Returns numbers of the shape of a tensor that take no memory."""
+    return np.broadcast_to(np.float32(0), tensor.shape)

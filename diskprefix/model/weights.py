@@ -1,0 +1,127 @@
+"""The weights of a decoder by the names of its parameters in transformers, within the decoder: `layers.0.mlp.up_proj`.
+
+They come from a file (`load.gguf_weights`), a folder (`load.folder_weights`) or a dict of tensors. They stay where they
+are: a plan has their addresses.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from diskprefix.errors import ModelError
+from diskprefix.model.quants.quant_form import QuantForm
+
+
+@dataclass(frozen=True, eq=False)
+class Quants:
+    """A matrix in quants, `packed` as `quant_form` describes, or one of each expert. `columns`: by which sizes its
+    columns are in another order (see `FileMatrix`)."""
+
+    packed: torch.Tensor
+    form: QuantForm
+    columns: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class ExpertsForm:
+    """The form of the matrices of experts in parameters: with a matrix `up` or without, with biases, with rows and
+    columns exchanged, and the rows of gate and up behind each other or turn about."""
+
+    has_up: bool = True
+    has_bias: bool = False
+    is_turned: bool = False
+    turns_about: bool = False
+
+    @property
+    def first(self) -> str:
+        """The name of the parameter of gate and up."""
+        return "gate_up_proj" if self.has_up else "up_proj"
+
+    def halves(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the parts of the parameter `name`, [experts, rows, ..], that is not turned."""
+        if name == "down_proj" or not self.has_up:
+            return {"down" if name == "down_proj" else "gate": rows}
+        gate, up = (rows[:, ::2], rows[:, 1::2]) if self.turns_about else rows.chunk(2, dim=1)
+        return {"gate": gate, "up": up}
+
+
+class Weights(ABC):
+    """The weights of a decoder that computes in `dtype`. Not thread-safe."""
+
+    turns_experts = True
+    """False if the matrices of experts have rows and columns as all others have."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Returns whether there is a parameter."""
+
+    @abstractmethod
+    def _read(self, name: str) -> torch.Tensor:
+        """Returns a parameter. Raises `ModelError` if there is none."""
+
+    def tensor(self, name: str, *, is_turned: bool = False) -> torch.Tensor:
+        """Returns a parameter on the CPU, in the type in which transformers keeps it, with its dimensions exchanged if
+        `is_turned`. It is read once. Raises `ModelError` if there is none, or if the file is cut short."""
+        key = f"{name} turned" if is_turned else name
+        if key not in self._tensors:
+            found = self._read(name)
+            self._tensors[key] = found.T.contiguous() if is_turned else found
+        return self._tensors[key]
+
+    def quants(self, _name: str) -> Quants | None:
+        """Returns the quants of a matrix, None if it has none that operators take."""
+        return None
+
+    def expert_quants(self, _name: str, _form: ExpertsForm) -> Mapping[str, Quants]:
+        """Returns the quants of the matrices of experts, `gate`, `up` (unless there is none) and `down`; nothing if not
+        all of them have some."""
+        return {}
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Returns when all weights are in memory that were asked for. Raises what reading raises."""
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields what was asked for: parameters, and packed quants by the names of their modules."""
+        yield from self._tensors.items()
+
+
+class TensorWeights(Weights):
+    """Weights that are in memory. `quants` has those of modules, `experts.gate` for a part of experts."""
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, quants: Mapping[str, Quants] | None = None
+    ) -> None:
+        super().__init__(dtype)
+        self._found, self._quants = tensors, quants or {}
+
+    def has(self, name: str) -> bool:
+        return name in self._found or name.removesuffix(".weight") in self._quants
+
+    def _read(self, name: str) -> torch.Tensor:
+        if name not in self._found:
+            raise ModelError(f"the weights lack {name}")
+        return self._found[name].detach()
+
+    def quants(self, name: str) -> Quants | None:
+        return self._quants.get(name.removesuffix(".weight"))
+
+    def expert_quants(self, name: str, form: ExpertsForm) -> Mapping[str, Quants]:
+        parts = ("gate", "up", "down") if form.has_up else ("gate", "down")
+        found = {part: self._quants[f"{name}.{part}"] for part in parts if f"{name}.{part}" in self._quants}
+        return found if len(found) == len(parts) else {}
+
+    def finish(self) -> None:
+        """All weights are in memory."""
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().named()
+        yield from ((name, one.packed) for name, one in self._quants.items())

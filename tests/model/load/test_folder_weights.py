@@ -1,0 +1,30 @@
+"""The weights of a folder are those that transformers reads of it, however a published checkpoint calls them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from diskprefix.model.load.checkpoint import stored_tensors, weight_files
+from diskprefix.model.load.folder_weights import FolderWeights
+from diskprefix.model.module_weights import weights_of_model
+from tests.exactness.architectures import tiny_model
+from tests.model.plans import logits_of
+from tests.model.test_plan import FAMILIES
+
+
+@pytest.mark.parametrize("is_published", [True, False], ids=["published", "as transformers"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_folder_gives_a_plan_the_weights_that_it_gives_to_modules(
+    name: str, is_published: bool, tmp_path: Path
+) -> None:
+    model = tiny_model(name, torch.bfloat16)
+    # With these, transformers writes the names that it reads.
+    model._weight_conversions = get_model_conversion_mapping(model) if is_published else None
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    weights = FolderWeights(stored_tensors(tmp_path, weight_files(tmp_path)), again.config, torch.bfloat16)
+    assert torch.equal(logits_of(weights, again.config), logits_of(weights_of_model(again), again.config))

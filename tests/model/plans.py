@@ -1,0 +1,32 @@
+"""Computes tokens by the plan of a model that is no module: of its weights and its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
+from diskprefix.model.families.memory_layout import layout_of
+from diskprefix.model.planned import PlanRuntime
+from diskprefix.model.runtime import Rows
+from diskprefix.model.weights import Weights
+
+_PAGE_TOKENS = 16
+_NUM_TOKENS = 40
+
+
+def logits_of(
+    weights: Weights, config: PreTrainedConfig, *, _NUM_TOKENS: int = 40, with_draft: bool = False
+) -> torch.Tensor:
+    """The logits of made-up tokens, float32 [tokens, vocab]."""
+    layout = replace(layout_of(config, weights.dtype, with_draft_layer=with_draft), exact_at="token", packs=True)
+    runtime = PlanRuntime(weights, config, layout, _PAGE_TOKENS)
+    runtime.prepare()
+    weights.finish()
+    ids = np.random.default_rng(0).integers(0, layout.vocab_size, _NUM_TOKENS)
+    sequence = KVSequence(PagePool(layout, torch.device("cpu"), block_size=_PAGE_TOKENS))
+    return torch.from_numpy(runtime.run([Rows(sequence, ids, _NUM_TOKENS)]).logits[0])

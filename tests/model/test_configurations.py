@@ -1,0 +1,95 @@
+"""What is computed from a configuration, instead of a run of transformers' modules, is what those have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from diskprefix.grid.state_layout import read_layout
+from diskprefix.model.families.memory_layout import layout_of
+from diskprefix.model.families.rotary import rotary_of
+from diskprefix.model.module_weights import decoder_of
+from tests.exactness.architectures import TOWERS, WITH_DRAFT_LAYER, tiny_model
+from tests.model.test_plan import FAMILIES, NUM_TOKENS, YARN, computed, error, exact, oracle, tokens
+
+LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("mimo_v2_flash", {"head_dim": 24, "v_head_dim": 16}),
+    ("mimo_v2_flash", {"head_dim": 24, "v_head_dim": 16, "num_key_value_heads": 1}),
+    ("gpt_bigcode", {"multi_query": False}),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    ("starcoder2", {"sliding_window": None}),
+    ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    *(
+        ("llama", {"head_dim": 96, "rope_parameters": one})
+        for one in (LINEAR, LLAMA_3, YARN, YARN | {"truncate": False})
+    ),
+    ("llama", {"head_dim": 64, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 20}}),
+    ("stablelm", {"rope_parameters": YARN | {"attention_factor": 1.5, "partial_rotary_factor": 0.5}}),
+    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+]
+CASES = [*((name, {}) for name in FAMILIES), *OPTIONS]
+
+
+def found_in(model: PreTrainedModel) -> dict[str, tuple[torch.Tensor, float]]:
+    """The frequencies that transformers' modules have, and their factors."""
+    decoder = decoder_of(model)
+    if own := getattr(decoder, "rotary_embs", ()):
+        return {str(one.config.rope_parameters["rope_theta"]): (one.inv_freq, one.attention_scaling) for one in own}
+    module = getattr(decoder, "rotary_emb", getattr(decoder, "pos_emb", None))
+    if module is None:
+        return {}
+    kinds = [""] if isinstance(module.rope_type, str) else [f"{kind}_" for kind in module.rope_type]
+    return {
+        kind.rstrip("_"): (getattr(module, f"{kind}inv_freq"), getattr(module, f"{kind}attention_scaling"))
+        for kind in kinds
+    }
+
+
+@pytest.mark.parametrize(("name", "fields"), CASES, ids=[f"{name}-{'-'.join(fields)}" for name, fields in CASES])
+def test_layouts_and_positions_are_those_of_the_modules(name: str, fields: dict[str, Any]) -> None:
+    model = tiny_model(name, torch.bfloat16, **fields)
+    expected, found = read_layout(model), layout_of(model.config, torch.bfloat16)
+    assert not expected.unsupported
+    assert (found.describe(), found.layers) == (expected.describe(), expected.layers)
+    rotary = rotary_of(model.config.get_text_config(decoder=True))
+    modules = found_in(model)
+    assert rotary.keys() == modules.keys()
+    for kind, (frequencies, factor) in modules.items():
+        ours = abs(rotary[kind].frequencies)
+        assert ours.dtype == np.float32
+        assert rotary[kind].factor == pytest.approx(factor)
+        # Powers are rounded once, torch's are nearly so.
+        np.testing.assert_array_max_ulp(ours, frequencies.float().numpy(), maxulp=4)
+
+
+@pytest.mark.parametrize("name", WITH_DRAFT_LAYER)
+def test_the_layout_has_the_draft_layer(name: str) -> None:
+    model = tiny_model(name, torch.float32)
+    expected, found = (
+        read_layout(model, with_draft_layer=True),
+        layout_of(model.config, torch.float32, with_draft_layer=True),
+    )
+    assert (found.describe(), found.layers) == (expected.describe(), expected.layers)
+
+
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_norms_have_the_epsilons_of_the_modules(name: str) -> None:
+    usual = tiny_model(name, torch.float32).config.get_text_config(decoder=True)
+    own: dict[str, Any] = {one: 0.01 for one in EPSILONS if isinstance(getattr(usual, one, None), float)}
+    model = tiny_model(name, torch.float32) if name in ("step3p7", *TOWERS) else tiny_model(name, torch.float32, **own)
+    expected = oracle(model, tokens())
+    ((logits, _),) = computed(model, exact(model), one=[NUM_TOKENS])
+    assert error(logits, expected) < 1e-4
