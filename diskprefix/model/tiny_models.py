@@ -33,13 +33,10 @@ from diskprefix.native import ROWS, calls
 from diskprefix.native.library import Operators
 from diskprefix.native.packing import TYPES, pack
 
-VOCAB, WIDTH, HEADS, KV_HEADS, DIM, INNER, EXPERTS = 96, 256, 4, 2, 64, 512, 4
+VOCAB, WIDTH, HEADS, KV_HEADS, DIM, EXPERTS = 96, 256, 4, 2, 64, 4
 PAGE_TOKENS = 256
 _PERIOD = 65_537
-_LATENT, _OF_LAYER, _STREAMS = LatentConfig(HEADS, 128, DIM, 32, DIM, has_query_latents=True), 32, 2
-_CONVOLVED, _DELTA, _SPACE = (WIDTH, 4), (HEADS, DIM, DIM), (16, 16, 32)
-_MIXED = 2 * KV_HEADS * DIM + HEADS * DIM
-_SPACED = 256 + 2 * 2 * 32
+_LATENT = LatentConfig(HEADS, 128, DIM, 32, DIM, has_query_latents=True)
 
 _FLOATS_AT = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "MXFP4": (),
@@ -124,9 +121,9 @@ class TinyModel:
 
 
 _STATES_OF: dict[str, dict[str, tuple[tuple[int, ...], int]]] = {
-    "short_convolution": {"conv": (_CONVOLVED, 0)},
-    "delta_rule": {"conv": ((_MIXED, 4), 0), "recurrent": (_DELTA, 4)},
-    "state_space": {"conv": ((_SPACED, 4), 0), "recurrent": (_SPACE, 4)},
+    "short_convolution": {"conv": ((256, 4), 0)},
+    "delta_rule": {"conv": ((512, 4), 0), "recurrent": ((4, 64, 64), 4)},
+    "state_space": {"conv": ((384, 4), 0), "recurrent": ((16, 16, 32), 4)},
 }
 """The shapes of the states of layers, and the bytes of a number, 0 for those of the plan."""
 
@@ -199,53 +196,43 @@ def _seed(name: str) -> int:
 NAMES = SlotNames(WIDTH, {}, ExpertsForm(), {}, has_plain_norms=False, has_turned_matrices=False)
 _ROTARY = Rotary((2.0 ** -(np.arange(DIM // 2) / 4)).astype(np.float32))
 
-_ATTENTION: Mapping[str, tuple[int, ...]] = {
-    "self_attn.q_proj": (HEADS * DIM, WIDTH),
-    "self_attn.k_proj": (KV_HEADS * DIM, WIDTH),
-    "self_attn.v_proj": (KV_HEADS * DIM, WIDTH),
-    "self_attn.o_proj": (WIDTH, HEADS * DIM),
-}
-_GATED = {"gate_proj": (INNER, WIDTH), "up_proj": (INNER, WIDTH), "down_proj": (WIDTH, INNER)}
-_AROUND: Mapping[str, tuple[int, ...]] = {
-    "embed_tokens": (VOCAB, WIDTH),
-    "norm": (WIDTH,),
-    "input_layernorm": (WIDTH,),
-    "post_attention_layernorm": (WIDTH,),
-    **{f"mlp.{name}": shape for name, shape in _GATED.items()},
-}
-_EXPERTS: Mapping[str, tuple[int, ...]] = {
-    "mlp.gate": (EXPERTS, WIDTH),
-    "mlp.experts.gate_up_proj": (EXPERTS, 2 * WIDTH, WIDTH),
-    "mlp.experts.down_proj": (EXPERTS, WIDTH, WIDTH),
-}
-_HEAD_NORMS: Mapping[str, tuple[int, ...]] = {"self_attn.q_norm": (DIM,), "self_attn.k_norm": (DIM,)}
+_ATTENTION = "self_attn. q_proj:256x256 k_proj:128x256 v_proj:128x256 o_proj:256x256 "
+_AROUND = """
+    / embed_tokens:96x256 norm:256 input_layernorm:256 post_attention_layernorm:256
+    mlp. gate_proj:512x256 up_proj:512x256 down_proj:256x512
+"""
+_EXPERTS = "mlp. gate:4x256 experts.gate_up_proj:4x512x256 experts.down_proj:4x256x256 "
+_HEAD_NORMS = "self_attn. q_norm:64 k_norm:64 "
 
 
 def _layer(mixer: Any = "attention", **fields: Any) -> LayerConfig:
     return LayerConfig({}, mixer, **fields)
 
 
-def _model(layers: Sequence[LayerConfig], shapes: Mapping[str, tuple[int, ...]], **fields: Any) -> TinyModel:
-    fields = {"rotary": {"": _ROTARY}, "scale": DIM**-0.5} | fields
-    return TinyModel(DecoderConfig(vocab_size=VOCAB, layers=tuple(layers), **fields), {**_AROUND, **shapes})
+def _model(layers: Sequence[LayerConfig], weights: str, **fields: Any) -> TinyModel:
+    """Returns a model with these weights: names with shapes, below the module before them."""
+    fields, shapes, within = {"rotary": {"": _ROTARY}, "scale": DIM**-0.5} | fields, dict[str, tuple[int, ...]](), ""
+    for word in (_AROUND + weights).split():
+        name, colon, shape = word.partition(":")
+        if colon:
+            shapes[within + name] = tuple(map(int, shape.split("x"))) if shape else ()
+        else:
+            within = word.strip("/")
+    return TinyModel(DecoderConfig(vocab_size=VOCAB, layers=tuple(layers), **fields), shapes)
 
 
 MODELS: Mapping[str, TinyModel] = {
     "dense": _model(
         [_layer(window=200), _layer(), _layer(), _layer(rotary=None, chunk=200, tempering=Tempering(1, 64, 0.125))],
-        {**_ATTENTION, **_HEAD_NORMS},
+        _ATTENTION + _HEAD_NORMS,
         has_head_norms=True,
     ),
     "plain": _model(
         [_layer(feed_forward="plain")] * 2,
-        {
-            "embed_positions": (2 * PAGE_TOKENS, WIDTH),
-            "self_attn.qkv_proj": (2 * HEADS * DIM, WIDTH),
-            "self_attn.qkv_proj.bias": (2 * HEADS * DIM,),
-            "self_attn.o_proj": (WIDTH, HEADS * DIM),
-            "mlp.up_proj.bias": (INNER,),
-            **{f"{name}.bias": (WIDTH,) for name in ("norm", "input_layernorm", "post_attention_layernorm")},
-        },
+        """
+        / embed_positions:512x256 norm.bias:256 input_layernorm.bias:256 post_attention_layernorm.bias:256
+        self_attn. qkv_proj:512x256 qkv_proj.bias:512 o_proj:256x256 mlp. up_proj.bias:512
+        """,
         norm="layer",
         position_offset=0,
         joined="in_heads",
@@ -254,23 +241,15 @@ MODELS: Mapping[str, TinyModel] = {
     ),
     "mixture": _model(
         [_layer(feed_forward="mixture")] * 2,
-        {
-            **_ATTENTION,
-            **_EXPERTS,
-            **{f"mlp.shared_experts.{name}": shape for name, shape in _GATED.items()},
-            "mlp.shared_expert_gate": (1, WIDTH),
-        },
+        _ATTENTION
+        + _EXPERTS
+        + "shared_expert_gate:1x256 mlp.shared_experts. gate_proj:512x256 up_proj:512x256 down_proj:256x512",
         norm="rms_unrounded",
         mixture=MixtureConfig(Router(2, is_normed=True), Gating(), shared="weighed"),
     ),
     "mixture with sinks": _model(
         [_layer(feed_forward="mixture")] * 2,
-        {
-            **_ATTENTION,
-            "self_attn.sinks": (HEADS,),
-            **_EXPERTS,
-            "mlp.gate.e_score_correction_bias": (EXPERTS,),
-        },
+        _ATTENTION + "sinks:4 " + _EXPERTS + "gate.e_score_correction_bias:4",
         mixture=MixtureConfig(
             Router(2, scores="sigmoid", is_normed=True, factor=2.5, groups=2, groups_chosen=1),
             Gating("limited_silu", "limited_and_one", slope=1.75, limit=2.0),
@@ -279,43 +258,24 @@ MODELS: Mapping[str, TinyModel] = {
     ),
     "latent": _model(
         [_layer("latent")] * 2,
-        {
-            "self_attn.q_a_proj": (128, WIDTH),
-            "self_attn.q_a_layernorm": (128,),
-            "self_attn.q_b_proj": (HEADS * (DIM + 32), 128),
-            "self_attn.kv_a_proj_with_mqa": (128 + 32, WIDTH),
-            "self_attn.kv_a_layernorm": (128,),
-            "self_attn.kv_b_proj": (HEADS * 2 * DIM, 128),
-            "self_attn.o_proj": (WIDTH, HEADS * DIM),
-        },
+        """
+        self_attn. q_a_proj:128x256 q_a_layernorm:128 q_b_proj:384x128 kv_a_proj_with_mqa:160x256 kv_a_layernorm:128
+        kv_b_proj:512x128 o_proj:256x256
+        """,
         latent=_LATENT,
         rotary={"": replace(_ROTARY, frequencies=_ROTARY.frequencies[:16], is_paired=2)},
     ),
     "recurrent": _model(
         [_layer("short_convolution"), _layer("delta_rule"), _layer("state_space"), _layer()],
-        {
-            **_ATTENTION,
-            **_HEAD_NORMS,
-            "self_attn.q_proj": (2 * HEADS * DIM, WIDTH),
-            "conv.in_proj": (3 * WIDTH, WIDTH),
-            "conv.conv": _CONVOLVED,
-            "conv.out_proj": (WIDTH, WIDTH),
-            "linear_attn.in_proj_qkv": (_MIXED, WIDTH),
-            "linear_attn.in_proj_z": (HEADS * DIM, WIDTH),
-            "linear_attn.in_proj_b": (HEADS, WIDTH),
-            "linear_attn.in_proj_a": (HEADS, WIDTH),
-            "linear_attn.conv1d": (_MIXED, 4),
-            "linear_attn.dt_bias": (HEADS,),
-            "linear_attn.A_log": (HEADS,),
-            "linear_attn.norm": (DIM,),
-            "linear_attn.out_proj": (WIDTH, HEADS * DIM),
-            "mamba.in_proj": (256 + _SPACED + 16, WIDTH),
-            "mamba.conv1d": (_SPACED, 4),
-            "mamba.conv1d.bias": (_SPACED,),
-            **{f"mamba.{name}": (16,) for name in ("dt_bias", "A_log", "D")},
-            "mamba.norm": (256,),
-            "mamba.out_proj": (WIDTH, 256),
-        },
+        _ATTENTION
+        + _HEAD_NORMS
+        + """
+        q_proj:512x256
+        conv. in_proj:768x256 conv:256x4 out_proj:256x256
+        linear_attn. in_proj_qkv:512x256 in_proj_z:256x256 in_proj_b:4x256 in_proj_a:4x256 conv1d:512x4 dt_bias:4
+        A_log:4 norm:64 out_proj:256x256
+        mamba. in_proj:656x256 conv1d:384x4 conv1d.bias:384 dt_bias:16 A_log:16 D:16 norm:256 out_proj:256x256
+        """,
         norm="rms_plus_one",
         has_head_norms=True,
         attention_gate="sigmoid",
@@ -325,67 +285,39 @@ MODELS: Mapping[str, TinyModel] = {
     ),
     "recurrent by numbers": _model(
         [_layer("delta_rule")] * 2,
-        {
-            "linear_attn.q_proj": (KV_HEADS * DIM, WIDTH),
-            "linear_attn.k_proj": (KV_HEADS * DIM, WIDTH),
-            "linear_attn.v_proj": (HEADS * DIM, WIDTH),
-            "linear_attn.in_proj_z": (32, WIDTH),
-            "linear_attn.in_proj_b": (HEADS, WIDTH),
-            "linear_attn.in_proj_a": (32, WIDTH),
-            "linear_attn.gate_proj": (HEADS * DIM, 32),
-            "linear_attn.decay_proj": (HEADS * DIM, 32),
-            "linear_attn.conv1d": (_MIXED, 4),
-            "linear_attn.dt_bias": (HEADS * DIM,),
-            "linear_attn.A_log": (HEADS,),
-            "linear_attn.norm": (DIM,),
-            "linear_attn.out_proj": (WIDTH, HEADS * DIM),
-        },
+        """
+        linear_attn. q_proj:128x256 k_proj:128x256 v_proj:256x256 in_proj_z:32x256 in_proj_b:4x256 in_proj_a:32x256
+        gate_proj:256x32 decay_proj:256x32 conv1d:512x4 dt_bias:256 A_log:4 norm:64 out_proj:256x256
+        """,
         delta=DeltaConfig("apart", has_narrow_gates=True, gate="sigmoid"),
     ),
     "with draft layer": _model(
         [_layer()],
-        {
-            **_ATTENTION,
-            **{f"draft_layer.{name}": (WIDTH,) for name in ("enorm", "hnorm", "post_norm")},
-            "draft_layer.eh_proj": (WIDTH, 2 * WIDTH),
-        },
+        _ATTENTION + "draft_layer. enorm:256 hnorm:256 post_norm:256 eh_proj:256x512",
         draft_layer=_layer(),
     ),
     "late gemma": _model(
         [_layer(norms="around", cut_off=1.5), _layer(norms="around", only_reads=True)],
-        {
-            **_ATTENTION,
-            **_HEAD_NORMS,
-            "pre_feedforward_layernorm": (WIDTH,),
-            "post_feedforward_layernorm": (WIDTH,),
-            "per_layer_model_projection": (2 * _OF_LAYER, WIDTH),
-            "per_layer_projection_norm": (_OF_LAYER,),
-            "embed_tokens_per_layer": (VOCAB, 2 * _OF_LAYER),
-            "per_layer_input_gate": (_OF_LAYER, WIDTH),
-            "per_layer_projection": (WIDTH, _OF_LAYER),
-            "post_per_layer_input_norm": (WIDTH,),
-            "altup_projections.0": (WIDTH, WIDTH),
-            "altup_unembed_projections.0": (WIDTH, WIDTH),
-            "altup.router_norm": (WIDTH,),
-            "altup.modality_router": (_STREAMS, WIDTH),
-            "altup.prediction_coefs": (_STREAMS * _STREAMS, _STREAMS),
-            "altup.correction_coefs": (_STREAMS, _STREAMS),
-            "altup.correct_output_scale": (WIDTH,),
-            "laurel.linear_left": (_OF_LAYER, WIDTH),
-            "laurel.linear_right": (WIDTH, _OF_LAYER),
-            "laurel.post_laurel_norm": (WIDTH,),
-            "layer_scalar": (),
-        },
+        _ATTENTION
+        + _HEAD_NORMS
+        + """
+        / pre_feedforward_layernorm:256 post_feedforward_layernorm:256 layer_scalar:
+        per_layer_model_projection:64x256 per_layer_projection_norm:32 embed_tokens_per_layer:96x64
+        per_layer_input_gate:32x256 per_layer_projection:256x32 post_per_layer_input_norm:256
+        altup_projections.0:256x256 altup_unembed_projections.0:256x256
+        altup. router_norm:256 modality_router:2x256 prediction_coefs:4x2 correction_coefs:2x2 correct_output_scale:256
+        laurel. linear_left:32x256 linear_right:256x32 post_laurel_norm:256
+        """,
         norm="rms_unrounded",
         has_head_norms=True,
         has_value_norms=True,
         has_layer_inputs=True,
         has_layer_scales=True,
-        num_streams=_STREAMS,
+        num_streams=2,
         activation="gelu_tanh",
         embedding_multiplier=16.0,
         softcap=8.0,
         logits_softcap=32.0,
     ),
 }
-"""By family. Together they have all operators, and each option that changes what one of them computes."""
+"""By family. Together they have all operators."""
