@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+
+_OF_BUILD = frozenset({"bits", "code", "torch_version", "transformers_version", "gguf_version", "numpy_version"})
+"""The fields that an upgrade changes."""
 
 
 def identity_text(
@@ -35,6 +39,16 @@ def identity_fields(text: str) -> dict[str, str]:
         return {name: str(value) for name, value in values["fingerprint"].items()} | others
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not an identity: {error}") from error
+
+
+def is_outdated(identity: str, own: Iterable[str]) -> bool:
+    """Returns whether an identity is that of a model with one of our `own`, by another build: its state cannot be used
+    any more. Tenants may differ."""
+    with suppress(ValueError):
+        fields = identity_fields(identity)
+        changes = [set(differing(fields, identity_fields(text))) for text in own]
+        return all(changes) and any(names <= _OF_BUILD for names in changes)
+    return False
 
 
 def differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:

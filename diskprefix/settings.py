@@ -341,8 +341,8 @@ class Settings:
     )
     fingerprint: str = _cache(
         "strict",
-        "strict: use saved state only on the same kind of device with the same versions of libraries. portable: share"
-        " it between them.",
+        "strict: use saved state only where the same bits are computed. portable: share it between machines with other"
+        " kernels, devices and versions of libraries.",
         choices=("strict", "portable"),
     )
     namespace_key_file: Path | None = _shared(

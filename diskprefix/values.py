@@ -58,7 +58,7 @@ Reason: TypeAlias = Literal[
 ]
 """The reason for a boundary. Responses and log lines show these stable words. server/README.md explains each."""
 StateSource: TypeAlias = Literal["none", "memory", "disk", "remote"]
-Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "damaged", "faster_to_compute"]
+Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "damaged", "faster_to_compute", "upgraded"]
 MissReason: TypeAlias = Literal[
     Refused, "new", "not_stored", "diverged", "too_short", "off", "image", "unsupported", "error"
 ]

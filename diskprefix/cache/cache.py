@@ -47,8 +47,8 @@ class PrefixCache:
 
     `identity` returns the canonical text that identifies the model's numbers for a tenant (`model.load.fingerprint`).
     The hash of this text is the root of all that the tenant stores. `tokenizer` is the tokenizer's folder, for the
-    record. For `on_prompts` see `TenantNamespaces`. `beside` is the cache of another model in the same store; the two
-    share their threads.
+    record. `build` says what computes, if the identity does not. For `on_prompts` see `TenantNamespaces`. `beside` is
+    the cache of another model in the same store; the two share their threads.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class PrefixCache:
         on_prompts: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
         *,
         tokenizer: str = "",
+        build: str = "",
         beside: PrefixCache | None = None,
     ) -> None:
         self.settings, self.layout = settings, layout
@@ -89,8 +90,14 @@ class PrefixCache:
             self.namespaces.read(shared)
         self.root = shared.root
         """The root of callers with neither key nor salt."""
+        self.must_recheck = False
+        """The store has state of another build, of which none was computed again. The engine's thread changes it."""
+        self._model = ModelRecord(model=model_name, identity=identity(str(SHARED)), build=build)
         if not layout.unsupported:
-            self.writer.add_model(ModelRecord(model=model_name, identity=identity(str(SHARED))))
+            with suppress(CacheError), store.snapshot() as snapshot:
+                known = snapshot.model(self._model.identity)
+                self.must_recheck = known is not None and known.build != build
+            self.writer.add_model(self._model)
         self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes)
 
     @property
@@ -137,6 +144,27 @@ class PrefixCache:
             except CacheError as error:
                 purged.remote_error = str(error)
         return purged
+
+    def note_build(self) -> None:
+        """Records that this build computes what is stored of the model. Raises `CacheError`."""
+        with self.store.changes() as changes:
+            changes.put_model(self._model)
+
+    def drop_outdated(self) -> None:
+        """Removes all state of the model, of all tenants, because this build computes another one. Prompts that were
+        seen stay. Raises `CacheError`."""
+        self.count("outdated")
+        with self.store.changes() as changes:
+            records = list(changes.roots())
+            roots = [root for root, record in records if root == root_hash(self._identity(record.tenant))]
+            tops = {child: root for root in roots for child in changes.children(root, self.store.secret)}
+            # What requests have in memory goes too.
+            changes.record_purge()
+        self.store.read_epoch()
+        self.store.remove_subtrees(tops)
+        for forget in self.on_forget:
+            forget()
+        self.note_build()
 
     def warm_up(self, sequence: KVSequence) -> None:
         """Starts the reading threads and runs their code once, so that the first restore is as fast as any other.
@@ -264,7 +292,7 @@ class PrefixCache:
             "process_disk_written_bytes": self.store.meter.total_bytes,
             "disk_written_bytes": written.total,
             "disk_written_last_day_bytes": written.last_day(self.store.clock()),
-            "stalled_reads": self.counters["stalled_reads"],
+            **{name: self.counters[name] for name in ("stalled_reads", "outdated")},
             "write_budget_bytes": written.budget_bytes,
             "unaffordable": self.counters["unaffordable"],
             "dropped": self.writer.dropped,

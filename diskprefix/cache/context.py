@@ -26,6 +26,7 @@ from diskprefix.store.changes import NewNode
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.save import Save
 from diskprefix.store.savings import Tally
+from diskprefix.store.schema import Kind, node_name
 from diskprefix.store.store import Publication
 from diskprefix.tokens import LEAST_TOKENS
 from diskprefix.values import Break, CacheOptions, MissReason, Prompt, Selection
@@ -146,6 +147,17 @@ class RequestContext:
             same_behind(prompt.token_ids, earlier.prompt.token_ids) >= LEAST_TOKENS for earlier in recent
         )
         return "diverged" if broken is not None or (leaves_early and is_like) else "new"
+
+    def is_outdated(self, nodes: PromptNodes) -> bool:
+        """Returns whether another build has stored the first block of a prompt, or all of a shorter prompt. Reads the
+        store. Raises `CacheError`."""
+        first, store = nodes.token_ids[: nodes.block_size], self.cache.store
+        kind = Kind.BLOCK if len(first) == nodes.block_size else Kind.TAIL
+        if not self.namespace.outdated:
+            return False
+        with store.snapshot() as snapshot:
+            names = (node_name(store.secret, root, first, kind) for root in self.namespace.outdated)
+            return any(snapshot.usage(name) is not None for name in names)
 
     def record_savings(self, restored: RestoreResult) -> None:
         """Counts the request, with the seconds that the cache saved."""

@@ -118,6 +118,8 @@ class Fetch:
         restored, self.needs_load = None, False
         with self._context.guarded("nothing is restored"):
             restored = self._restoration.run(self.sequence, self.have, self._logits, loads=loads)
+            if restored is not None and not restored.matched and self._context.is_outdated(self._nodes):
+                restored = replace(restored, refused="upgraded")
             self.needs_load = restored is None
         if restored is not None:
             self.load_s, waited_ms = restored.restore_ms / 1e3, self._prefetched.seconds * 1e3

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from diskprefix.cache.policy.seen import MAX_PROMPT_BYTES, SeenPrompts
-from diskprefix.errors import CacheError
+from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.ghosts import SeenRecord, newest_first
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
@@ -31,6 +31,8 @@ class TenantNamespace:
     root: bytes
     record: RootRecord
     seen: SeenPrompts
+    outdated: Sequence[bytes] = ()
+    """Roots with state that other builds computed for the tenant."""
     is_read: bool = False
     expires_at: float = math.inf
     latest_at: float = -math.inf
@@ -117,6 +119,8 @@ class TenantNamespaces:
             for prompt in newest_first(snapshot, namespace.root, max_bytes=MAX_PROMPT_BYTES):
                 prompts.appendleft(prompt)
                 on_prompt()
+            with suppress(StoreCorrupt):
+                namespace.outdated = snapshot.outdated_roots(namespace.record.identity, namespace.record.tenant)
         if self._on_prompts is not None:
             self._on_prompts(namespace.root, (prompt.token_ids for prompt in prompts))
         for prompt in prompts:

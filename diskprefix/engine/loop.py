@@ -13,6 +13,7 @@ from diskprefix.engine.fetches import Fetches, RunningFetch
 from diskprefix.engine.forward import StateLost, forward
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.picture_rows import PictureRowsSource
+from diskprefix.engine.recheck import Recheck
 from diskprefix.engine.running_request import Reply, ReplyState
 from diskprefix.engine.scheduler import MAX_ROWS, NO_LIMIT, Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
@@ -42,6 +43,7 @@ class Loop:
         self._fetches = Fetches(served.cache, served.pages, inbox.wake)
         self._early_logits: deque[tuple[Reply, Logits]] = deque()
         """The final logits of wholly stored prompts, which are loaded before anything else. Filled on any thread."""
+        self._recheck = Recheck(served, inbox.wake)
         if served.draft is not None:
             served.draft.begin_read = self._fetches.begin
         self._rows: PictureRowsSource | None = None
@@ -73,6 +75,7 @@ class Loop:
         finally:
             if self._served.draft is not None:
                 self._served.draft.stop_ahead()
+            self._recheck.close()
             self._fetches.close()
             if self._rows is not None:
                 self._rows.close()
@@ -80,11 +83,12 @@ class Loop:
                 running.cached.close()
 
     def _works_ahead(self) -> bool:
-        """Computes something for later guesses while there is no request. Returns False if there is nothing to do."""
+        """Computes something for later guesses, or again what an earlier version has stored, while there is no request.
+        Returns False if there is nothing to do."""
         if self._active.requests or self._inbox.queue_depth:
             return False
         self._inbox.heartbeat.beat(MAX_ROWS)
-        return self._served.speculation.work_ahead() > 0
+        return self._served.speculation.work_ahead() > 0 or self._recheck.work()
 
     # Between two steps.
 
@@ -92,6 +96,8 @@ class Loop:
         """Handles all that has happened since the last step."""
         # First, so that what comes later ends the next wait.
         waiting = self._inbox.waiting()
+        if waiting:
+            self._recheck.stop()
         active = self._active
         self._served.drop_gone()
         for running in [one for one in active.requests if one.ticket.cancelled and not one.is_fetching]:

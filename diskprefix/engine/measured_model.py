@@ -13,13 +13,16 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
 from diskprefix.kv.layout import Layout
+from diskprefix.model.bits import build_of
 from diskprefix.model.load.draft_layer import draft_layer_of
 from diskprefix.model.load.fingerprint import Fingerprint
+from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.planned import NotExact, plan_runtime
+from diskprefix.model.plan_fingerprint import PlanFingerprint
+from diskprefix.model.planned import NotExact, PlanRuntime, plan_runtime
 from diskprefix.model.runtime import Runtime
 from diskprefix.model.self_check import checked, known_reason
-from diskprefix.native.library import REMEDY, are_missing, described
+from diskprefix.native.library import REMEDY, are_missing, described, operators
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
 from diskprefix.store.pieces import LAYOUT_VERSION
@@ -39,8 +42,10 @@ class MeasuredModel:
     loaded: LoadedModel
     layout: Layout
     runtime: Runtime
-    fingerprint: Fingerprint
+    fingerprint: Fingerprint | PlanFingerprint
     reason: str
+    build: str = ""
+    """What computes, if that is not in the fingerprint."""
 
     def cache(
         self,
@@ -54,6 +59,8 @@ class MeasuredModel:
         return PrefixCache(
             *(settings, store, self.layout, identity, self.loaded.name, on_prompts),
             tokenizer=os.path.abspath(self.loaded.tokenizer.name_or_path),
+            # A guess is never wrong, only in vain.
+            build=self.build if beside is None else "",
             beside=beside,
         )
 
@@ -62,8 +69,19 @@ def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     """Finds out where a model is exact. Raises the errors of torch when memory runs out."""
     fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
     layout, reason = layout_of(loaded.model, str(fingerprint))
-    runtime = runtime_of(loaded.model, layout, settings.block_size)
-    return MeasuredModel(loaded, layout, runtime, fingerprint if reason else fingerprint.by_plan(), reason)
+    runtime, compiled = runtime_of(loaded.model, layout, settings.block_size), operators()
+    if not isinstance(runtime, PlanRuntime) or compiled is None:
+        return MeasuredModel(loaded, layout, runtime, fingerprint, reason)
+    if loaded.processor is not None and settings.fingerprint == "strict":
+        # The encoder is a module of transformers.
+        loaded.processor.computed_by = f"{computed_by(loaded.model)} {compiled.identity}"
+    by_plan = PlanFingerprint.of(
+        *(runtime.config, runtime.plan, compiled),
+        weights_digest=loaded.weights_digest,
+        dtype=fingerprint.dtype,
+        mode=settings.fingerprint,
+    )
+    return MeasuredModel(loaded, layout, runtime, by_plan, "", build_of(compiled))
 
 
 def runtime_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Runtime:

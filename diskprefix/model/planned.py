@@ -52,7 +52,7 @@ class PlanRuntime:
         whole model."""
         self.layout, self.vocab_size = layout, layout.vocab_size
         found = config_of(config, weights.dtype, layout, page_tokens)
-        self._config = first_layers(found) if is_of_first else found
+        self.config = first_layers(found) if is_of_first else found
         self._padded = padded_tokens(config)
         self._weights, self._names = weights, SlotNames.of(config.get_text_config(decoder=True))
         self._dtype, self._page_tokens = weights.dtype, page_tokens
@@ -66,7 +66,7 @@ class PlanRuntime:
     @cached_property
     def draft_layer(self) -> DraftLayer:
         """The draft layer of a layout that has one."""
-        return DraftLayer(self._config, self._begin, torch.get_num_threads)
+        return DraftLayer(self.config, self._begin, torch.get_num_threads)
 
     def prepare(self) -> None:
         """Makes the plans."""
@@ -78,7 +78,7 @@ class PlanRuntime:
         plan = self._plans.get(with_hidden)
         if plan is None or num_rows > plan.max_rows:
             plan, slots = self._begin(num_rows)
-            decoder(plan, self._config, slots, with_hidden=with_hidden)
+            decoder(plan, self.config, slots, with_hidden=with_hidden)
             self._plans[with_hidden] = plan
         return plan
 
@@ -87,8 +87,8 @@ class PlanRuntime:
         compiled = operators()
         assert compiled is not None, "a model of a plan is exact at every token"
         dtype, max_rows = _DTYPES[self._dtype], max(num_rows, _ROWS)
-        plan = ComputePlan(compiled, dtype, max_rows, self._config.vocab_size, self._page_tokens)
-        return plan, Slots(self._weights, self._config.norm, self._config.epsilon, self._names)
+        plan = ComputePlan(compiled, dtype, max_rows, self.config.vocab_size, self._page_tokens)
+        return plan, Slots(self._weights, self.config.norm, self.config.epsilon, self._names)
 
     def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
         """Computes a step: all rows of all sequences together."""

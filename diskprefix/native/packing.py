@@ -13,7 +13,7 @@ from diskprefix.native.library import Operators
 _PACKING = struct.Struct("@5q 4P q P")
 """`Packing` of `source/interface.h`."""
 
-_TYPES = {
+TYPES = {
     "Q4_0": (2, 32, 18),
     "Q4_1": (3, 32, 20),
     "Q5_0": (6, 32, 22),
@@ -82,7 +82,7 @@ def _call(
     content: int = 0,
     num_threads: int | None = None,
 ) -> None:
-    number, weights, num_bytes = _TYPES[kind]
+    number, weights, num_bytes = TYPES[kind]
     strips, columns = out.shape[0], row_bytes // num_bytes * weights
     has_units = row_bytes % num_bytes == 0 and out.shape[1] == columns // weights
     require(has_units and out.dtype is torch.uint8 and out.is_contiguous(), out)

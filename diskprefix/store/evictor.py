@@ -34,6 +34,8 @@ class Evictor:
     def __init__(self, file: StoreFile) -> None:
         """`file.min_free_bytes` of the disk stay free, 0 for no limit."""
         self.may_have_own_ttls = True
+        self.served: tuple[str, ...] = ()
+        """The identities of the models that the store is served with. What other builds computed of them goes first."""
         self._file = file
         self._pins: Counter[bytes] = Counter()
         self._pins_lock = threading.Lock()
@@ -73,7 +75,7 @@ class Evictor:
                 bytes_wanted=wanted,
                 pinned=keep | self.pinned(),
                 now=self._file.clock(),
-                saves_nothing=snapshot.saves_nothing(),
+                saves_nothing=snapshot.saves_nothing(self.served),
             )
             freed = sum(int(table.records["stored_bytes"][table.row_of[name]]) for name in victims)
             if need_bytes and used + need_bytes - freed > usable:

@@ -89,9 +89,9 @@ class Housekeeping:
         self.report_problem()
         if self._store.problem is None:
             self._expire()
-        self._record_models()
+        self.record_models()
 
-    def _record_models(self) -> None:
+    def record_models(self) -> None:
         """Records all models in the store. After a failure, `maintain` tries again."""
         models = self.models
         if models == self._recorded:

@@ -150,10 +150,12 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A model that a store was served with, even if nothing of it is stored. `identity` is the shared tenant's
-    `RootRecord.identity`."""
+    `RootRecord.identity`. `build` computed what is stored, or has computed some of it again; empty where the identity
+    has it."""
 
     model: str
     identity: str
+    build: str = ""
 
 
 class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):

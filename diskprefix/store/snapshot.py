@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +11,7 @@ import lmdb
 import numpy as np
 
 from diskprefix.errors import StoreCorrupt
+from diskprefix.identity import identity_of_tenant, is_outdated
 from diskprefix.store.eviction import UsageTable
 from diskprefix.store.note_record import StoredNote
 from diskprefix.store.pieces import PayloadLayout
@@ -30,6 +31,7 @@ from diskprefix.store.schema import (
     decode_record,
     decode_usage,
     is_node,
+    model_key,
     node_kind,
     node_name,
     node_position,
@@ -37,7 +39,7 @@ from diskprefix.store.schema import (
     piece_index,
     piece_key,
 )
-from diskprefix.tokens import HASH_BYTES, num_common
+from diskprefix.tokens import HASH_BYTES, num_common, root_hash
 
 log = logging.getLogger("diskprefix")
 
@@ -141,18 +143,27 @@ class Snapshot:
                 raise StoreCorrupt(f"the usage record of node {name.hex()} has {len(value)} bytes")
         return UsageTable(list(usages), np.frombuffer(b"".join(usages.values()), USAGE_DTYPE))
 
-    def saves_nothing(self) -> Callable[[bytes], bool] | None:
-        """Returns a function that tells whether a leaf of this name is useless: a block of a layout with states, where
-        only checkpoints and tails can be restored. Returns None if the store has no such layout."""
-        roots = {root for root, value in self.records("roots") if _has_states(root, value)}
-        if not roots:
+    def saves_nothing(self, served: Collection[str] = ()) -> Callable[[bytes], bool] | None:
+        """Returns a function that tells whether a leaf of this name is useless: one that another build has computed of
+        the models with the identities `served`, or a block of a layout with states, where only checkpoints and tails
+        can be restored. Returns None if the store has neither."""
+        roots, outdated = set[bytes](), set[bytes]()
+        for root, value in self.records("roots"):
+            with suppress(StoreCorrupt):
+                record = decode_record(RootRecord, root, value)
+                if is_outdated(record.identity, served):
+                    outdated.add(root)
+                if PayloadLayout.parse(record.layout).states:
+                    roots.add(root)
+        if not (roots or outdated):
             return None
 
-        def is_bare_block(name: bytes) -> bool:
+        def is_useless(name: bytes) -> bool:
             value = self.record("nodes", name)
-            return value is not None and node_kind(value) == Kind.BLOCK and node_root(value) in roots
+            root = b"" if value is None else node_root(value)
+            return root in outdated or (root in roots and value is not None and node_kind(value) == Kind.BLOCK)
 
-        return is_bare_block
+        return is_useless
 
     def parent(self, name: bytes) -> bytes:
         """Returns the node or root that a node continues, empty if there is no such node."""
@@ -204,6 +215,13 @@ class Snapshot:
             yield name
             position, name = node_position(value), bytes(value[:HASH_BYTES])
 
+    def outdated_roots(self, identity: str, tenant: str) -> list[bytes]:
+        """Returns the roots of a tenant that have nodes by other builds of the model of an `identity`. Raises
+        `StoreCorrupt`."""
+        others = (model.identity for _, model in self.models() if is_outdated(model.identity, (identity,)))
+        roots = (root_hash(identity_of_tenant(other, tenant)) for other in others)
+        return [root for root in roots if self.has_under("children", root)]
+
     def root(self, root: bytes) -> RootRecord | None:
         value = self.record("roots", root)
         return None if value is None else decode_record(RootRecord, root, value)
@@ -220,6 +238,12 @@ class Snapshot:
     def meta(self, key: str) -> bytes | None:
         value = self.record("meta", key.encode())
         return None if value is None else bytes(value)
+
+    def model(self, identity: str) -> ModelRecord | None:
+        """Returns the record of a model that the store was served with. Raises `StoreCorrupt`."""
+        key = model_key(identity)
+        value = self.record("meta", key)
+        return None if value is None else decode_record(ModelRecord, key, value)
 
     def models(self) -> Iterator[tuple[bytes, ModelRecord]]:
         """Yields key and record of each model that the store was served with. Raises `StoreCorrupt`."""
@@ -326,11 +350,3 @@ def _common_at(cursor: Any, is_at_key: bool, beginning: bytes, some_ids: bytes) 
     `children`; 0 if the key has another beginning."""
     key = bytes(cursor.key()) if is_at_key else b""
     return num_common(key[HASH_BYTES:-HASH_BYTES], some_ids) if key.startswith(beginning) else 0
-
-
-def _has_states(root: bytes, record: bytes | memoryview) -> bool:
-    """Returns whether the layout in a root's record has states, False if the record cannot be read."""
-    try:
-        return bool(PayloadLayout.parse(decode_record(RootRecord, root, record).layout).states)
-    except StoreCorrupt:
-        return False

@@ -258,10 +258,11 @@ class Writer:
             self._changed.notify_all()
 
     def add_model(self, model: ModelRecord) -> None:
-        """Adds a model to those that the store is served with. They are recorded when nothing waits, and again in a new
-        file of the store."""
+        """Adds a model to those that the store is served with. They are recorded before anything of them is
+        stored, and again in a new file of the store."""
         with self._changed:
             self.housekeeping.models += (model,)
+            self._store.evictor.served += (model.identity,)
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all publications are written, notes are written or refused, and records that made writing fail
@@ -403,6 +404,8 @@ class Writer:
             for name, parent in damaged.items():
                 attempt(partial(self.housekeeping.quarantine, name, parent))
             attempt(self.housekeeping.remove_damaged)
+            if waiting is not None and self._store.problem is None:
+                attempt(self.housekeeping.record_models)
             is_done = self._write_all(waiting)
             self._wake()
             if waiting is not None:

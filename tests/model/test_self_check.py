@@ -17,7 +17,6 @@ from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model import self_check
-from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.planned import NotExact, config_of, first_layers
 from diskprefix.native import build, library
@@ -131,14 +130,6 @@ def test_state_that_is_kept_outside_of_memory_is_found_by_the_restore(monkeypatc
 
 def refused(*_: Any) -> Any:
     raise NotExact("so")
-
-
-def test_the_fingerprint_of_a_plan_has_the_operators_and_not_the_kernels_of_torch() -> None:
-    before = Fingerprint.of(tiny_model("mixtral", torch.float32), "")
-    compiled = library.operators()
-    assert compiled is not None
-    assert before.by_plan() == replace(before, attention="plan", experts="plan", attention_kernel=compiled.identity)
-    assert "sdpa" in before.attention
 
 
 def test_a_check_that_was_passed_is_remembered_for_these_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import library
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, fills_blocks, product, rows_of
-from diskprefix.native.packing import _TYPES, pack
+from diskprefix.native.packing import TYPES, pack
 from tests.native.one_operation import head_products, norm
 from tests.native.variants import OF_INTEGERS, of_this_cpu
 
@@ -196,7 +196,7 @@ def cancelling(rows: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_types_are_those_with_a_form() -> None:
-    assert set(_TYPES) == set(FILE_FORMS)
+    assert set(TYPES) == set(FILE_FORMS)
 
 
 def test_no_two_forms_have_one_text() -> None:
@@ -220,7 +220,7 @@ def test_memory_is_hardly_more_than_the_file() -> None:
     assert "F16" not in FILE_FORMS
 
 
-@pytest.mark.parametrize("kind", _TYPES)
+@pytest.mark.parametrize("kind", TYPES)
 def test_weights_are_those_of_the_gguf_library(operators: Operators, kind: str) -> None:
     content = content_of(kind, ROWS, WIDE)
     matrix, expected = packed(operators, kind, content), dequantised(kind, content)
@@ -231,11 +231,11 @@ def test_weights_are_those_of_the_gguf_library(operators: Operators, kind: str) 
     assert torch.equal(product(operators, one_by_one[100:105], matrix).t(), expected[:, 100:105])
 
 
-@pytest.mark.parametrize("kind", _TYPES)
+@pytest.mark.parametrize("kind", TYPES)
 def test_scales_may_be_anything(operators: Operators, kind: str) -> None:
     """With scales of 0 and less, 0 and -0 are told apart."""
     content = content_of(kind, ROWS, WIDE)
-    num_bytes = _TYPES[kind][2]
+    num_bytes = TYPES[kind][2]
     blocks = content.reshape(ROWS, -1, num_bytes)
     numbers = np.resize(np.array(SPECIAL, np.uint16), blocks.shape[:2])
     for at in _HALVES.get(kind, (0,)):

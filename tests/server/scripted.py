@@ -85,6 +85,7 @@ STATS: dict[str, Any] = {
     "ghost_bytes": 2,
     "quarantined": 15,
     "stalled_reads": 16,
+    "outdated": 17,
     "errors": 16,
     "remote": None,
     "gate": CostModel("auto", lambda num_tokens: 23_040 * num_tokens).as_dict(),

@@ -72,6 +72,7 @@ class PictureReader:
         self.token_id = -1 if token_id is None else int(token_id)
         self.placeholders = _placeholders(processor)
         self._settings = _settings(processor)
+        self.computed_by = ""
 
     @classmethod
     def load(cls, folder: Path, config: PreTrainedConfig, make: Callable[[], Any] | None = None) -> PictureReader:
@@ -124,7 +125,8 @@ class PictureReader:
         scale = min(1.0, LONGEST_SIDE.get(detail, max(size)) / max(size))
         target_size = (max(1, round(width * scale)), max(1, round(height * scale)))
         form = self._form(target_size, param)
-        name = hashlib.blake2b(self._settings + json.dumps(target_size).encode() + content, digest_size=16).digest()
+        form_text = self.computed_by + json.dumps(target_size)
+        name = hashlib.blake2b(self._settings + form_text.encode() + content, digest_size=16).digest()
         prepare = partial(self._prepare, content, (kind, turn, size, target_size), param)
         return Picture(name, *form, f"{width}x{height}", len(content), param, prepare)
 

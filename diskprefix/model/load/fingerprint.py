@@ -1,4 +1,4 @@
-"""The identity of the numbers that a model computes. Two runs may share KV only if they have the same root.
+"""The identity of the numbers that a model computes on the grid. Two runs may share KV only if they have the same root.
 
 README.md tells what belongs to it. A field of the configuration that is not known goes in, because a needless miss
 costs time and a wrong hit gives a wrong answer.
@@ -11,7 +11,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,9 @@ from diskprefix.model.load.kernel_settings import (
     matmul_precision,
     switches,
 )
-from diskprefix.native.library import operators
 from diskprefix.tokens import file_digest
 
-_NAMED_IF_SET = ("kernels", "switches", "threads", "attention_kernel")
+_NAMED_IF_SET = ("kernels", "switches", "threads")
 """Left out of the root if they are empty."""
 _VERSIONS = ("torch_version", "transformers_version", "gguf_version", "numpy_version")
 _NOT_PORTABLE = {"device", "cpu", *_VERSIONS, *_NAMED_IF_SET} - {"switches"}
@@ -61,7 +60,8 @@ _ROPE_WITHOUT_MAX_POSITIONS = frozenset({"default", "linear", "llama3", "proport
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Everything that changes the numbers. In mode `portable` the root leaves out the fields of `_NOT_PORTABLE`."""
+    """Everything that changes the numbers of modules. In mode `portable` the root leaves out the fields of
+    `_NOT_PORTABLE`."""
 
     weights_digest: str
     model_class: str
@@ -93,8 +93,6 @@ class Fingerprint:
     """torch's switches of kernels and precision that are not at their defaults."""
     threads: str = ""
     """The number of compute threads of a CPU, which decides where its kernels cut sums; empty on a GPU."""
-    attention_kernel: str = ""
-    """The compiled operators (`native`) if the model is exact at every token, with compiler and sources."""
     mode: str = "strict"
     """`strict` or `portable`."""
 
@@ -128,12 +126,6 @@ class Fingerprint:
             threads=str(torch.get_num_threads()) if model.device.type == "cpu" else "",
             mode=mode,
         )
-
-    def by_plan(self) -> Fingerprint:
-        """Returns the fingerprint of the model computed by its plan."""
-        compiled = operators()
-        assert compiled is not None, "a plan needs them"
-        return replace(self, attention="plan", experts="plan", attention_kernel=compiled.identity)
 
     def identity(self, block_size: int, layout_version: int, layout: str, salt: str = "") -> str:
         """Returns the text whose hash (`tokens.root_hash`) is the root, the parent of every first block. `layout`

@@ -15,13 +15,15 @@ class PictureProcessor(Protocol):
     """Reads the pictures of one model. Safe to call from several threads.
 
     `problem` says why the model takes none; None if it does. A text must not contain `placeholders`. The chat template
-    writes `mark` for a picture, and `token_id` is the token that stands for a row of the encoder's output.
+    writes `mark` for a picture, and `token_id` is the token that stands for a row of the encoder's output. The names of
+    pictures have `computed_by`, what runs the encoder; it is empty if the identity of the model says that.
     """
 
     problem: str | None
     placeholders: frozenset[str]
     mark: str
     token_id: int
+    computed_by: str
 
     def read_image(self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = ()) -> Picture:
         """Returns a picture, of which only the header is read. `param` is the path of its content. Raises

@@ -408,7 +408,7 @@ def test_a_broken_memory_is_ignored_and_rewritten(
     assert [path.name for path in cache.parent.iterdir()] == ["digests.json"]
 
 
-# The number of compute threads belongs to the identity: kernels cut their sums by it.
+# The number of compute threads belongs to the identity, unless a plan computes: torch's kernels cut their sums by it.
 
 BLOCK = 16
 
@@ -431,10 +431,12 @@ def restored_after(folder: Path, kv: Path, before: int, after: int, **changes: A
 
 @pytest.mark.usefixtures("cache", "threads_put_back")
 def test_daemons_do_not_share_a_store_over_numbers_of_threads(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "model", dtype=torch.bfloat16, max_position_embeddings=512)
+    folder = write_folder(tmp_path / "model", dtype=torch.float16, max_position_embeddings=512)
     assert restored_after(folder, tmp_path / "a", 1, 3) == 0
-    assert restored_after(folder, tmp_path / "b", 3, 3) == 100
-    assert restored_after(folder, tmp_path / "c", 1, 3, fingerprint="portable") == 100
+    assert restored_after(folder, tmp_path / "b", 3, 3) > 0
+    assert restored_after(folder, tmp_path / "c", 1, 3, fingerprint="portable") > 0
+    by_plan = write_folder(tmp_path / "by plan", dtype=torch.bfloat16, max_position_embeddings=512)
+    assert restored_after(by_plan, tmp_path / "d", 1, 3) == 100
 
 
 @pytest.mark.usefixtures("cache", "threads_put_back")

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.engine.measured_model import layout_of
-from diskprefix.model.load.fingerprint import Fingerprint
+from diskprefix.engine.measured_model import measured
 from diskprefix.model.load.loader import LoadedModel, begin_packing, load_model
 from diskprefix.model.quants.expert_matrices import is_mixture, matrices_of
 from diskprefix.model.quants.quantised import QuantisedLinear
@@ -44,14 +43,13 @@ def forms_of(model: PreTrainedModel) -> dict[str, str]:
 
 def test_the_form_of_the_weights_and_the_kernels_are_part_of_the_identity(file: Path) -> None:
     def root(weights: str, kernels: str, mode: str = "portable") -> str:
-        model = loaded(file, weights, kernels=kernels)
-        found = Fingerprint.of(model.model, model.weights_digest, mode)
-        return (found if layout_of(model.model)[1] else found.by_plan()).identity(16, 1, "layout")
+        found = measured(loaded(file, weights, kernels=kernels), Settings(model=str(file), fingerprint=mode))
+        return found.fingerprint.identity(16, 1, "layout")
 
-    forms = [("native", "auto"), ("auto", "auto"), ("auto", of_this_cpu()[-1])]
+    forms = [("native", "auto"), ("auto", "auto")]
     own = [("native", kernels, "strict") for kernels in ("torch", *of_this_cpu())]
     assert len({root(*one) for one in [*forms, *own]}) == len(forms) + len(own)
-    assert root("auto", of_this_cpu()[0]) == root("auto", "auto")
+    assert root("auto", of_this_cpu()[-1]) == root("auto", "auto")
 
 
 def test_auto_without_a_compiled_kernel_is_native(file: Path) -> None:

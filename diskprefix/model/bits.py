@@ -1,0 +1,104 @@
+"""The bits of a build: what its operators give for fixed inputs, by the plans of tiny models of each family.
+
+Two builds with equal bits share what they have stored, whatever their sources. Neither the number of threads nor the
+cut into steps changes bits. What these models do not reach is computed again beside what was stored: `engine.recheck`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+
+from diskprefix.memo import Memo
+from diskprefix.model.families.decoder import decoder
+from diskprefix.model.families.draft_decoder import draft
+from diskprefix.model.load.fingerprint import remembered_digest
+from diskprefix.model.load.kernel_settings import code_digest, cpu_kind
+from diskprefix.model.operands import PlannedRun
+from diskprefix.model.plan import ComputePlan
+from diskprefix.model.slots import Slots
+from diskprefix.model.tiny_models import MODELS, NAMES, PAGE_TOKENS, VOCAB, TinyModel, TinyWeights, below, made_up
+from diskprefix.native import calls
+from diskprefix.native.build import LIBRARY
+from diskprefix.native.library import Operators
+
+_START = 270
+STEPS = 37, 1
+"""The first token that is computed is behind a tile of attention. Steps of few rows have other kernels."""
+FORMS = {"float32": calls.FLOAT32, "bfloat16": calls.BFLOAT16, "quants": calls.BFLOAT16}
+
+_measured = Memo("bits", version=1, max_records=64)
+
+
+def build_of(operators: Operators) -> str:
+    """Returns a digest of what makes a build, 16 hex digits: the library, our own code, and the kind of CPU."""
+    library = remembered_digest(LIBRARY), operators.variant
+    return _digest(f"{library} {code_digest()} {torch.__version__} {np.__version__} {cpu_kind()}".encode())
+
+
+def bits_of_build(operators: Operators) -> str:
+    """Returns the digest of a build's bits, 16 hex digits. They are measured once."""
+    build = build_of(operators)
+    found = _measured.get(build)
+    if not isinstance(found, str):
+        found = _digest(*(f"{name} {digest}".encode() for name, digest in measured_bits(operators).items()))
+        _measured.put(build, found)
+    return found
+
+
+def measured_bits(operators: Operators) -> dict[str, str]:
+    """Returns digests of what each tiny model gives in each form, by both."""
+    return {
+        f"{name} in {form}": _digest(*chain(*computed(operators, model, form)))
+        for name, model in MODELS.items()
+        for form in FORMS
+    }
+
+
+def computed(
+    operators: Operators, model: TinyModel, form: str, steps: Sequence[int] = STEPS, threads: int = 0
+) -> tuple[list[bytes], list[bytes]]:
+    """Returns the logits and hidden states of some steps, row after row, and the memory behind them."""
+    dtype = FORMS[form]
+    item_bytes = 4 if dtype == calls.FLOAT32 else 2
+    config, of_tables, of_states = model.placed(item_bytes)
+    plan = ComputePlan(operators, dtype, max(steps), VOCAB, PAGE_TOKENS)
+    weights = TinyWeights(operators, model, dtype, has_quants=form == "quants")
+    slots = Slots(weights, config.norm, config.epsilon, NAMES)
+    decoder(plan, config, slots, with_hidden=True)
+    num_pages = -(-(_START + sum(steps)) // PAGE_TOKENS)
+    tables = [made_up((num_pages, size // item_bytes), n, dtype).copy() for n, size in enumerate(of_tables)]
+    pages = [np.array([_at(page) for page in table], np.uint64) for table in tables]
+    states = [np.zeros(size, np.uint8) for size in of_states]
+    at_states, ids, rows = [_at(state) for state in states], below(VOCAB, sum(steps), 4), list[bytes]()
+    before, drafts = None, ComputePlan(operators, dtype, max(steps), VOCAB, PAGE_TOKENS)
+    if config.draft_layer is not None:
+        before, _ = draft(drafts, config, slots)
+    for end, count in zip(accumulate(steps), steps, strict=True):
+        start = _START + end - count
+        run = PlannedRun(start, count, count, [_at(one) for one in pages], array("q"), at_states, at_states)
+        step = [run], ids[end - count : end], np.arange(start, start + count)[None], threads or torch.get_num_threads()
+        plan.run(*step)
+        outs = [plan.copied(out, count) for out in (plan.logits, plan.hidden)]
+        if before is not None:
+            drafts.put(before, outs[1])
+            drafts.run(*step)
+            outs = [drafts.copied(out, count) for out in (drafts.logits, drafts.hidden)]
+        rows += [one.tobytes() for of_row in zip(*outs, strict=True) for one in of_row]
+    return rows, [memory.tobytes() for memory in (*tables, *states)]
+
+
+def _at(numbers: np.ndarray) -> int:
+    return int(numbers.ctypes.data)
+
+
+def _digest(*parts: bytes) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()[:16]

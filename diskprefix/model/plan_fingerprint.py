@@ -1,0 +1,131 @@
+"""The identity of the numbers that a plan computes: weights, options, forms, and the bits of the build.
+
+Neither versions nor sources are in it, nor the number of threads: where they change bits, `bits` differs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from diskprefix.identity import canonical, identity_text
+from diskprefix.model.bits import bits_of_build
+from diskprefix.model.config import DecoderConfig
+from diskprefix.model.load.kernel_settings import code_digest
+from diskprefix.model.operands import HeadMatrices, Weight
+from diskprefix.model.plan import ComputePlan
+from diskprefix.native.library import Operators
+from diskprefix.native.matrix import Matrix
+
+_IN_MEMORY = ("places", "states")
+"""Where a layer has its state, which the layout says."""
+_SMALL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFingerprint:
+    """All that changes the numbers of a plan. In mode `portable` the root has our code in the place of the bits, so
+    machines with other kernels share it."""
+
+    weights_digest: str
+    configuration: str
+    """A digest of the options that are not at their defaults."""
+    forms: str
+    """A digest of the forms of the weights, and of the vectors and tables that were computed of them at the start."""
+    dtype: str
+    bits: str
+    code: str
+    mode: str = "strict"
+
+    @classmethod
+    def of(
+        cls,
+        config: DecoderConfig,
+        plan: ComputePlan,
+        operators: Operators,
+        *,
+        weights_digest: str,
+        dtype: str,
+        mode: str = "strict",
+    ) -> PlanFingerprint:
+        """Returns the fingerprint of a model with these options, and a plan of it."""
+        return cls(
+            weights_digest=weights_digest,
+            configuration=_digest(canonical(options(config)).encode()),
+            forms=_digest(*sorted({_described(one) for _, kept in plan.made_of for one in _leaves(kept)})),
+            dtype=dtype,
+            bits=bits_of_build(operators),
+            code=code_digest(),
+            mode=mode,
+        )
+
+    def identity(self, block_size: int, layout_version: int, layout: str, salt: str = "") -> str:
+        """Returns the text whose hash is the root; see `Fingerprint.identity`."""
+        named = self.as_dict()
+        del named["bits" if self.mode == "portable" else "code"]
+        return identity_text(named, block_size, layout_version, layout, salt)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns every field, for `/props`."""
+        return asdict(self)
+
+
+def options(value: Any) -> Any:
+    """Returns options in types of JSON, of a class only those that are not at their defaults: an option that a later
+    version adds changes nothing for models without it."""
+    if isinstance(value, np.ndarray):
+        return _digest(f"{value.dtype} {value.shape} ".encode(), value.tobytes())
+    if is_dataclass(value) and not isinstance(value, type):
+        named = {one.name: (getattr(value, one.name), _default(one)) for one in fields(value)}
+        return {
+            name: options(found)
+            for name, (found, default) in named.items()
+            if name not in _IN_MEMORY and (isinstance(found, np.ndarray) or found != default)
+        }
+    if isinstance(value, Mapping):
+        return {str(key): options(one) for key, one in value.items()}
+    return [options(one) for one in value] if isinstance(value, tuple | list) else value
+
+
+def _default(field: Any) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _leaves(kept: Any) -> Iterator[Any]:
+    """Yields the weights and tables among what a call keeps."""
+    if isinstance(kept, Weight | Matrix | HeadMatrices | np.ndarray):
+        yield kept
+    elif is_dataclass(kept) and not isinstance(kept, type):
+        for one in fields(kept):
+            yield from _leaves(getattr(kept, one.name))
+    elif isinstance(kept, tuple | list):
+        for one in kept:
+            yield from _leaves(one)
+
+
+def _described(weight: Any) -> bytes:
+    """Returns the form of a weight; a small one with its content, which the start may have computed."""
+    if isinstance(weight, Matrix):
+        return f"matrix {weight.rows} {weight.columns} {weight.form}".encode()
+    if isinstance(weight, HeadMatrices):
+        return f"matrices {weight.heads} {weight.rows} {weight.columns} {weight.kept.itemsize}".encode()
+    kept = weight.kept if isinstance(weight, Weight) else weight
+    num_bytes = math.prod(kept.shape) * kept.itemsize
+    form = f"{tuple(kept.shape)} {kept.itemsize} ".encode()
+    if num_bytes > _SMALL_BYTES:
+        return form
+    address = weight.address if isinstance(weight, Weight) else int(kept.ctypes.data)
+    return form + hashlib.sha256(ctypes.string_at(address, num_bytes)).digest()
+
+
+def _digest(*parts: bytes) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(f"{len(part)} ".encode() + part)
+    return found.hexdigest()[:32]

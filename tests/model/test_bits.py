@@ -1,0 +1,145 @@
+"""The bits of a build: those of tiny models of each family, kept by variant; they are measured once.
+
+Variants that no machine of ours has had (AMX, ARM64) are not in the table, and neither are compilers but GCC 12:
+`-ffp-contract=off` leaves them little to choose. `python -m tests.model.test_bits` prints the table, on a CPU that has
+all of its variants.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diskprefix.model import bits
+from diskprefix.model.bits import FORMS, STEPS, bits_of_build, build_of, computed, measured_bits
+from diskprefix.model.families.decoder import decoder
+from diskprefix.model.plan import ComputePlan
+from diskprefix.model.plan_fingerprint import _leaves
+from diskprefix.model.quants.quant_form import FILE_FORMS
+from diskprefix.model.slots import Slots
+from diskprefix.model.tiny_models import MODELS, NAMES, PAGE_TOKENS, VOCAB, TinyWeights
+from diskprefix.native import calls, library
+from diskprefix.native.build import LIBRARY
+from diskprefix.native.library import Operators
+from diskprefix.native.matrix import Matrix
+from tests.native.variants import of_this_cpu
+
+KEPT = ("avx512_bf16", "avx512", "avx2", "baseline") if platform.machine() == "x86_64" else ()
+GOLDEN = {
+    "dense in float32": "508d47faf602515f 508d47faf602515f 2d171a3d5e4749ad c9390bb2de2ca63b",
+    "dense in bfloat16": "de46144c926e2ee9 a25c87c0053ab42f a25c87c0053ab42f a25c87c0053ab42f",
+    "dense in quants": "2e9357ac19f377ba afdf97e135821d8b afdf97e135821d8b 60aec806cd46244d",
+    "plain in float32": "2c6d7ed8ea01425f 2c6d7ed8ea01425f f9b92f4c622e1492 2b410b3084623f9c",
+    "plain in bfloat16": "62a623680ae40415 ec5a0de07c7d7c05 ec5a0de07c7d7c05 b8d11125534e7333",
+    "plain in quants": "12098001e02dd6a1 5534cc35bbf56966 c12b862ed9e71e54 0f8a725ad767da8f",
+    "mixture in float32": "f4424de4b5bf08db f4424de4b5bf08db 884e5f317b6abba3 a37847195468975e",
+    "mixture in bfloat16": "f5e0f68adb1a082e 014469c23286ec1d 014469c23286ec1d 014469c23286ec1d",
+    "mixture in quants": "48ed7e11050a1c00 5249d015f8cd66fd 5249d015f8cd66fd 7f397d06703dd72f",
+    "mixture with sinks in float32": "a33e1cdd1548f20a a33e1cdd1548f20a f3a2c175d3e04769 5c1abe3a54488423",
+    "mixture with sinks in bfloat16": "e2f4c9b23d897528 b074e10d6b391329 b074e10d6b391329 e36fc4ab479d6058",
+    "mixture with sinks in quants": "03153c32bfeef348 475c3539c810736d 475c3539c810736d aa67159e02527882",
+    "latent in float32": "fce5686ad6083946 fce5686ad6083946 0a9e0779ae7913f6 d64d2c197c7cfcd6",
+    "latent in bfloat16": "c0a961cc0f6ff57b d8f156cda80653ee d8f156cda80653ee d8f156cda80653ee",
+    "latent in quants": "9a954c974119ec9e 8ecdf76cbfb397a0 3f259aad6218c189 3f259aad6218c189",
+    "recurrent in float32": "3eeda5b21a57b850 3eeda5b21a57b850 df67d2cd5851a9a3 10f165e10345649b",
+    "recurrent in bfloat16": "e28442547bc5db76 491410535ceb6f1a 884e177d49bf2540 1f7e5f725876e13f",
+    "recurrent in quants": "6b7da9ae0e0766ac 2e602626125a1bb8 540d789def013c3d 41b49353ba39d7b7",
+    "recurrent by numbers in float32": "3bcf758ff481ceaa 3bcf758ff481ceaa 4210df1b170a9118 663187a092be134c",
+    "recurrent by numbers in bfloat16": "cefed04a1f16ed44 3ac5dccfe2c81e26 c87d2aeef0b81969 f3bbe0a0903990ae",
+    "recurrent by numbers in quants": "4541f5136441dd29 dbb6bc8e6f38941e 0875d387509894b2 8db96171a15fa7b7",
+    "with draft layer in float32": "50c3f5d5b8f6e651 50c3f5d5b8f6e651 4ff9e5405186bcf8 dfed8bb569662618",
+    "with draft layer in bfloat16": "ec054a83c5e7f526 21b0ba40cc73d9d3 21b0ba40cc73d9d3 ff78e3f942f3c7fe",
+    "with draft layer in quants": "b45f5d053aeaab23 0652dc0fd2196004 0652dc0fd2196004 5b6169e42eed48a2",
+    "late gemma in float32": "c0ce9356b1976b02 c0ce9356b1976b02 8a70f129d3041f94 36dd1f6b7d86da69",
+    "late gemma in bfloat16": "c87a918d0945ec98 e07cec8e07010147 e07cec8e07010147 c946dee3a17b8f4c",
+    "late gemma in quants": "9661cc4a7f35ac29 838ad2bed90365c5 838ad2bed90365c5 bd5a7e5d73414450",
+}
+"""Digests, for each of the variants in `KEPT`."""
+
+
+@pytest.fixture
+def operators(request: pytest.FixtureRequest) -> Operators:
+    library.choose(getattr(request, "param", "auto"))
+    found = library.operators()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("operators", of_this_cpu(KEPT), indirect=True)
+def test_each_family_computes_the_bits_that_are_kept(operators: Operators) -> None:
+    kept = {name: of_variants.split()[KEPT.index(operators.variant)] for name, of_variants in GOLDEN.items()}
+    assert measured_bits(operators) == kept
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_neither_threads_nor_steps_change_bits(operators: Operators, name: str, form: str) -> None:
+    rows, memory = computed(operators, MODELS[name], form)
+    for steps, threads in (((sum(STEPS),), 3), ((1, 4, 13, 20), 1)):
+        assert computed(operators, MODELS[name], form, steps, threads) == (rows, memory)
+    # Logits of drafts are float32 in any case.
+    numbers = [_floats(row, form) for row in rows[1::2]]
+    assert all(np.isfinite(one).all() for one in numbers)
+    assert len(set(rows[::2])) == len(rows[::2]), "rows have logits of their own"
+
+
+def _floats(row: bytes, form: str) -> np.ndarray:
+    if FORMS[form] == calls.FLOAT32:
+        return np.frombuffer(row, np.float32)
+    return (np.frombuffer(row, np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def test_the_tiny_models_have_all_operators_and_forms(operators: Operators) -> None:
+    kinds, forms = set[int](), set[object]()
+    for model in MODELS.values():
+        config, _, _ = model.placed(2)
+        plan = ComputePlan(operators, calls.BFLOAT16, 1, VOCAB, PAGE_TOKENS)
+        weights = TinyWeights(operators, model, calls.BFLOAT16, has_quants=True)
+        decoder(plan, config, Slots(weights, config.norm, config.epsilon, NAMES), with_hidden=True)
+        kinds |= {kind for kind, _, _ in plan._calls}
+        forms |= {one.form for _, kept in plan.made_of for one in _leaves(kept) if isinstance(one, Matrix)}
+    # Those of float32 have experts of another kind.
+    assert kinds == set(range(calls.STATE_SPACE + 1)) - {calls.DENSE_EXPERTS}
+    # These two are packed over the grid of their kinds alone.
+    assert forms >= {*FILE_FORMS.values()} - {FILE_FORMS["IQ1_S"], FILE_FORMS["IQ2_XXS"]}
+
+
+@pytest.mark.usefixtures("cache")
+def test_bits_are_measured_once_for_a_library_and_our_code(
+    operators: Operators, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = list[str]()
+
+    def measure(operators: Operators) -> dict[str, str]:
+        measured.append(operators.variant)
+        return {"a": "b"}
+
+    monkeypatch.setattr(bits, "measured_bits", measure)
+    found = bits_of_build(operators)
+    assert [bits_of_build(operators), len(measured)] == [found, 1]
+    other = tmp_path / "other.so"
+    other.write_bytes(LIBRARY.read_bytes() + b"\0")
+    for name, value in (("LIBRARY", other), ("code_digest", lambda: "another comment")):
+        build = build_of(operators)
+        monkeypatch.setattr(bits, name, value)
+        assert build_of(operators) != build
+        assert bits_of_build(operators) == found
+    assert len(measured) == 3
+
+
+def main() -> None:
+    columns = []
+    for variant in KEPT:
+        library.choose(variant)
+        operators = library.operators()
+        assert operators is not None
+        columns.append(measured_bits(operators))
+    for name in columns[0]:
+        print(f'    "{name}": "{" ".join(column[name] for column in columns)}",')
+
+
+if __name__ == "__main__":
+    main()
