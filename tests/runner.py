@@ -17,13 +17,12 @@ from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import open_store
 from diskprefix.engine.forward import prefill
+from diskprefix.engine.measured_model import layout_of, runtime_of
 from diskprefix.engine.prompt_pictures import PromptPictures
+from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.layout import ExactAt, Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.invariant import uninstall
-from diskprefix.model.exact.runner import runtime_of
-from diskprefix.model.exact.self_check import make_exact, rehearse
 from diskprefix.model.runtime import Rows
 from diskprefix.model.vision_encoder import VisionEncoder
 from diskprefix.settings import Settings
@@ -110,18 +109,17 @@ class Runner:
         *,
         exact_at: ExactAt | None = "grid",
     ) -> None:
-        """`exact_at`: `grid` leaves the model as transformers made it; None is what the self-check finds."""
+        """`exact_at`: `grid` is the model as transformers made it; None is what the self-check finds."""
         self.model = model
         self.settings = settings
         self.name = name
-        uninstall(model)
         self.grid_reason = ""
         """Why the model is exact on the grid only, if that was measured."""
         if exact_at == "grid":
             self.layout = _layout(model)
         else:
             described = f"{name} {model.config} {model.dtype}"
-            self.layout, self.grid_reason = make_exact(model, described)
+            self.layout, self.grid_reason = layout_of(model, described)
             assert exact_at in (None, self.layout.exact_at), self.grid_reason
         self.runtime = runtime_of(model, self.layout, settings.block_size)
         self.on_prompts = on_prompts
@@ -145,7 +143,7 @@ class Runner:
             "tiny",
             on_prompts=self.on_prompts,
         )
-        self.pool = PagePool(self.layout, self.model.device, block_size=self.settings.block_size)
+        self.pool = PagePool(self.layout, block_size=self.settings.block_size)
         self.sequence = KVSequence(self.pool)
 
     def new_sequence(self, num_tokens: int) -> KVSequence:
@@ -264,7 +262,7 @@ class Runner:
         """As the engine does it: the encoder's rows are computed once, and kept."""
         if not prompt.pictures:
             return None
-        encoder = VisionEncoder(self.model, self.model.config.image_token_id)
+        encoder = VisionEncoder(self.model, self.model.config.image_token_id, is_exact=self.layout.exact_at == "token")
         stored = EncodedPictures(self.cache, encoder.levels, encoder.hidden, encoder.dtype)
         pictures = PromptPictures.of(prompt, encoder)
         for number, picture in enumerate(prompt.pictures):

@@ -30,6 +30,7 @@ for _row in (
     "kv",
     "hooks",
     "model cache",
+    "grid",
     "engine chat",
     "api",
     "server",

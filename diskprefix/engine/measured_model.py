@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
 from diskprefix.kv.layout import Layout
-from diskprefix.model.exact.runner import runtime_of
-from diskprefix.model.exact.self_check import make_exact
+from diskprefix.model.load.draft_layer import draft_layer_of
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, load_model
+from diskprefix.model.planned import NotExact, PlanRuntime
 from diskprefix.model.runtime import Runtime
+from diskprefix.model.self_check import checked, known_reason
+from diskprefix.native.library import REMEDY, are_missing, described
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("diskprefix")
 
 
 @dataclass(frozen=True)
@@ -50,12 +59,45 @@ class MeasuredModel:
 
 
 def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
-    """Makes a model compute exactly where it can. Raises the errors of torch when memory runs out."""
-    model, digest = loaded.model, loaded.weights_digest
-    layout, reason = make_exact(model, str(Fingerprint.of(model, digest, settings.fingerprint)))
-    # The fingerprint includes the attention that `make_exact` has installed.
-    runtime = runtime_of(model, layout, settings.block_size)
-    return MeasuredModel(loaded, layout, runtime, Fingerprint.of(model, digest, settings.fingerprint), reason)
+    """Finds out where a model is exact. Raises the errors of torch when memory runs out."""
+    fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
+    layout, reason = layout_of(loaded.model, str(fingerprint))
+    runtime = runtime_of(loaded.model, layout, settings.block_size)
+    return MeasuredModel(loaded, layout, runtime, fingerprint if reason else fingerprint.by_plan(), reason)
+
+
+def runtime_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Runtime:
+    """Returns what computes a model: its plan, or else transformers' modules."""
+    if layout.exact_at == "token":
+        return PlanRuntime(model, layout, page_tokens)
+    from diskprefix.grid.runtime import GridRuntime
+
+    return GridRuntime(model, layout)
+
+
+def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
+    """Returns the layout of the model's state, and why it is not exact at every token ("" if it is). `identity` is the
+    model's fingerprint: what was found is remembered for it. Raises only what torch raises when memory runs out."""
+    from diskprefix.grid.rehearsal import rehearse
+    from diskprefix.grid.state_layout import read_layout
+
+    reason = known_reason(model, model.device)
+    if not reason:
+        try:
+            layout = checked(model, partial(read_layout, model, with_draft_layer=True), identity)
+        except NotExact as found:
+            reason = str(found)
+        else:
+            log.info("[model] kernels: %s", described())
+            return layout, ""
+    layout = rehearse(model, identity)
+    reason = "its state is not cached" if layout.unsupported else reason
+    log.info("[model] exact in steps of one grid: %s", reason)
+    if model.device.type == "cpu" and are_missing():
+        log.warning("[model] replies are many times slower without the compiled operators: %s", REMEDY)
+    if draft_layer_of(model) is not None:
+        log.info("[model] its draft layer is not used: only models that have a plan use theirs")
+    return layout, reason
 
 
 def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, progress: Report) -> LoadedDraft:

@@ -2,7 +2,7 @@
 
 Per-token tensors (keys, values) can be cut into blocks anywhere. States (of convolutions and recurrences) exist at one
 position only, and are stored at checkpoints. Tensors of equal form make one *group*, which is copied at once.
-`model.exact.state_layout` finds the layout of a model.
+`grid.state_layout` finds the layout of a model.
 """
 
 from __future__ import annotations

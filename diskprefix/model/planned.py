@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.drafts import DraftLayer, DraftRow
-from diskprefix.model.exact.patterns import NotInvariant, sees_pictures_whole
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.model_types import (
     SECTIONS_IN_ORDER,
@@ -32,7 +30,7 @@ from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun,
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.runtime import Rows, StepOutput, UncachedState, begin_step
 from diskprefix.model.slots import Slots, decoder_of
-from diskprefix.model.vision_encoder import PictureRows, encoded_rows
+from diskprefix.model.vision_encoder import PictureRows, encoded_rows, sees_pictures_whole
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 
@@ -44,15 +42,20 @@ _ROWS = 256
 _DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
 
 
-class PlanRuntime:
-    """Computes the steps of a model by its plan, over memory of a layout (`model.runtime`)."""
+class NotExact(Exception):
+    """A plan cannot compute a step, or gives a token other bits in another one. The argument says why."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int) -> None:
+
+class PlanRuntime:
+    """Computes the steps of a model by its plan, over memory of a layout (`model.runtime`). `is_of_first`: only the
+    first layers are computed, up to the first one of each kind: the others compute with the same code."""
+
+    def __init__(self, model: PreTrainedModel, layout: Layout, page_tokens: int, *, is_of_first: bool = False) -> None:
+        config = config_of(model, layout, page_tokens)
+        self._config = first_layers(config) if is_of_first else config
         self.layout, self.vocab_size = layout, layout.vocab_size
-        self._config = config_of(model, layout, page_tokens)
         self._padded = padded_tokens(model.config)
-        # A plan is kept as long as its model.
-        self._model, self._dtype, self._page_tokens = ref(model), model.dtype, page_tokens
+        self._model, self._dtype, self._page_tokens = model, model.dtype, page_tokens
         self._plans = dict[bool, ComputePlan]()
 
     @property
@@ -81,7 +84,7 @@ class PlanRuntime:
 
     def _begin(self, num_rows: int) -> tuple[ComputePlan, Slots]:
         """Returns an empty plan for so many rows at least, and the weights."""
-        compiled, model = operators(), self._loaded()
+        compiled, model = operators(), self._model
         assert compiled is not None, "a model of a plan is exact at every token"
         dtype, max_rows = _DTYPES[self._dtype], max(num_rows, _ROWS)
         plan = ComputePlan(compiled, dtype, max_rows, self._config.vocab_size, self._page_tokens)
@@ -91,22 +94,18 @@ class PlanRuntime:
     def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
         """Computes a step: all rows of all sequences together."""
         sequences, runs = begin_step(step)
-        of_each, pictures = [rows.token_ids for rows in step], [rows.pictures for rows in step]
-        with_hidden, ids = needs_hidden or self.layout.has_draft_layer, np.concatenate(of_each)
-        plan = self._plan_for(len(ids), with_hidden=with_hidden)
+        token_ids, pictures = np.concatenate([rows.token_ids for rows in step]), [rows.pictures for rows in step]
         counts = [rows.num_logits for rows in step]
+        plan = self._plan_for(len(token_ids), with_hidden=needs_hidden or self.layout.has_draft_layer)
         described = [self._described(plan, *one) for one in zip(sequences, runs, counts, strict=True)]
-        of_pictures = _encoded(ids, pictures, runs)
+        ids, of_pictures = token_ids, _encoded(token_ids, pictures, runs)
         if self._padded:
             ids = np.where(np.isin(ids, self._padded[1:]), self._padded[0], ids)
         plan.run(described, ids, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
         logits = self._copied(plan, plan.logits, sum(counts)).float().numpy()
-        for sequence, run in zip(sequences, runs, strict=True):
-            for layer in sequence.token_layers:
-                layer.length = run.end
         if self.layout.has_draft_layer:
             may_lag, hidden = all(rows.may_lag for rows in step), plan.copied(plan.hidden, len(ids))
-            self.draft_layer.keep_up(sequences, runs, ids, hidden, may_lag=may_lag)
+            self.draft_layer.keep_up(sequences, runs, token_ids, hidden, may_lag=may_lag)
         for sequence, run in zip(sequences, runs, strict=True):
             sequence.end_step(run)
         return StepOutput(
@@ -122,17 +121,12 @@ class PlanRuntime:
         """Raises `NotImplementedError`: the state of a model with a plan is cached."""
         raise NotImplementedError
 
-    def _loaded(self) -> PreTrainedModel:
-        model = self._model()
-        assert model is not None, "it runs"
-        return model
-
     def _described(self, plan: ComputePlan, sequence: KVSequence, run: Run, num_logits: int) -> PlannedRun:
-        """Raises `NotInvariant` if pages are missing that the operators would read or write."""
+        """Raises `NotExact` if pages are missing that the operators would read or write."""
         for table in sequence.tables:
             has_room = run.end <= len(table.pages) * self._page_tokens
             if not has_room or table.complete_from > table.group.first_needed(run.start):
-                raise NotInvariant("attention to tokens that the memory does not keep")
+                raise NotExact("attention to tokens that the memory does not keep")
         addresses = [table.addresses.buffer_info()[0] for table in sequence.tables]
         states = [page.tensor.data_ptr() for page in sequence.states]
         if run.replays is None:
@@ -203,6 +197,12 @@ def config_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Decod
     return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(levels))
 
 
+def first_layers(config: DecoderConfig) -> DecoderConfig:
+    """Returns the configuration without the layers behind the first one of each kind."""
+    kinds = [replace(layer, places={}, states={}) for layer in config.layers]
+    return replace(config, layers=config.layers[: max(map(kinds.index, kinds)) + 1])
+
+
 def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Location]:
     """Returns where the parts of a layer are in pages, by their names in the layout."""
     found = {}
@@ -271,23 +271,8 @@ def _axes(sections: Sequence[int] | None, count: int, model: PreTrainedModel) ->
     return axes
 
 
-_plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, PlanRuntime | None]] = WeakKeyDictionary()
-"""The last runtimes of models, by their layers, kernels and memory; None for a model of no family."""
-
-
 def reason_without_plan(model: PreTrainedModel) -> str:
     """Returns why a model that is exact at every token has no plan, "" if it has one."""
     if model.dtype not in _DTYPES:
         return f"no plan computes in {str(model.dtype).removeprefix('torch.')}"
     return without_plan(model.config)
-
-
-def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> PlanRuntime | None:
-    """Returns the runtime of a model that is exact at every token, None for one of no family."""
-    # The self-check computes the first layers alone.
-    key = layout, page_tokens, operators(), len(_layers(model))
-    known, plan = _plans.get(model, (None, None))
-    if known != key:
-        plan = None if reason_without_plan(model) else PlanRuntime(model, layout, page_tokens)
-        _plans[model] = key, plan
-    return plan

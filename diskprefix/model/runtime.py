@@ -1,4 +1,4 @@
-"""What computes the steps of a model. All that goes in and comes out is numpy's, so who calls it knows no model."""
+"""A runtime computes the steps of a model. All that goes in and comes out is numpy's, so whoever calls it knows no model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step gives: the logits of each sequence's last rows, [num_logits, vocab], and if asked for the hidden
+    """The result of a step: the logits of each sequence's last rows, [num_logits, vocab], and if asked for the hidden
     states of all rows."""
 
     logits: list[Logits]

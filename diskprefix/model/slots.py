@@ -10,9 +10,8 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from diskprefix.model.config import NormKind
-from diskprefix.model.exact.fused import matrix_of
-from diskprefix.model.exact.mixtures import is_mixture, matrices, matrices_of
 from diskprefix.model.operands import DenseExperts, DenseMatrix, HeadMatrices, PackedExperts, Weight, WeightedNorm
+from diskprefix.model.quants.expert_matrices import is_mixture, matrices, matrices_of
 from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.model.quants.quantised_experts import QuantisedExperts
 from diskprefix.native import calls
@@ -186,9 +185,22 @@ def _of_norm(module: Any, kind: NormKind, width: int) -> torch.Tensor:
     return torch.cat([weight, torch.zeros_like(weight) if bias is None else bias.detach()], dim=-1).flatten()
 
 
+def _matrix_of(module: Any) -> Matrix | None:
+    """Returns the matrix of a linear module, None if the compiled product does not take it."""
+    found: Matrix | None = getattr(module, "matrix", None)
+    if found is not None or type(module) is not torch.nn.Linear:
+        return found
+    weight = module.weight
+    if weight.dtype is not torch.bfloat16 or weight.device.type != "cpu" or not weight.is_contiguous():
+        return None
+    return (
+        Matrix(weight.detach(), (weight.shape[0], weight.shape[1]), bias=module.bias) if fills_blocks(weight) else None
+    )
+
+
 def _matrix(module: Any, dtype: torch.dtype) -> Matrix | DenseMatrix:
     """Returns the matrix of a module, packed only for rows in bfloat16."""
-    found = matrix_of(module) if dtype is torch.bfloat16 else None
+    found = _matrix_of(module) if dtype is torch.bfloat16 else None
     if found is not None:
         return found
     bias: torch.Tensor | None = getattr(module, "bias", None)

@@ -12,7 +12,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -21,15 +21,13 @@ from torch.overrides import TorchFunctionMode
 from diskprefix.errors import InvalidRequest
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.step import Run
-from diskprefix.model.exact.invariant import is_installed
-from diskprefix.model.exact.patterns import sees_pictures_whole
 from diskprefix.native.attention_operator import attention_to_all
 from diskprefix.native.library import operators
 from diskprefix.printable import first_line
 from diskprefix.values import Picture
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +67,17 @@ class _EachSeesAll(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def sees_pictures_whole(config: PreTrainedConfig) -> Literal["", "all", "windowed", "otherwise"]:
+    """Returns the layers in which the tokens of a picture see each other: none, all, or those with a window. Pictures
+    with no other token between them count as one. "otherwise": not so that a plan can. PaliGemma sees the whole
+    prompt so, and Molmo 2 all pictures as one. For Gemma 4 Unified, transformers makes two different masks."""
+    text = config.get_text_config(decoder=True)
+    does = getattr(text, "use_bidirectional_attention", None) == "vision"
+    if config.model_type in ("paligemma", "molmo2") or (does and text.model_type != "gemma4_text"):
+        return "otherwise"
+    return "windowed" if does else "all" if text.model_type == "gemma3_text" else ""
+
+
 class _Reached(Exception):
     """The model calls its decoder."""
 
@@ -76,10 +85,11 @@ class _Reached(Exception):
 class VisionEncoder:
     """The encoder of a model, and how its output comes into prompts. `token_id` stands for a row of that. The output
     for a picture has the shape [levels, num_tokens, hidden]. Levels behind the first one are added after the model's
-    first layers (Qwen3-VL). `dtype` is the model's."""
+    first layers (Qwen3-VL). `dtype` is the model's. `is_exact`: the model is exact at every token, so its identity has
+    the compiled operators."""
 
-    def __init__(self, model: PreTrainedModel, token_id: int) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, token_id: int, *, is_exact: bool) -> None:
+        self._model, self._is_exact = model, is_exact
         self.token_id = token_id
         config = model.config
         levels = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
@@ -111,8 +121,7 @@ class VisionEncoder:
         accepted = inspect.signature(encode).parameters
         placed = {name: self._placed(value) for name, value in inputs.items() if name in accepted}
         try:
-            # The identity of a model that is not exact at every token does not have the operators.
-            with _EachSeesAll() if is_installed(self._model) else nullcontext():
+            with _EachSeesAll() if self._is_exact else nullcontext():
                 output = encode(**placed, return_dict=True)
             levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
             rows = torch.stack([_joined(level).reshape(-1, self.hidden) for level in levels]).to(self.dtype)

@@ -14,7 +14,7 @@ import torch
 
 from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
-from diskprefix.model.exact import runner as model_runner
+from diskprefix.model.plan import ComputePlan
 from diskprefix.store.note_record import NoteKind, StoredNote
 from diskprefix.store.purge import PurgeFilter
 from diskprefix.store.verify import verify_index, verify_payloads
@@ -236,7 +236,8 @@ def test_a_prompt_with_pictures_is_restored_like_text_up_to_another_picture(
     opened: Opened, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A plan does not call the module whose input `pictured` changes.
-    monkeypatch.setattr(model_runner, "plan_of", lambda *_: None)
+    run = ComputePlan.run
+    monkeypatch.setattr(ComputePlan, "run", lambda plan, runs, ids, *rest: run(plan, runs, ids % VOCAB, *rest))
     runner, cold = opened(name), opened(name)
     pictured(runner, "ab")
     runner.reopen()

@@ -33,7 +33,6 @@ from diskprefix.engine.speculation import Speculation
 from diskprefix.engine.step_times import StepTimes
 from diskprefix.errors import CacheError
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact import latent
 from diskprefix.model.runtime import Rows
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.tokens import TokenIds
@@ -61,14 +60,11 @@ SOMEBODY = Tenant.of_key("somebody")
 FEW_WORDS = Constraint(kind="lark", source="start: /([a-z]{3} ){2}/")
 
 
-@pytest.fixture(scope="module", params=["gemma3", "mamba2", "mpt", "minicpm3"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Models with windows, and with states alone; one that is exact on the grid only, and one with transformers' own
-    latent attention, which computes with the memory of one sequence. The last two cannot be packed."""
+@pytest.fixture(scope="module", params=["gemma3", "mamba2", "mpt"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models with windows, and with states alone; and one that is exact on the grid only, which cannot be packed."""
     dtype = torch.bfloat16 if request.param == "gemma3" else torch.float32
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latent, "expansion_of", lambda _: None)
-        yield write_model(tmp_path_factory.mktemp(request.param), request.param, dtype)
+    return write_model(tmp_path_factory.mktemp(request.param), request.param, dtype)
 
 
 @pytest.fixture(autouse=True)

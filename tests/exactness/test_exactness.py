@@ -21,9 +21,9 @@ from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
 from diskprefix.extras.catalogue.architectures import TABLE, installed_versions
+from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.store.schema import Kind as NodeKind
 from diskprefix.store.schema import node_name

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from diskprefix.model.exact import runner
 from tests.cache_folder import USERS
 from tests.model import tiny
 
@@ -38,9 +37,3 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tiny.write_folder(tmp_path / "tiny-llama")
-
-
-@pytest.fixture
-def by_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has models of all families compute by their modules."""
-    monkeypatch.setattr(runner, "plan_of", lambda *_: None)

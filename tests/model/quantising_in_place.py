@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from diskprefix.model.exact.mixtures import matrices_of
+from diskprefix.model.quants.expert_matrices import matrices_of
 from diskprefix.model.quants.forms import compiled
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.model.quants.quantised import QuantisedLinear, in_decoder, untie

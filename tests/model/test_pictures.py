@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,18 +19,14 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from diskprefix.engine.measured_model import layout_of
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.kv.step import Step, computing
-from diskprefix.model.exact import fused
-from diskprefix.model.exact.invariant import as_it_was
-from diskprefix.model.exact.patterns import sees_pictures_whole
-from diskprefix.model.exact.runner import run
-from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.runtime import Rows
-from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
+from diskprefix.model.vision_encoder import PictureRows, VisionEncoder, sees_pictures_whole
 from tests.exactness.architectures import ARCHITECTURES, WINDOW
+from tests.steps import run
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -66,24 +61,16 @@ def encoded(model: PreTrainedModel, rows: torch.Tensor) -> Any:
 
 def computed(model: PreTrainedModel, layout: Layout, steps: Iterable[tuple[int, int]], spans: Spans = SPANS) -> Any:
     ids, rows = prompt(model)
-    sequence, logits = KVSequence(PagePool(layout, model.device, block_size=256)), torch.empty(0)
+    encoder, is_picture = VisionEncoder(model, IMAGE, is_exact=True), ids[0] == IMAGE
+    sequence, logits = KVSequence(PagePool(layout, block_size=256)), torch.empty(0)
     for start, end in steps:
         sequence.truncate(start)
-        first, last = (int((ids[0, :position] == IMAGE).sum()) for position in (start, end))
-        of_step = rows[first:last]
-        run = sequence.begin_step(end - start)
-        run = replace(run, spans=tuple(span for span in spans if span[0] < end and start < span[1]))
-        with torch.inference_mode(), computing(Step((run,))):
-            found = model(
-                input_ids=ids[:, start:end],
-                position_ids=torch.arange(start, end)[None],
-                mm_encoder_outputs={"image": encoded(model, of_step)} if len(of_step) else None,
-                use_cache=True,
-                logits_to_keep=end - start,
-                **{layout.cache_argument: sequence.cache},
-            )
-        sequence.end_step(run)
-        logits = torch.cat([logits[:start], found.logits[0]])
+        first, last = (int(is_picture[:position].sum()) for position in (start, end))
+        of_step = tuple(span for span in spans if span[0] < end and start < span[1])
+        pictures = PictureRows(encoder, is_picture[start:end], rows[None, first:last], spans=of_step)
+        with torch.inference_mode():
+            (found,) = run(model, [Rows(sequence, ids[0, start:end].numpy(), end - start, pictures)])
+        logits = torch.cat([logits[:start], found])
     first = sequence.complete_from
     return sequence.content(first, LENGTH), logits
 
@@ -94,11 +81,11 @@ MODELS = {"gemma3": {}, "gemma4": {"use_bidirectional_attention": "vision"}}
 @pytest.mark.parametrize("name", MODELS)
 def test_the_logits_are_those_of_transformers(name: str) -> None:
     model = made(name, torch.float32, **MODELS[name])
-    layout, reason = make_exact(model)
+    layout, reason = layout_of(model)
     assert not reason
     found, alone = (computed(model, layout, [(0, LENGTH)], spans)[1] for spans in (SPANS, ()))
     ids, rows = prompt(model)
-    with torch.inference_mode(), as_it_was(model):
+    with torch.inference_mode():
         types = {"mm_token_type_ids" if name == "gemma4" else "token_type_ids": (ids == IMAGE).long()}
         expected, causal = (
             model(input_ids=ids, mm_encoder_outputs={"image": encoded(model, rows)}, **options).logits[0]
@@ -110,30 +97,25 @@ def test_the_logits_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_has_the_same_bits_however_the_prompt_is_cut_between_pictures(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, other = (made(name, torch.bfloat16, **MODELS[name]) for _ in range(2))
-    layout, _ = make_exact(model)
+def test_it_has_the_same_bits_however_the_prompt_is_cut_between_pictures(name: str) -> None:
+    model = made(name, torch.bfloat16, **MODELS[name])
+    layout, _ = layout_of(model)
     state, logits = computed(model, layout, [(0, LENGTH)])
-    monkeypatch.setattr(fused.Parts, "larger", lambda *_: None)
-    make_exact(other)
-    for one in (model, other):
-        cuts = [[*pairwise([0, *ends, LENGTH])] for ends in ([7, 12, 13, 80, 270, 271], [30, 78, 90, 275])]
-        # The last two go on within a picture.
-        for steps in (*cuts, [(0, 270), (100, LENGTH)], [(0, LENGTH), (269, LENGTH)]):
-            found, found_logits = computed(one, layout, steps)
-            assert found == state
-            assert torch.equal(found_logits, logits)
+    cuts = [[*pairwise([0, *ends, LENGTH])] for ends in ([7, 12, 13, 80, 270, 271], [30, 78, 90, 275])]
+    # The last two go on within a picture.
+    for steps in (*cuts, [(0, 270), (100, LENGTH)], [(0, LENGTH), (269, LENGTH)]):
+        found, found_logits = computed(model, layout, steps)
+        assert found == state
+        assert torch.equal(found_logits, logits)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_placeholder_in_a_text_has_the_same_bits_beside_a_picture_and_alone(name: str) -> None:
     """Gemma 4 embeds another token for it."""
     model = made(name, torch.bfloat16, **MODELS[name])
-    layout, _ = make_exact(model)
+    layout, _ = layout_of(model)
     assert layout.packs
-    encoder, pool = VisionEncoder(model, IMAGE), PagePool(layout, model.device, block_size=256)
+    encoder, pool = VisionEncoder(model, IMAGE, is_exact=True), PagePool(layout, block_size=256)
     text, pictured = torch.tensor([[20, IMAGE, 21]]), torch.tensor([[30, IMAGE, IMAGE, 31]])
     encoded = torch.randn(1, 2, encoder.hidden).to(model.dtype)
     rows = PictureRows(encoder, pictured[0] == IMAGE, encoded, spans=((1, 3),))

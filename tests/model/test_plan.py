@@ -11,19 +11,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from diskprefix.engine.measured_model import layout_of
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.runner import run
-from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.operands import Location
 from diskprefix.model.plan import ComputePlan
-from diskprefix.model.planned import plan_of
 from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.model.runtime import Rows
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 from tests.exactness.architectures import VOCAB, quantised_tiny_model, tiny_model
+from tests.steps import run
 
 PAGE_TOKENS = 16
 NUM_TOKENS = 70
@@ -63,9 +62,8 @@ def tokens(name: str = "one") -> torch.Tensor:
 
 def exact(model: PreTrainedModel) -> Layout:
     """Makes a model exact, by its plan, and returns its layout."""
-    layout, reason = make_exact(model)
+    layout, reason = layout_of(model)
     assert not reason
-    assert plan_of(model, layout, PAGE_TOKENS) is not None, "the model is of no family"
     return layout
 
 
@@ -74,7 +72,7 @@ def computed(
 ) -> list[tuple[torch.Tensor, bytes]]:
     """The logits and the state of sequences, which share their steps: each has the ends of its own steps, of which so
     many rows at most get logits. The name is that of its tokens."""
-    pool = PagePool(layout, model.device, block_size=PAGE_TOKENS)
+    pool = PagePool(layout, block_size=PAGE_TOKENS)
     sequences, logits = [KVSequence(pool) for _ in cuts], [list[torch.Tensor]() for _ in cuts]
     steps, prompts = [[*pairwise((0, *cut))] for cut in cuts.values()], [tokens(name) for name in cuts]
     with torch.inference_mode():
@@ -173,13 +171,6 @@ def test_a_plan_has_what_a_configuration_says_besides(name: str, fields: dict[st
     assert error(logits, expected) < 1e-4
 
 
-def test_an_activation_that_plans_lack_is_computed_by_the_modules() -> None:
-    model = tiny_model("llama", torch.float32, hidden_act="mish")
-    layout, reason = make_exact(model)
-    assert (layout.exact_at, reason) == ("token", "")
-    assert plan_of(model, layout, PAGE_TOKENS) is None
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_plan_in_bfloat16_errs_no_more_than_transformers_does(name: str) -> None:
     seed = 1 if name == "granitemoehybrid" else 0
@@ -212,13 +203,6 @@ def test_a_token_has_the_same_bits_in_any_step(name: str, form: str) -> None:
     for (logits, state), (expected, of_alone), rows in zip(together, (alone, other), (of_one, of_other), strict=True):
         assert torch.equal(logits, expected[rows])
         assert state == of_alone
-
-
-def test_a_model_in_float16_is_exact_by_its_modules() -> None:
-    model = tiny_model("llama", torch.float16)
-    layout, reason = make_exact(model)
-    assert (layout.exact_at, reason) == ("token", "")
-    assert plan_of(model, layout, PAGE_TOKENS) is None
 
 
 @pytest.mark.parametrize("change", [{"heads": 1}, {"heads": 4}, {"dim": 8}, {"item_bytes": 4}])
@@ -258,12 +242,13 @@ def test_quants_whose_columns_a_file_has_in_another_order_are_not_copied(monkeyp
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
         ("opt", {"do_layer_norm_before": False}),
         ("opt", {"word_embed_proj_dim": 32}),
+        ("llama", {"hidden_act": "mish"}),
     ],
 )
-def test_a_model_with_an_option_that_plans_lack_has_none(name: str, option: dict[str, Any]) -> None:
-    model = tiny_model(name, torch.float32, **option)
-    layout, _ = make_exact(model)
-    assert plan_of(model, layout, PAGE_TOKENS) is None
+def test_a_model_with_an_option_that_plans_lack_is_exact_on_the_grid(name: str, option: dict[str, Any]) -> None:
+    layout, reason = layout_of(tiny_model(name, torch.float32, **option))
+    assert layout.exact_at == "grid"
+    assert reason.startswith("no plan has ")
 
 
 def test_a_position_that_the_table_lacks_is_refused() -> None:

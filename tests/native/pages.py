@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from diskprefix.native.attention_operator import PagedRows, run_of
+from diskprefix.native.attention_operator import NO_SPANS, PagedRows, run_of
 
 _OFFSET = 32
 """The numbers in a page before those of the layer."""
@@ -35,13 +35,13 @@ class Pages:
         for number in range(first // page_tokens):
             self._table[number] = 0
 
-    def run(self, start: int, num_rows: int) -> bytes:
+    def run(self, start: int, num_rows: int, spans: array[int] = NO_SPANS) -> bytes:
         table, _ = self._table.buffer_info()
         rows = [
             PagedRows(table, int(part.storage_offset()) * part.itemsize, part.stride(1), part.stride(2))
             for part in self._parts
         ]
-        return run_of(start, num_rows, self._page_tokens, rows[0], rows[-1])
+        return run_of(start, num_rows, self._page_tokens, rows[0], rows[-1], spans=spans)
 
     def joined(self) -> list[torch.Tensor]:
         return [part[self._order].transpose(0, 1).flatten(1, 2)[:, : self._num_tokens] for part in self._parts]

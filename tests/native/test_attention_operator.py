@@ -1,4 +1,4 @@
-"""Attention of our own: right, the same bits for a row in every company, and the masks and arguments that it takes."""
+"""Attention: right, and the same bits for a row in every company."""
 
 from __future__ import annotations
 
@@ -7,31 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, Gemma4TextConfig, Llama4TextConfig, LlamaConfig
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_chunked_causal_mask,
-    create_sliding_window_causal_mask,
-)
 
-from diskprefix.kv.layout import Group, TensorSpec
-from diskprefix.kv.page_table import LayerRows, PageTable
-from diskprefix.kv.pages import Page
-from diskprefix.kv.step import Run, Step, computing
-from diskprefix.model.exact.attention import attend
-from diskprefix.model.exact.patterns import NAME, NotInvariant, Pattern, pattern_of
+from diskprefix.kv.step import Run
 from diskprefix.native import library
-from diskprefix.native.attention_operator import attention_to_all
+from diskprefix.native.attention_operator import attention, attention_to_all
 from diskprefix.native.library import Operators
+from tests.native.pages import Pages
 from tests.native.variants import WITH_PAIRS, of_this_cpu
 
-MODULE: Any = SimpleNamespace(training=False)
-ALL = Pattern()
 PAGE = 256
 LENGTH = 2 * PAGE + 44
 """Three tiles of the operator, the last one not full. No longer, as `tools/arm64` emulates this."""
@@ -44,12 +30,22 @@ class Case:
     kv_heads: int = 2
     key_dim: int = 16
     value_dim: int = 16
-    pattern: Pattern = ALL
+    window: int = 0
+    chunk: int = 0
     scaling: float | None = None
-    softcap: float | None = None
+    softcap: float = 0.0
     sinks: bool = False
     dtype: torch.dtype = torch.bfloat16
     length: int = LENGTH
+
+    @property
+    def scale(self) -> float:
+        return self.key_dim**-0.5 if self.scaling is None else self.scaling
+
+    def first_visible(self, position: int) -> int:
+        if self.window:
+            return max(0, position - self.window + 1)
+        return position - position % self.chunk if self.chunk else 0
 
 
 @dataclass
@@ -77,62 +73,40 @@ class Layer:
         """[rows, heads, value_dim]."""
         return together([(self, run)])
 
-    def side_by_side(self, run: Run, first: int = 0) -> torch.Tensor:
-        """The same with memory in one piece, which begins with a position and ends with the run."""
-        return computed([(self, run)], *(part[None, :, first : run.end] for part in (self.keys, self.values)))
-
     def cut(self, steps: Sequence[int]) -> torch.Tensor:
         ends = [sum(steps[: i + 1]) for i in range(len(steps))]
         return torch.cat([self.attended(Run(end - n, n)) for end, n in zip(ends, steps, strict=True)])
 
 
-def in_pages(memory: torch.Tensor, page_tokens: int, first: int = 0) -> LayerRows:
-    """Memory [heads, tokens, dim] in pages that are scattered, and whose rest is no number. Those with tokens before
-    `first` only are not there."""
-    heads, num_tokens, dim = memory.shape
-    rows = LayerRows(PageTable(Group((TensorSpec(0, "keys", heads, dim, memory.dtype),)), page_tokens), 0, 0, dim)
-    order = torch.randperm(-(-num_tokens // page_tokens), generator=torch.Generator().manual_seed(1)).tolist()
-    pages = torch.full((len(order), 1, heads, page_tokens, dim), float("nan"), dtype=memory.dtype)
-    for number, place in enumerate(order):
-        rows.table.set(number, Page(0, pages[place], 1))
-    rows.put(0, memory)
-    rows.table.first = first // page_tokens
-    for number in range(rows.table.first):
-        rows.table.set(number, None)
-    return rows
-
-
 def together(runs: Sequence[tuple[Layer, Run]], page_tokens: int = PAGE) -> torch.Tensor:
-    seen = [(layer, run, layer.case.pattern.first_visible(run.start)) for layer, run in runs]
-    keys = [in_pages(layer.keys[:, : run.end], page_tokens, first) for layer, run, first in seen]
-    values = [in_pages(layer.values[:, : run.end], page_tokens, first) for layer, run, first in seen]
-    return computed(runs, keys, values)
-
-
-def computed(runs: Sequence[tuple[Layer, Run]], keys: Any, values: Any) -> torch.Tensor:
     one = runs[0][0]
-    with computing(Step(tuple(run for _, run in runs))):
-        found, _ = attend(
-            MODULE,
-            torch.cat([layer.queries[:, run.start : run.end] for layer, run in runs], dim=1).unsqueeze(0),
-            keys,
-            values,
-            one.case.pattern,
-            scaling=one.case.scaling,
-            softcap=one.case.softcap,
-            s_aux=one.sinks,
-        )
-    return found[0]
+    pages = [
+        Pages([layer.keys[:, : run.end], layer.values[:, : run.end]], page_tokens, layer.case.first_visible(run.start))
+        for layer, run in runs
+    ]
+    compiled = library.operators()
+    assert compiled is not None
+    return attention(
+        compiled,
+        torch.cat([layer.queries[:, run.start : run.end] for layer, run in runs], dim=1),
+        [of.run(run.start, run.num_rows, run.flat_spans) for of, (_, run) in zip(pages, runs, strict=True)],
+        kv_heads=one.case.kv_heads,
+        value_dim=one.values.shape[2],
+        scale=one.case.scale,
+        window=one.case.window,
+        chunk=one.case.chunk,
+        softcap=one.case.softcap,
+        sinks=None if one.sinks is None else one.sinks.float(),
+    )
 
 
 def plain(layer: Layer, spans: Spans = ()) -> torch.Tensor:
     case, length, group = layer.case, layer.case.length, layer.case.heads // layer.case.kv_heads
     keys, values = (memory.double().repeat_interleave(group, 0) for memory in (layer.keys, layer.values))
-    scale = case.key_dim**-0.5 if case.scaling is None else case.scaling
-    scores = layer.queries.double() @ keys.transpose(1, 2) * scale
-    if case.softcap is not None:
+    scores = layer.queries.double() @ keys.transpose(1, 2) * case.scale
+    if case.softcap:
         scores = torch.tanh(scores / case.softcap) * case.softcap
-    first = torch.tensor([case.pattern.first_visible(query) for query in range(length)]).unsqueeze(1)
+    first = torch.tensor([case.first_visible(query) for query in range(length)]).unsqueeze(1)
     positions = torch.arange(length)
     ends = positions + 1
     for begin, end in spans:
@@ -159,10 +133,10 @@ CASES = {
     "groups of three": replace(SMALL, heads=9, kv_heads=3, key_dim=64, value_dim=64),
     "groups of seven": replace(SMALL, heads=7, kv_heads=1, key_dim=64, value_dim=64),
     "one group of many heads": replace(SMALL, heads=34, kv_heads=1, key_dim=16, value_dim=16),
-    "window and soft cap": replace(SMALL, pattern=Pattern(window=270), softcap=2.0),
-    "chunks": replace(SMALL, pattern=Pattern(chunk=270), scaling=0.3),
+    "window and soft cap": replace(SMALL, window=270, softcap=2.0),
+    "chunks": replace(SMALL, chunk=270, scaling=0.3),
     "soft cap and sinks": replace(SMALL, softcap=2.0, sinks=True),
-    "sinks and window": replace(SMALL, pattern=Pattern(window=24), sinks=True),
+    "sinks and window": replace(SMALL, window=24, sinks=True),
     "keys of three vectors and values of two and a half": replace(SMALL, heads=6, key_dim=96, value_dim=80),
     "no groups, and values of another size, which fill no vector": replace(SMALL, kv_heads=4, key_dim=27, value_dim=18),
 }
@@ -214,9 +188,9 @@ def test_it_is_attention_with_the_same_bits_in_every_step(name: str, dtype: torc
 PICTURES = ((3, 40), (200, 300), (300, 530))
 """Within a tile, and up to the middle of the next and the last."""
 WHOLE = {
-    "all": Case(heads=8, kv_heads=4, pattern=Pattern(whole_pictures=True)),
-    "window": replace(SMALL, pattern=Pattern(window=24, whole_pictures=True), sinks=True, dtype=torch.float32),
-    "wide window": replace(SMALL, heads=9, kv_heads=1, pattern=Pattern(window=270, whole_pictures=True), softcap=2.0),
+    "all": Case(heads=8, kv_heads=4),
+    "window": replace(SMALL, window=24, sinks=True, dtype=torch.float32),
+    "wide window": replace(SMALL, heads=9, kv_heads=1, window=270, softcap=2.0),
 }
 
 
@@ -235,12 +209,8 @@ def test_tokens_of_a_picture_see_each_other_with_the_same_bits_in_every_step(nam
     for start, end in [*steps, (39, 40), (201, 530), (255, 300), (529, 533)]:
         torch.set_num_threads(1 + start % 3)
         assert bits(layer.attended(seeing(start, end))) == bits(whole[start:end]), (start, end)
-    run, first = seeing(320, 530), layer.case.pattern.first_visible(320)
-    assert bits(layer.side_by_side(run, first)) == bits(whole[320:530])
     text = [n for n in range(LENGTH) if not any(begin <= n < end for begin, end in PICTURES)]
     assert bits(whole[text]) == bits(layer.attended(Run(0, LENGTH))[text])
-    causal = replace(layer, case=replace(layer.case, pattern=replace(layer.case.pattern, whole_pictures=False)))
-    assert bits(causal.attended(seeing(0, LENGTH))) == bits(layer.attended(Run(0, LENGTH)))
 
 
 @pytest.mark.usefixtures("operators")
@@ -282,16 +252,6 @@ def test_the_number_of_threads_changes_no_bit(num_rows: int, dtype: torch.dtype)
 
 
 @pytest.mark.usefixtures("operators")
-def test_memory_may_begin_where_the_window_does() -> None:
-    layer = Layer.of(replace(SMALL, pattern=Pattern(window=20)))
-    run = Run(2 * PAGE + 30, 10)
-    for first in (0, 2 * PAGE, run.start - 19):
-        assert bits(layer.side_by_side(run, first)) == bits(layer.attended(run))
-    with pytest.raises(NotInvariant, match="does not keep"):
-        layer.side_by_side(run, run.start - 18)
-
-
-@pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("softcap", [0.0, 50.0])
 def test_a_row_with_a_score_that_is_no_number_is_none_in_any_batch(softcap: float) -> None:
     layer = Layer.of(replace(SMALL, dtype=torch.float32, softcap=softcap))
@@ -300,17 +260,6 @@ def test_a_row_with_a_score_that_is_no_number_is_none_in_any_batch(softcap: floa
     assert whole[:300].isfinite().all()
     assert whole[300:].isnan().all()
     assert all(layer.attended(Run(position, 1)).isnan().all() for position in range(300, 332))
-
-
-@pytest.mark.usefixtures("operators")
-@pytest.mark.parametrize("dims", [(-3, -2), (-2, -1)])
-def test_rows_may_lie_anywhere_in_memory(dims: tuple[int, int]) -> None:
-    layer, run = Layer.of(replace(SMALL, dtype=torch.float32)), Run(0, LENGTH)
-    queries, keys, values = (
-        memory.transpose(*dims).contiguous().transpose(*dims) for memory in (layer.queries, layer.keys, layer.values)
-    )
-    moved = replace(layer, queries=queries, keys=keys, values=values)
-    assert bits(moved.side_by_side(run)) == bits(layer.side_by_side(run))
 
 
 @pytest.mark.parametrize("page_tokens", [256, 512, 64, 48, 500])
@@ -323,19 +272,17 @@ def test_scattered_pages_give_the_bits_of_one_memory(operators: Operators, page_
             # What a call without a number leaves behind must not come to the rows of pages that are not there.
             nothing = replace(layer, keys=layer.keys * float("nan"), values=layer.values * float("nan"))
             nothing.attended(Run(LENGTH - 20, 20))
-            alone = torch.cat([one.side_by_side(run) for one, run in runs])
+            alone = torch.cat([together([pair], 4 * PAGE) for pair in runs])
             assert bits(together(runs, page_tokens)) == bits(alone), name
 
 
 @pytest.mark.usefixtures("operators")
 def test_values_may_be_a_part_of_the_keys_in_pages() -> None:
     layer, _ = layers("one group of many heads", torch.bfloat16)
-    latents = replace(layer, values=layer.keys[..., :8])
+    apart, inside = (replace(layer, values=values) for values in (layer.keys[..., :8].clone(), layer.keys[..., :8]))
     for page_tokens in (256, 48):
-        rows = in_pages(layer.keys, page_tokens)
         for run in (Run(LENGTH - 1, 1), Run(200, 300)):
-            found = computed([(latents, run)], [rows], [replace(rows, end=8)])
-            assert bits(found) == bits(latents.attended(run))
+            assert bits(together([(inside, run)], page_tokens)) == bits(apart.attended(run))
 
 
 @pytest.mark.usefixtures("operators")
@@ -356,76 +303,3 @@ def test_there_is_one_pool_of_threads() -> None:
     assert len(list(Path("/proc/self/task").iterdir())) <= before
     loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
     assert len(loaded) == 1
-
-
-# As models call it: masks and arguments.
-
-
-def test_the_pattern_is_that_of_the_mask_of_transformers() -> None:
-    embedded = torch.zeros(1, 3, 8)
-
-    def pattern(create: Any, config: Any) -> Any:
-        config._attn_implementation = NAME
-        return create(config=config, inputs_embeds=embedded, attention_mask=None, past_key_values=None)
-
-    assert pattern(create_causal_mask, LlamaConfig()) == Pattern()
-    gemma3, gemma4 = Gemma3TextConfig(sliding_window=7), Gemma4TextConfig(sliding_window=7)
-    assert pattern(create_causal_mask, gemma3) == Pattern(whole_pictures=True)
-    assert pattern(create_sliding_window_causal_mask, gemma3) == Pattern(window=7, whole_pictures=True)
-    assert pattern(create_sliding_window_causal_mask, gemma4) == Pattern(window=7)
-    gemma4.use_bidirectional_attention = "vision"
-    assert pattern(create_sliding_window_causal_mask, gemma4) == Pattern(window=7, whole_pictures=True)
-    assert pattern(create_causal_mask, gemma4) == Pattern()
-    assert pattern(create_chunked_causal_mask, Llama4TextConfig(attention_chunk_size=7)) == Pattern(chunk=7)
-
-
-def test_a_mask_of_another_form_is_refused() -> None:
-    with pytest.raises(NotInvariant, match="mask of its own"):
-        pattern_of(mask_function=lambda _b, _h, query, key: (key <= query) | (key == 3))
-
-
-@pytest.mark.parametrize("name", ["position_bias", "indices"])
-def test_an_argument_that_changes_the_result_is_refused(name: str) -> None:
-    layer = Layer.of(Case())
-    with computing(Step((Run(0, 1),))), pytest.raises(NotInvariant, match=name):
-        attend(MODULE, layer.queries[None, :, :1], layer.keys, layer.values, Pattern(), **{name: torch.zeros(1)})  # type: ignore[arg-type]
-
-
-def test_without_a_step_it_is_refused() -> None:
-    layer = Layer.of(Case())
-    with pytest.raises(NotInvariant, match="without a step"):
-        attend(MODULE, layer.queries[None, :, :1], layer.keys, layer.values, Pattern())
-
-
-def test_without_an_operator_for_its_numbers_it_is_refused() -> None:
-    with pytest.raises(NotInvariant, match="float64"):
-        Layer.of(Case(dtype=torch.float64)).attended(Run(0, 1))
-    library.choose("torch")
-    with pytest.raises(NotInvariant, match="bfloat16"):
-        Layer.of(Case()).attended(Run(0, 1))
-
-
-@pytest.mark.parametrize("is_in_pages", [True, False])
-@pytest.mark.parametrize("change", ["dtype", "key_dim", "fewer values", "heads"])
-def test_memory_of_another_form_is_refused(change: str, is_in_pages: bool) -> None:
-    layer, run = Layer.of(Case()), Run(LENGTH - 2, 2)
-    match change:
-        case "dtype":
-            layer.keys = layer.keys.float()
-        case "key_dim":
-            layer.keys = layer.keys[..., :8]
-        case "fewer values":
-            layer.values = layer.values[:, :PAGE]
-        case "heads":
-            layer.keys = layer.keys.repeat(2, 1, 1)[:3]
-            layer.values = layer.values.repeat(2, 1, 1)[:3]
-    with pytest.raises(NotInvariant, match=r"memory of another form|does not keep"):
-        layer.attended(run) if is_in_pages else layer.side_by_side(run)
-
-
-def test_only_the_last_rows_may_be_cut_from_a_mask() -> None:
-    everything = slice(None)
-    assert Pattern(window=5)[:, :, -3:, :] == Pattern(window=5, last=3)
-    for part in ((everything, everything, slice(3, None), everything), (everything, everything, slice(-3, None))):
-        with pytest.raises(NotInvariant, match="part of a mask"):
-            Pattern()[part]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from diskprefix.model.exact.mixtures import GateCurves, curves_of, one_by_one, routed
+from diskprefix.model.quants.expert_matrices import GateCurves, curves_of, routed
 from diskprefix.model.quants.forms import matrix_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import library
@@ -65,7 +65,16 @@ def step_by_step(
         up = product(operators, some, experts.up[expert]) if experts.up else None
         return product(operators, curves(gate, up), experts.down[expert])
 
-    return one_by_one(compute, rows, chosen, weights)
+    flat = chosen.reshape(-1)
+    out = rows.new_empty(len(flat), rows.shape[-1])
+    for expert in sorted(set(flat.tolist())):
+        at = (flat == expert).nonzero()[:, 0]
+        out[at] = compute(expert, rows[at // chosen.shape[1]])
+    parts = (out * weights.reshape(-1, 1)).to(out.dtype).view(*weights.shape, -1).float()
+    total = parts[:, 0]
+    for number in range(1, weights.shape[1]):
+        total = total + parts[:, number]
+    return total.to(out.dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)

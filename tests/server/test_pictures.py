@@ -26,7 +26,6 @@ from diskprefix.engine import inbox
 from diskprefix.engine.sampler import Sampler
 from diskprefix.extras.pictures import picture_reader
 from diskprefix.extras.pictures.picture_reader import PictureReader
-from diskprefix.model.exact.invariant import as_it_was
 from tests.server.daemon_process import reply_to
 from tests.server.picture_models import (
     VISION_MODELS,
@@ -113,7 +112,7 @@ def generated(server: AppServer, conversation: list[dict[str, Any]]) -> tuple[li
     images = [part["image"] for message in conversation for part in message["content"] if "image" in part]
     inputs = processor(text=text, images=[images] if images else None, return_tensors="pt")
     bad = [[token] for token in SPECIAL]
-    with torch.inference_mode(), as_it_was(engine.model):
+    with torch.inference_mode():
         ids = engine.model.generate(**inputs, max_new_tokens=REPLY, do_sample=False, bad_words_ids=bad)[0]
     num_tokens = inputs["input_ids"].shape[1]
     return [engine.tokenizer.decode([token]) for token in ids[num_tokens:].tolist()], num_tokens

@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import click
+import numpy as np
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from diskprefix.engine.measured_model import layout_of, runtime_of
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact import runner
-from diskprefix.model.exact.invariant import uninstall
-from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.load.loader import load_model
+from diskprefix.model.runtime import Rows
 from diskprefix.settings import Settings, cache_home
 from tests.chat.families.sources import LLAMA_CPP, SourcesMissing, download
 from tests.faults.isolated import run_isolated
@@ -198,9 +198,8 @@ def read(case: Case, folder: Path, form: str) -> str:
     before, began = status_bytes(os.getpid(), "RssAnon"), time.perf_counter()
     with peak_of(lambda: status_bytes(os.getpid(), "RssAnon")) as memory:
         model: Any = load_model(settings, lambda _: None).model
-        layout, reason = make_exact(model)
+        layout, reason = layout_of(model)
     found: Found = {"start_s": time.perf_counter() - began, "start_bytes": memory.peak_bytes - before}
-    uninstall(model)
     logits, errors = computed(deepcopy(model).float() if form == "f32" else model), {}
     for name in MAX_ERRORS:
         if (path := folder / f"{name}-{form}.pt").exists() or (path := folder / f"{name}.pt").exists():
@@ -217,11 +216,12 @@ def read(case: Case, folder: Path, form: str) -> str:
 @torch.inference_mode()
 def computed(model: Any) -> torch.Tensor:
     """Returns the logits that a daemon computes."""
-    layout, reason = make_exact(model)
+    layout, reason = layout_of(model)
     if reason:
         return logits_of(model)
-    pool = PagePool(layout, model.device, block_size=256)
-    return runner.forward(model, KVSequence(pool), torch.tensor([token_ids()]), NUM_TOKENS).float()
+    pool = PagePool(layout, block_size=256)
+    rows = Rows(KVSequence(pool), np.array(token_ids()), NUM_TOKENS)
+    return torch.from_numpy(runtime_of(model, layout, 256).run([rows]).logits[0])
 
 
 def has_layer_of(folders: Any, files: Any) -> bool:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from diskprefix.model.exact.self_check import known_reason
-from diskprefix.model.exact.state_layout import read_layout
+from diskprefix.grid.state_layout import read_layout
 from diskprefix.model.load.loader import load_unwritten, pick_device
 from diskprefix.model.operands import HeadMatrices, Weight
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.planned import PlanRuntime, reason_without_plan
 from diskprefix.model.quants.quant_form import FILE_FORMS
+from diskprefix.model.self_check import known_reason
 from diskprefix.native import calls
 from diskprefix.native.matrix import Matrix
 from diskprefix.settings import Settings

@@ -16,6 +16,7 @@ from diskprefix.model.config import (
     SpaceConfig,
     Tempering,
 )
+from diskprefix.model.families.known_options import unknown_option
 from diskprefix.model.families.mixture_types import feed_forward_of, first_of, mixture_of
 from diskprefix.model.operands import Location, Rotary, StateLocation
 from diskprefix.native import calls
@@ -185,7 +186,8 @@ def without_plan(config: Any) -> str:
         return "no plan has so many streams"
     without = _WITHOUT | {"word_embed_proj_dim": config.hidden_size}
     others = (name for name, said in without.items() if getattr(config, name, said) != said)
-    return next((f"no plan has this {name}" for name in others), "")
+    name = next(others, "") or unknown_option(config)
+    return f"no plan has this {name}" if name else ""
 
 
 def _activation(config: Any) -> str:

@@ -11,7 +11,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from diskprefix.model.load.kernel_settings import (
     matmul_precision,
     switches,
 )
+from diskprefix.native.library import operators
 from diskprefix.tokens import file_digest
 
 _NAMED_IF_SET = ("kernels", "switches", "threads", "attention_kernel")
@@ -102,9 +103,6 @@ class Fingerprint:
         """Returns the fingerprint of a loaded transformers model."""
         import torch
 
-        from diskprefix.model.exact.attention import kernel
-        from diskprefix.model.exact.invariant import is_installed
-
         config = model.config
         quantisation = getattr(config, "quantization_config", None)
         return cls(
@@ -128,9 +126,14 @@ class Fingerprint:
             kernels=canonical(kernel_packages()),
             switches=canonical(switches(model)),
             threads=str(torch.get_num_threads()) if model.device.type == "cpu" else "",
-            attention_kernel=kernel(model.device) if is_installed(model) else "",
             mode=mode,
         )
+
+    def by_plan(self) -> Fingerprint:
+        """Returns the fingerprint of the model computed by its plan."""
+        compiled = operators()
+        assert compiled is not None, "a plan needs them"
+        return replace(self, attention="plan", experts="plan", attention_kernel=compiled.identity)
 
     def identity(self, block_size: int, layout_version: int, layout: str, salt: str = "") -> str:
         """Returns the text whose hash (`tokens.root_hash`) is the root, the parent of every first block. `layout`

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from diskprefix.errors import ModelError
-from diskprefix.model.exact.mixtures import matrices_of, named_halves
 from diskprefix.model.gguf.architecture import Architecture, SourcedParameter
 from diskprefix.model.load.gguf_header import FileTensor
+from diskprefix.model.quants.expert_matrices import matrices_of, named_halves
 from diskprefix.model.quants.file_matrix import FileMatrix, in_order
 from diskprefix.model.quants.quantised import in_decoder, is_plain_embedding
 from diskprefix.model.quants.quantised_experts import may_be_quantised

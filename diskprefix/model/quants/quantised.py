@@ -19,8 +19,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
+from diskprefix.model.quants.expert_matrices import is_mixture
 from diskprefix.model.quants.file_matrix import FileMatrix, in_order, regrouped
 from diskprefix.model.quants.forms import compiled, matrix_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
@@ -115,7 +115,7 @@ def is_plain_embedding(module: nn.Module) -> bool:
 
 def in_decoder(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """Yields the modules of the decoder with their names, and the one that gives the logits. Without the matrix of
-    latent attention that is multiplied from both sides (`model.exact.latent`): it is small."""
+    latent attention that is multiplied from both sides: it is small."""
     inside = {id(module) for module in model.get_decoder().modules()} | {id(model.get_output_embeddings())}
     for name, module in model.named_modules():
         if id(module) in inside and not name.endswith("kv_b_proj"):

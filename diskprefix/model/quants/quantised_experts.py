@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diskprefix.model.exact.mixtures import curves_of, is_mixture, matrices_of, routed
+from diskprefix.model.quants.expert_matrices import curves_of, is_mixture, matrices_of, routed
 from diskprefix.model.quants.forms import compiled, matrix_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native.experts_operator import RoutedExperts

@@ -18,7 +18,7 @@ from diskprefix.extras.catalogue import architectures, catalogue
 from diskprefix.extras.catalogue.architectures import installed_versions, verified_of
 from diskprefix.extras.catalogue.catalogue import Catalogue, needs, open_catalogue
 from diskprefix.extras.front.listing import Listing
-from diskprefix.model.exact import verified
+from diskprefix.model.families.model_types import OPTIONS
 from diskprefix.model.gguf.known_families import NAMES, architecture_of
 from diskprefix.model.load.fit import fitted, needs_of_folder, needs_of_gguf
 from diskprefix.settings import Settings
@@ -416,7 +416,7 @@ def test_architectures_are_listed_as_they_were_verified(
 
 def test_the_columns_of_folders_and_files_are_those_of_the_tables_and_the_pages_say_both_numbers(run: Run) -> None:
     rows = run("list", "--architectures", "--json").json["architectures"]
-    assert {row["model_type"] for row in rows if row["exact_at_tokens"]} == set(verified.MODEL_TYPES.split())
+    assert {row["model_type"] for row in rows if row["exact_at_tokens"]} == {*OPTIONS}
     types = {name: {row["model_type"] for row in rows if name in row["files"]} for name in NAMES}
 
     def served_as(name: str, **values: int) -> str:

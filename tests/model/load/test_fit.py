@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from diskprefix.errors import ModelError
+from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sizes import longest_within
-from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.load import fit
 from diskprefix.model.load.alternatives import other_forms, require_fit
 from diskprefix.model.load.checkpoint import StoredTensor, require_plain_weights, tensors_in
@@ -204,7 +204,7 @@ def test_the_longest_sequence_is_the_one_that_fits(state: TokenState) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(name: str, dtype: torch.dtype) -> None:
     model = tiny_model(name, dtype)
-    pool = PagePool(rehearse(model), model.device, block_size=256)
+    pool = PagePool(rehearse(model), block_size=256)
     state = state_of([], model.config.to_dict(), dtype.itemsize)
     for num_tokens in (500, 1024, 1025, 5000, 20_000):
         num_bytes = state.num_bytes(num_tokens)

@@ -15,14 +15,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from diskprefix.engine.measured_model import layout_of
 from diskprefix.errors import ModelError
-from diskprefix.model.exact.mixtures import matrices_of
-from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.fit import needs_of_gguf
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
 from diskprefix.model.load.gguf_rope import scale_positions
 from diskprefix.model.load.loader import load_model
+from diskprefix.model.quants.expert_matrices import matrices_of
 from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.model.quants.quantised_experts import QuantisedExperts
 from diskprefix.native.library import operators
@@ -509,5 +509,5 @@ def test_latent_attention_of_a_file_is_exact_at_every_token(tmp_path: Path) -> N
     if operators() is None:
         pytest.skip("no compiled operators")
     model = loaded(write(tmp_path / "tiny.gguf", deepseek("V3")), "auto")
-    layout, reason = make_exact(model)
+    layout, reason = layout_of(model)
     assert (layout.exact_at, reason) == ("token", "")

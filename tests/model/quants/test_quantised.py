@@ -9,14 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.model.exact.mixtures import experts, is_mixture, matrices_of
-from diskprefix.model.exact.self_check import make_exact
+from diskprefix.engine.measured_model import layout_of
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, begin_packing, load_model
+from diskprefix.model.quants.expert_matrices import is_mixture, matrices_of
 from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, may_be_quantised
 from diskprefix.native import library
-from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.settings import Settings
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.model import tiny
@@ -43,23 +42,11 @@ def forms_of(model: PreTrainedModel) -> dict[str, str]:
     return {name: str(module.form) for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
 
 
-@pytest.mark.usefixtures("cache")
-@pytest.mark.usefixtures("by_modules")
-def test_a_product_that_depends_on_the_number_of_rows_means_the_grid() -> None:
-    model = quantised_tiny_model("llama", "Q4_1")
-    module = model.get_submodule("model.layers.0.mlp.down_proj")
-    product, module.matrix = module._product, None
-    module._product = lambda rows: product(rows) * (1 + 2**-7 * (rows.shape[-2] == 1))
-    layout, reason = make_exact(model)
-    assert layout.exact_at == "grid"
-    assert "depends on the steps" in reason
-
-
 def test_the_form_of_the_weights_and_the_kernels_are_part_of_the_identity(file: Path) -> None:
     def root(weights: str, kernels: str, mode: str = "portable") -> str:
         model = loaded(file, weights, kernels=kernels)
-        make_exact(model.model)
-        return Fingerprint.of(model.model, model.weights_digest, mode).identity(16, 1, "layout")
+        found = Fingerprint.of(model.model, model.weights_digest, mode)
+        return (found if layout_of(model.model)[1] else found.by_plan()).identity(16, 1, "layout")
 
     forms = [("native", "auto"), ("auto", "auto"), ("auto", of_this_cpu()[-1])]
     own = [("native", kernels, "strict") for kernels in ("torch", *of_this_cpu())]
@@ -95,26 +82,8 @@ def test_they_compute_with_the_dequantised_weights(name: str, kind: str) -> None
     chosen = torch.rand(20, module.num_experts, generator=generator).argsort(1)[:, :2]
     given = rows, chosen, torch.rand(20, 2, generator=generator)
     with torch.inference_mode():
-        found, expected = module(*given).float(), experts(plain, *given).float()
+        found, expected = module(*given).float(), plain(*given).float()
     assert float((found - expected).norm() / expected.norm()) < 0.01
-
-
-def exactness(model: PreTrainedModel) -> tuple[str, str]:
-    layout, reason = make_exact(model)
-    return layout.exact_at, reason
-
-
-@pytest.mark.usefixtures("cache", "by_modules")
-def test_experts_that_depend_on_the_number_of_rows_mean_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute = RoutedExperts.__call__
-
-    def alone(self: RoutedExperts, operators: Any, rows: torch.Tensor, *others: Any) -> torch.Tensor:
-        return compute(self, operators, rows, *others) * (1 + 2**-7 * (len(rows) == 1))
-
-    monkeypatch.setattr(RoutedExperts, "__call__", alone)
-    exact_at, reason = exactness(quantised_tiny_model("qwen3_moe", "Q4_1"))
-    assert exact_at == "grid"
-    assert "on the steps" in reason
 
 
 @pytest.mark.usefixtures("cache")

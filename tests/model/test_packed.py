@@ -1,28 +1,24 @@
-"""Steps of several sequences: each has the bits that it has alone, and what makes it so can be taken away."""
+"""Steps of several sequences: each has the bits that it has alone."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
+from diskprefix.engine.measured_model import layout_of
+from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.kv.step import current_step
-from diskprefix.model.exact import invariant, latent, runner
-from diskprefix.model.exact.runner import forward
-from diskprefix.model.exact.self_check import make_exact, rehearse
-from diskprefix.model.exact.state_layout import made_up_tokens
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.runtime import Rows
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.examples import examples
+from tests.steps import forward, run
 
 LENGTHS = (552, 300, 90, 2)
 """Of the sequences; their last tokens are decoded."""
@@ -32,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 def made(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Layout]:
     name, _, kind = name.partition(" ")
     model = quantised_tiny_model(name, kind) if kind else tiny_model(name, dtype)
-    layout, reason = make_exact(model)
+    layout, reason = layout_of(model)
     assert not reason
     return model, layout
 
@@ -41,9 +37,9 @@ Bits = list[tuple[bytes, list[torch.Tensor]]]
 """By sequence: the state at the end, and the logits of the last tokens, which are computed one a step."""
 
 
-def sequence_of(model: PreTrainedModel, layout: Layout) -> KVSequence:
+def sequence_of(layout: Layout) -> KVSequence:
     """With memory in which another sequence was that is not finite."""
-    pool = PagePool(layout, model.device, block_size=256)
+    pool = PagePool(layout, block_size=256)
     other = KVSequence(pool)
     assert other.make_room(max(LENGTHS))
     for page in other.pages():
@@ -60,7 +56,7 @@ def alone(model: PreTrainedModel, layout: Layout) -> Bits:
     found: Bits = []
     with torch.inference_mode():
         for number, length in enumerate(LENGTHS):
-            sequence, token_ids = sequence_of(model, layout), made_up_tokens(model, number, length)
+            sequence, token_ids = sequence_of(layout), made_up_tokens(model, number, length)
             ends = [*range(256, length - 4, 256), *range(max(1, length - 4), length + 1)]
             parts = [token_ids[:, begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
             logits = [forward(model, sequence, part)[-1] for part in parts]
@@ -71,10 +67,9 @@ def alone(model: PreTrainedModel, layout: Layout) -> Bits:
 def state_of(sequence: KVSequence, num_tokens: int) -> bytes:
     """Of all tokens, or those of the last window."""
     found = [sequence.content(sequence.num_tokens)]
-    for layer in sequence.token_layers:
-        first = max(0, num_tokens - (layer.window or num_tokens))
-        rows = (part.gathered(first, num_tokens) for part in (layer.keys, layer.values))
-        found += [part.view(torch.uint8).numpy().tobytes() for part in rows]
+    for table in sequence.tables:
+        first = max(0, num_tokens - (table.group.window or num_tokens))
+        found.append(table.gathered(first, num_tokens).view(torch.uint8).numpy().tobytes())
     return b"".join(found)
 
 
@@ -82,7 +77,7 @@ def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
     """In random steps of all sequences; those that are over leave. Some steps of decoding compute tokens behind, right
     ones and wrong ones, which are taken back."""
     chance = random.Random(seed)
-    sequences = [sequence_of(model, layout) for _ in LENGTHS]
+    sequences = [sequence_of(layout) for _ in LENGTHS]
     logits: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
     with torch.inference_mode():
         while left := [n for n, length in enumerate(LENGTHS) if sequences[n].num_tokens < length]:
@@ -102,7 +97,7 @@ def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
                 right, wrong = made_up_tokens(model, n, LENGTHS[n]), made_up_tokens(model, 100 + n, 5)
                 ids = torch.cat([right[:, start:end], wrong[:, :num_wrong]], dim=1)
                 step.append(Rows(sequences[n], ids[0].numpy(), num_logits))
-            for (n, end, num_right), found in zip(parts, runner.run(model, step), strict=True):
+            for (n, end, num_right), found in zip(parts, run(model, step), strict=True):
                 sequences[n].take_back(end)
                 logits[n] += found[:num_right]
     return [(state_of(a, length), f) for a, length, f in zip(sequences, LENGTHS, logits, strict=True)]
@@ -134,7 +129,7 @@ def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> Non
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2"])
 def test_all_rows_of_a_step_are_taken_back(name: str) -> None:
     model, layout = made(name)
-    sequence, token_ids = sequence_of(model, layout), made_up_tokens(model, 0, 40)
+    sequence, token_ids = sequence_of(layout), made_up_tokens(model, 0, 40)
     with torch.inference_mode():
         forward(model, sequence, token_ids[:, :30])
         before = state_of(sequence, 30)
@@ -147,7 +142,7 @@ def test_all_rows_of_a_step_are_taken_back(name: str) -> None:
 def test_no_other_thread_gets_the_pages_from_which_states_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as that of a restore, which needs memory."""
     model, layout = made("lfm2")
-    sequence, token_ids = sequence_of(model, layout), made_up_tokens(model, 0, 40)
+    sequence, token_ids = sequence_of(layout), made_up_tokens(model, 0, 40)
     replay, given_back = ComputePlan.replay, list[bool]()
 
     def noted(*args: Any) -> None:
@@ -161,56 +156,3 @@ def test_no_other_thread_gets_the_pages_from_which_states_are_taken_back(monkeyp
     assert not any(given_back)
     assert given_back
     assert sequence.drop_spares()
-
-
-@pytest.mark.usefixtures("by_modules")
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_a_model_that_computes_with_its_cache_itself_takes_turns(
-    is_ours: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Latent attention is one, as transformers computes it: what it keeps is a factor of keys and values."""
-    if not is_ours:
-        monkeypatch.setattr(latent, "expansion_of", lambda _: None)
-    _, layout = made("minicpm3")
-    assert layout.exact_at == "token"
-    assert layout.packs == is_ours
-
-
-@pytest.mark.usefixtures("by_modules")
-def test_a_layer_that_depends_on_the_company_is_found() -> None:
-    model = tiny_model("llama", torch.float32)
-    layer: Any = model.get_decoder().layers[1]
-    layer.mlp = Sociable(layer.mlp)
-    layout, reason = make_exact(model)
-    assert (layout.exact_at, reason, layout.packs) == ("token", "", False)
-
-
-class Sociable(nn.Module):
-    """Gated products, doubled where several sequences share a step."""
-
-    def __init__(self, own: nn.Module) -> None:
-        super().__init__()
-        self.own = own
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        step = current_step()
-        found: torch.Tensor = self.own(rows)
-        return found * (2.0 if step is not None and len(step.runs) > 1 else 1.0)
-
-
-def test_a_model_with_matrices_of_its_own_and_chunks_does_not_depend_on_its_steps() -> None:
-    model = tiny_model("llama4", torch.float32)
-    layout = replace(rehearse(model), exact_at="token")
-    invariant.install(model)
-
-    def computed(cut: list[int]) -> tuple[bytes, torch.Tensor]:
-        sequence, ids = sequence_of(model, layout), made_up_tokens(model, 0, sum(cut))
-        with torch.inference_mode():
-            *_, logits = [forward(model, sequence, part)[-1] for part in torch.split(ids, cut, dim=1)]
-        return state_of(sequence, sum(cut)), logits
-
-    (one, logits), (other, others) = map(
-        computed, ([256, 256, 48], [17, 1, 33, 1, 7, 2, 1, 1, 1, 100, 3, 5, 20, 64, 111, 144, 1, 1, 46, 1])
-    )
-    assert one == other
-    assert torch.equal(logits, others)

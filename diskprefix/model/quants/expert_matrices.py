@@ -1,5 +1,5 @@
-"""The experts of a mixture, in the interface of transformers for them: computed one by one with products of torch, or
-by the compiled operator in one call."""
+"""The matrices of the experts of a mixture, in the interface of transformers for them, and what a module computes
+between its products."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from diskprefix.model.exact.rows import in_whole_vectors, linear
 from diskprefix.native.experts_operator import RoutedExperts
-from diskprefix.native.matrix import Matrix, fills_blocks
+from diskprefix.native.matrix import Matrix
 
-Product = Callable[[torch.Tensor], torch.Tensor]
-
+_VECTOR, _UNSHARED = 64, 32768
+"""The count of numbers that fill the vectors of a loop, and the count up to which torch uses one thread."""
 _PROBED = 2.0**60
 """The largest number for which curves are compared with what the module computes."""
 
@@ -106,19 +106,6 @@ def curves_of(module: Any) -> GateCurves | None:
         return found if torch.equal(found(left, right), compute(left, right)) else None
 
 
-def experts_of(module: Any) -> RoutedExperts | None:
-    """Returns the operator for experts in bfloat16, None if they do not lie so that it takes them."""
-    if not is_mixture(module) or module.has_post_expert_norm:
-        return None
-    found = matrices_of(module)
-    if any(weight.dtype is not torch.bfloat16 or weight.device.type != "cpu" for weight, _ in found.values()):
-        return None
-    if not all(weight[0].is_contiguous() and fills_blocks(weight[0]) for weight, _ in found.values()):
-        return None
-    curves = curves_of(module)
-    return None if curves is None else routed(curves, {part: matrices(*of_part) for part, of_part in found.items()})
-
-
 def routed(curves: GateCurves, matrices: dict[str, list[Matrix]]) -> RoutedExperts:
     """Returns the operator with the matrices of each expert, `gate`, `up` and `down`."""
     return RoutedExperts(matrices["gate"], matrices.get("up", []), matrices["down"], curves.gate, curves.up)
@@ -128,46 +115,6 @@ def matrices(weight: torch.Tensor, bias: torch.Tensor | None) -> list[Matrix]:
     """Returns the matrices of experts, [experts, rows, columns], with their biases."""
     biases = [None] * len(weight) if bias is None else [*bias]
     return [Matrix(one, (one.shape[0], one.shape[1]), bias=its) for one, its in zip(weight, biases, strict=True)]
-
-
-def experts(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """Returns what the experts of transformers' modules do, [tokens, hidden_size]; for its experts interface."""
-    (first, first_bias), (last, last_bias) = _weights(self).values()
-
-    def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        inner = linear(rows, first[expert], None if first_bias is None else first_bias[expert])
-        inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-        found = linear(inner, last[expert], None if last_bias is None else last_bias[expert])
-        return self.post_expert_norm(found) if self.has_post_expert_norm else found
-
-    return one_by_one(compute, hidden_states, top_k_index, top_k_weights)
-
-
-def one_by_one(
-    compute: Callable[[int, torch.Tensor], torch.Tensor],
-    rows: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
-) -> torch.Tensor:
-    """Returns the sum of the experts that each row chose, in their order. `compute` gets the number of an expert and
-    its rows."""
-    flat = chosen.reshape(-1)
-    out = rows.new_empty(len(flat), rows.shape[-1])
-    for expert in sorted(set(flat.tolist())):
-        at = (flat == expert).nonzero()[:, 0]
-        out[at] = compute(expert, rows[at // chosen.shape[1]]).to(out.dtype)
-    return weighted(out, weights)
-
-
-def weighted(found: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Returns the sum over choices, [rows, width], of what experts have `found`, [rows × choices, width]."""
-    parts = (found * weights.reshape(-1, 1)).to(found.dtype).view(*weights.shape, -1).float()
-    total = parts[:, 0]
-    for number in range(1, weights.shape[1]):
-        total = total + parts[:, number]
-    return total.to(found.dtype)
 
 
 def all_numbers() -> torch.Tensor:
@@ -188,3 +135,18 @@ def _table(values: torch.Tensor) -> torch.Tensor:
 def _shared(content: bytes) -> torch.Tensor:
     with torch.inference_mode(False):
         return nn.functional.pad(torch.frombuffer(bytearray(content), dtype=torch.bfloat16), (0, 1))
+
+
+def in_whole_vectors(function: Callable[..., torch.Tensor], numbers: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Returns the result of `function`, which works number by number, of whole vectors: for the rest
+    torch has other code."""
+    # Numbers side by side fill vectors, in the part of each thread.
+    count = numbers.numel()
+    if count % (_VECTOR * max(1, min(torch.get_num_threads(), -(-count // _UNSHARED)))) == 0:
+        return function(numbers.contiguous(), *args)
+    flat = numbers.reshape(-1)
+    parts = [
+        function(functional.pad(part, (0, -len(part) % _VECTOR)), *args)[: len(part)]
+        for part in torch.split(flat, _UNSHARED)
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(numbers.shape)

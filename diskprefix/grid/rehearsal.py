@@ -1,0 +1,137 @@
+"""Checks a model that computes as transformers made it: a restored run must have the bits of an uninterrupted one, two
+steps must give what one pass gives, apart from rounding, and no token may depend on later ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from diskprefix.grid.runtime import GridRuntime
+from diskprefix.grid.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
+from diskprefix.kv.layout import Layout
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence, Prefix
+from diskprefix.memo import Memo
+from diskprefix.model.load.kernel_settings import computed_by
+from diskprefix.model.runtime import Rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_passed = Memo("rehearsals", version=1, max_records=64)
+
+_BLOCK_SIZE = 256
+_STEP = 4
+"""Tokens in a step of `rehearse`."""
+_MAX_STATE_ERROR, _MAX_LOGITS_ERROR = 0.05, 0.3
+_MAX_LOOKAHEAD = 0.005
+"""The largest allowed difference between a run in two steps and a run in one pass, relative to the difference of a run
+that never saw the first step. Rounding is smaller by orders of magnitude; a dropped state gives nearly 1."""
+
+
+def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
+    """Returns the layout of a model that computes as transformers made it, after a rehearsed restore. For a model that
+    cannot be cached, `unsupported` has the reasons.
+
+    The layout of one that succeeded is remembered for `identity`, the model's fingerprint, if it is given. Raises only
+    what torch raises when memory runs out.
+    """
+    key = hashlib.sha256(f"{computed_by(model)} {identity}".encode()).hexdigest() if identity else ""
+    if (remembered := _remembered(key)) is not None:
+        return remembered
+    layout = read_layout(model)
+    found = layout if layout.unsupported else or_unsupported(model, lambda: _rehearsed(model, layout))
+    if key and not found.unsupported:
+        _passed.put(key, found.record())
+    return found
+
+
+def _remembered(key: str) -> Layout | None:
+    record = _passed.get(key) if key else None
+    if record is not None:
+        with suppress(AttributeError, LookupError, TypeError, ValueError):
+            return Layout.of_record(record)
+    return None
+
+
+def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
+    """Returns the layout if a restore gives the bits of the uninterrupted run. Raises `Unsupported` if it does not, if
+    the model ignores the earlier state when it adds several tokens to it, or if a token depends on later tokens."""
+    name, token_ids = type(model).__name__, made_up_tokens(model, 1, 2 * _STEP + 1)
+    steps, both = (_STEP, _STEP, 1), token_ids[:, : 2 * _STEP]
+    cold, found = (_run(model, layout, token_ids, steps, restored_at=end) for end in (0, _STEP))
+    if not torch.equal(found[1], cold[1]):
+        raise Unsupported(f"{name} keeps state outside its cache")
+    continued, alone = _run(model, layout, both, steps[:2]), _run(model, layout, both[:, _STEP:], [_STEP])
+    if layout.states:
+        ends = [continued, _run(model, layout, both, [2 * _STEP]), alone]
+        if _error(*(_first_recurrent(layout, state) for state, _ in ends)) > _MAX_STATE_ERROR:
+            raise Unsupported(f"{name} adds tokens to a state only one by one")
+    one_pass = model(input_ids=both, use_cache=False).logits[0].cpu()
+    if _error(continued[1][-1], one_pass[-1], alone[1][-1]) > _MAX_LOGITS_ERROR:
+        raise Unsupported(f"{name} does not continue a sequence step by step")
+    other_end = torch.cat([both[:, :_STEP], made_up_tokens(model, 3, _STEP)], dim=1)
+    beginning, again = one_pass[:_STEP], model(input_ids=other_end, use_cache=False).logits[0, :_STEP].cpu()
+    if _error(again, beginning, beginning.roll(1, dims=0)) > _MAX_LOOKAHEAD:
+        raise Unsupported(f"{name} looks at what comes later")
+    return layout
+
+
+def _error(found: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> float:
+    """Returns the distance of `found` from `right`, relative to that of `wrong`; 0 if `wrong` equals `right`."""
+    scale = (wrong.float() - right.float()).abs().max()
+    return float((found.float() - right.float()).abs().max() / scale) if scale else 0.0
+
+
+def _first_recurrent(layout: Layout, state: bytes) -> torch.Tensor:
+    """Returns the recurrent state of the first layer that has one, or else the first state of a convolution: there two
+    runs have nearly the same input. States are at the end of `state`."""
+    specs = [spec for group in layout.states for spec in group.specs]
+    starts = accumulate((spec.num_bytes for spec in specs), initial=len(state) - sum(spec.num_bytes for spec in specs))
+    *_, start, spec = min(
+        (spec.part != "recurrent", spec.layer, spec.index, start, spec)
+        for spec, start in zip(specs, starts, strict=False)
+    )
+    return torch.frombuffer(bytearray(state[start : start + spec.num_bytes]), dtype=spec.dtype)
+
+
+def _run(
+    model: PreTrainedModel,
+    layout: Layout,
+    token_ids: torch.Tensor,
+    steps: Sequence[int],
+    *,
+    num_logits: int = 1,
+    restored_at: int = 0,
+) -> tuple[bytes, torch.Tensor]:
+    """Returns the state of all tokens with the states at the end, and the last `num_logits` next-token logits of each
+    step, [logits, vocab]. After `restored_at` tokens it goes on in other memory, after another sequence: nothing but
+    that memory may decide what comes then."""
+    pool, runtime = PagePool(layout, block_size=_BLOCK_SIZE), GridRuntime(model, layout)
+    sequence, logits = _sequence(pool, token_ids.shape[1]), []
+    for part in torch.split(token_ids[0].cpu(), list(steps)):
+        logits += runtime.run([Rows(sequence, part.numpy(), num_logits)]).logits
+        if sequence.num_tokens == restored_at:
+            other = made_up_tokens(model, 2, _STEP + 1)[0].cpu().numpy()
+            runtime.run([Rows(_sequence(pool, _STEP + 1), other)])
+            sequence = _sequence(pool, token_ids.shape[1], sequence.prefix())
+    return sequence.content(), torch.from_numpy(np.concatenate(logits))
+
+
+def _sequence(pool: PagePool, num_tokens: int, prefix: Prefix | None = None) -> KVSequence:
+    """Returns a sequence with room for so many tokens, full of NaN behind the prefix: a model that reads behind the
+    last token is then not exact."""
+    sequence = KVSequence(pool)
+    has_memory = (prefix is None or sequence.begin_with(prefix)) and sequence.make_room(num_tokens)
+    assert has_memory, "the pool has no limit"
+    for table in sequence.tables:
+        for number, page in enumerate(table.pages):
+            if page is not None:
+                page.tensor[:, :, max(0, sequence.num_tokens - number * pool.block_size) :] = torch.nan
+    return sequence

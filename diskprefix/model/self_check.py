@@ -1,0 +1,142 @@
+"""Checks once that a plan gives a token the same bits however its prompt was cut, after a restore, and beside others.
+
+What makes a token's bits independent of the step are the operators, by construction. The check finds what differs in a
+version, a machine or a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence, Prefix
+from diskprefix.memo import Memo
+from diskprefix.model.load.draft_layer import draft_layer_of
+from diskprefix.model.load.kernel_settings import computed_by
+from diskprefix.model.planned import NotExact, PlanRuntime, reason_without_plan
+from diskprefix.model.runtime import Rows, Runtime
+from diskprefix.native.library import described, operators
+from diskprefix.printable import first_line
+from diskprefix.tokens import Logits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_passed = Memo("self_checks", version=2, max_records=64)
+
+_CUT = (5, 1, 20, 3, 11)
+"""The steps of a run that is compared with a run in one step. After the first two it goes on from a copy."""
+_STEPS = tuple(pairwise((0, *accumulate(_CUT))))
+_NUM_GUESSES = 2
+_PAGE_TOKENS = 256
+
+TokenIds64 = npt.NDArray[np.int64]
+
+
+def known_reason(model: PreTrainedModel, device: torch.device) -> str:
+    """Returns why a model on a device is not exact at every token, as far as that is known without running it."""
+    if device.type != "cpu":
+        return f"the compiled operators, which make a model exact at every token, do not run on {device.type}"
+    if operators() is None:
+        return f"it needs the compiled operators: {described()}"
+    is_known = type(model).__module__.startswith("transformers.")
+    return reason_without_plan(model) if is_known else f"no family has the class {type(model).__name__}"
+
+
+def checked(model: PreTrainedModel, read_layout: Callable[[], Layout], identity: str = "") -> Layout:
+    """Returns the layout of a model that is exact at every token. Raises `NotExact` if it is not, and what torch raises
+    when memory runs out.
+
+    The layout of a model that was checked is remembered for `identity`, the model's fingerprint, if it is given. A
+    check that failed is not, so that a wrong moment of one process does not decide for the next.
+    """
+    compiled = operators()
+    assert compiled is not None, "the model has a plan"
+    drafts = " with its draft layer" if draft_layer_of(model) is not None else ""
+    named = f"{computed_by(model)} {compiled.identity}{drafts} {identity}"
+    key = hashlib.sha256(named.encode()).hexdigest() if identity else ""
+    with suppress(AttributeError, LookupError, TypeError, ValueError):
+        if key:
+            return Layout.of_record(_passed.get(key))
+    layout = replace(read_layout(), exact_at="token", packs=True)
+    if layout.unsupported:
+        raise NotExact("its state is not cached")
+    try:
+        with torch.inference_mode():
+            _check(PlanRuntime(model, layout, _PAGE_TOKENS, is_of_first=True))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        line = first_line(error)
+        raise NotExact(line if isinstance(error, NotExact) else f"{type(error).__name__}: {line}") from error
+    if key:
+        _passed.put(key, layout.record())
+    return layout
+
+
+def _check(runtime: Runtime) -> None:
+    """Raises `NotExact` for other bits."""
+    pool = PagePool(runtime.layout, block_size=_PAGE_TOKENS)
+    token_ids = _made_up(runtime, 4, sum(_CUT))
+    whole = _sequence(pool)
+    (logits,) = runtime.run([Rows(whole, token_ids, len(token_ids))]).logits
+    if not np.isfinite(logits).all():
+        raise NotExact("its logits are not finite")
+    cut, found = _in_cuts(runtime, pool, token_ids)
+    if cut.content() != whole.content():
+        raise NotExact("its state depends on the steps")
+    if not np.array_equal(found, logits[[end - 1 for end in accumulate(_CUT)]]):
+        raise NotExact("its logits depend on the steps")
+    packed, found = _packed(runtime, pool, token_ids)
+    if packed.content() != whole.content() or not np.array_equal(found, logits[-1:]):
+        raise NotExact("it depends on other sequences, or on guesses that were taken back")
+
+
+def _in_cuts(runtime: Runtime, pool: PagePool, token_ids: TokenIds64) -> tuple[KVSequence, Logits]:
+    """Returns a sequence that was computed in several steps, the later ones in other memory and after another sequence,
+    and the logits at their ends: nothing but that memory may decide what comes then."""
+    sequence, logits = _sequence(pool), list[Logits]()
+    for number, (start, stop) in enumerate(_STEPS):
+        if number == 2:
+            runtime.run([Rows(_sequence(pool), _made_up(runtime, 2, 5))])
+            sequence = _sequence(pool, sequence.prefix())
+        logits += runtime.run([Rows(sequence, token_ids[start:stop])]).logits
+    return sequence, np.concatenate(logits)
+
+
+def _packed(runtime: Runtime, pool: PagePool, token_ids: TokenIds64) -> tuple[KVSequence, Logits]:
+    """Returns a sequence that was computed beside another, with guesses that were taken back, and its last logits."""
+    sequence, other, logits = _sequence(pool), _sequence(pool), np.empty(0, np.float32)
+    wrong, beside = _made_up(runtime, 3, _NUM_GUESSES), _made_up(runtime, 1, 3)
+    for start, stop in _STEPS:
+        guessed = Rows(sequence, np.concatenate([token_ids[start:stop], wrong]), 1 + _NUM_GUESSES)
+        _, logits = runtime.run([Rows(other, beside), guessed]).logits
+        sequence.take_back(stop)
+    return sequence, logits[:1]
+
+
+def _made_up(runtime: Runtime, seed: int, num_tokens: int) -> TokenIds64:
+    return np.random.default_rng(seed).integers(0, runtime.vocab_size, num_tokens)
+
+
+def _sequence(pool: PagePool, prefix: Prefix | None = None) -> KVSequence:
+    """Returns a sequence with room for the tokens, full of NaN behind the prefix: a plan that reads behind the last
+    token is then not exact."""
+    sequence = KVSequence(pool)
+    has_memory = (prefix is None or sequence.begin_with(prefix)) and sequence.make_room(sum(_CUT) + _NUM_GUESSES)
+    assert has_memory, "the pool has no limit"
+    for table in sequence.tables:
+        for number, page in enumerate(table.pages):
+            if page is not None:
+                page.tensor[:, :, max(0, sequence.num_tokens - number * pool.block_size) :] = torch.nan
+    return sequence

@@ -1,0 +1,194 @@
+"""Models with a plan are exact at every token, and the check finds what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from diskprefix.engine.measured_model import layout_of
+from diskprefix.grid.state_layout import made_up_tokens
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
+from diskprefix.model import self_check
+from diskprefix.model.load.fingerprint import Fingerprint
+from diskprefix.model.plan import ComputePlan
+from diskprefix.model.planned import NotExact, config_of, first_layers
+from diskprefix.native import build, library
+from diskprefix.tokens import floor_to_grid
+from tests.exactness.architectures import tiny_model
+from tests.steps import forward
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def verdict(name: str, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
+    layout, reason = layout_of(tiny_model(name, dtype))
+    return layout.exact_at, reason
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_missing_operators_are_a_warning_with_the_remedy_unless_they_were_left_out(
+    kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "none.so")
+    library._loaded.cache_clear()
+    library.choose(kernels)
+    assert verdict("llama")[0] == "grid"
+    library._loaded.cache_clear()
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [("apt install g++" in line, "pip install" in line) for line in warnings] == [(True, True)] * (
+        kernels == "auto"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("zaya", "no family has zaya"), ("deepseek_v4", "its state is not cached")]
+)
+def test_what_is_exact_on_the_grid_only_says_why(name: str, reason: str) -> None:
+    assert verdict(name) == ("grid", reason)
+
+
+def test_a_type_of_numbers_without_a_plan_means_the_grid() -> None:
+    assert verdict("llama", torch.float16) == ("grid", "no plan computes in float16")
+
+
+def test_a_class_that_is_not_of_transformers_has_no_plan() -> None:
+    model = tiny_model("llama", torch.float32)
+    model.__class__ = type("OwnLlama", (type(model),), {"__module__": "modeling_own"})
+    assert layout_of(model)[1] == "no family has the class OwnLlama"
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_it_needs_the_compiled_operators(name: str) -> None:
+    library.choose("torch")
+    assert verdict(name) == ("grid", "it needs the compiled operators: torch (as it was chosen)")
+
+
+@pytest.mark.parametrize(("name", "num_layers"), [("llama", 1), ("gemma3", 2), ("lfm2", 2)])
+def test_the_first_layers_of_each_kind_are_checked(name: str, num_layers: int) -> None:
+    model = tiny_model(name, torch.float32)
+    config = config_of(model, layout_of(model)[0], 16)
+    assert len(first_layers(config).layers) == num_layers < len(config.layers)
+
+
+Run = Callable[..., None]
+
+
+def counting_positions_from_the_step(own: Run, runs: Any, ids: np.ndarray, positions: np.ndarray, *others: Any) -> None:
+    own(runs, ids, positions - positions[:, :1], *others)
+
+
+def seeing_one_more(own: Run, runs: Any, *others: Any) -> None:
+    own([replace(run, start=run.start + 1) for run in runs], *others)
+
+
+def seeing_another_sequence(own: Run, runs: Any, *others: Any) -> None:
+    own([replace(run, tables=runs[0].tables, states=runs[0].states) for run in runs], *others)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "reason"),
+    [
+        ("llama", counting_positions_from_the_step, "its state depends on the steps"),
+        ("llama", seeing_one_more, "its logits are not finite"),
+        ("llama", seeing_another_sequence, "it depends on other sequences, or on guesses that were taken back"),
+    ],
+)
+def test_what_is_computed_otherwise_is_found(
+    name: str, wrong: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ComputePlan.run
+    monkeypatch.setattr(ComputePlan, "run", lambda plan, *args: wrong(lambda *a: own(plan, *a), *args))
+    assert verdict(name) == ("grid", reason)
+
+
+def test_guesses_that_stay_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ComputePlan, "replay", lambda *_: None)
+    assert verdict("lfm2") == ("grid", "it depends on other sequences, or on guesses that were taken back")
+
+
+def test_state_that_is_kept_outside_of_memory_is_found_by_the_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the steps, all that is computed of an uninterrupted sequence is the same."""
+    own, seen = ComputePlan.run, dict[int, int]()
+
+    def run(plan: ComputePlan, runs: Any, ids: np.ndarray, *others: Any) -> None:
+        if runs[0].start == 0:
+            seen[0] = int(ids[0])
+        own(plan, runs, np.where(ids == 7, seen[0], ids), *others)
+
+    model, tokens = tiny_model("llama", torch.float32), self_check._made_up
+    monkeypatch.setattr(ComputePlan, "run", run)
+    monkeypatch.setattr(self_check, "_made_up", lambda *args: np.append(tokens(*args)[:-1], 7))
+    assert layout_of(model)[1] == "its state depends on the steps"
+
+
+def refused(*_: Any) -> Any:
+    raise NotExact("so")
+
+
+def test_the_fingerprint_of_a_plan_has_the_operators_and_not_the_kernels_of_torch() -> None:
+    before = Fingerprint.of(tiny_model("mixtral", torch.float32), "")
+    compiled = library.operators()
+    assert compiled is not None
+    assert before.by_plan() == replace(before, attention="plan", experts="plan", attention_kernel=compiled.identity)
+    assert "sdpa" in before.attention
+
+
+def test_a_check_that_was_passed_is_remembered_for_these_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = layout_of(tiny_model("llama", torch.float32), "these weights")
+    monkeypatch.setattr(self_check, "_check", refused)
+    same, other = (tiny_model("llama", torch.float32) for _ in range(2))
+    assert layout_of(same, "these weights") == found
+    assert layout_of(other, "other weights")[1] == "so"
+    assert layout_of(other)[1] == "so"
+
+
+def test_a_wrong_moment_does_not_decide_for_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(self_check, "_check", refused)
+            assert layout_of(tiny_model("llama", torch.float32), "these weights")[1] == "so"
+    assert layout_of(tiny_model("llama", torch.float32), "these weights")[1] == ""
+
+
+@pytest.mark.parametrize("damaged", ["", 7, [], {}, {"layers": 1}, {"layers": [], "groups": []}])
+def test_what_is_remembered_and_cannot_be_is_checked_again(damaged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check._passed, "get", lambda _: damaged)
+    monkeypatch.setattr(self_check, "_check", refused)
+    assert layout_of(tiny_model("llama", torch.float32), "these weights")[1] == "so"
+
+
+def restored(model: PreTrainedModel, cold: KVSequence, num_tokens: int, *, num_missing: int = 0) -> torch.Tensor:
+    """Logits of a restored prompt, behind which memory is not finite. `num_missing`: pages too few of windows."""
+    sequence, size = KVSequence(cold.pool), cold.pool.block_size
+    for number, (table, computed) in enumerate(zip(sequence.tables, cold.tables, strict=True)):
+        first = floor_to_grid(table.group.first_needed(num_tokens), size)
+        sequence.prepare_restore(number, first + num_missing * size if first else 0, num_tokens)
+        for at, (page, source) in enumerate(zip(table.pages, computed.pages, strict=False)):
+            if page is not None and source is not None:
+                page.tensor.fill_(torch.nan)
+                page.tensor[:, :, : num_tokens - at * size] = source.tensor[:, :, : num_tokens - at * size]
+    sequence.truncate(num_tokens)
+    with torch.inference_mode():
+        return forward(model, sequence, made_up_tokens(model, 8, 3))[-1]
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_a_restored_run_needs_the_pages_of_its_windows_only(block_size: int) -> None:
+    model = tiny_model("gemma3", torch.bfloat16)
+    layout, _ = layout_of(model)
+    assert any(group.window for group in layout.groups)
+    cold = KVSequence(PagePool(layout, block_size=block_size))
+    with torch.inference_mode():
+        forward(model, cold, made_up_tokens(model, 7, 600))[-1]
+        expected = forward(model, cold, made_up_tokens(model, 8, 3))[-1]
+    assert torch.equal(restored(model, cold, 600), expected)
+    with pytest.raises(NotExact, match="does not keep"):
+        restored(model, cold, 600, num_missing=1)
