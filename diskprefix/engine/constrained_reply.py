@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
 from diskprefix.engine.constraint_grammar import explained, grammar_of, matcher_of
@@ -25,6 +25,8 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.printable import first_line
 
 T = TypeVar("T")
+Forbidden: TypeAlias = npt.NDArray[np.bool_]
+"""A mask of shape [vocab_size], True for tokens that must not come next."""
 
 
 class ConstraintCompiler:
@@ -133,7 +135,7 @@ class ConstrainedReply:
         """True if the tokens of the opening so far may begin the constrained text too."""
         if self._before is not None and self._before.begin is None:
             self._free = _FreeText(self._before.end)
-        self._next: Future[torch.Tensor] = beginning.submit(self._start)
+        self._next: Future[Forbidden] = beginning.submit(self._start)
         self.is_complete = False
         """True if the reply can only end here."""
 
@@ -151,11 +153,11 @@ class ConstrainedReply:
         """True in the free text before the constrained one."""
         return self._free is not None
 
-    def forbidden(self) -> torch.Tensor:
-        """Returns a mask, bool [vocab_size], True for tokens that must not come next. The caller may change it."""
+    def forbidden(self) -> Forbidden:
+        """Returns the mask of the next token. The caller may change it."""
         if self._free is not None:
             # Free text must not end the reply.
-            forbidden = torch.zeros(self._compiler.vocab_size, dtype=torch.bool)
+            forbidden = np.zeros(self._compiler.vocab_size, np.bool_)
             forbidden[[token for token in self._compiler.eos if token < len(forbidden)]] = True
             return forbidden
         forbidden = self._next.result()
@@ -209,24 +211,24 @@ class ConstrainedReply:
         if not self.is_complete:
             self._next = self._beginning.submit(self._mask)
 
-    def _start(self) -> torch.Tensor:
+    def _start(self) -> Forbidden:
         # The copy shares what is computed of the constraint.
         self._matcher = self._beginning.matcher.result().deep_copy()
         if self._before is not None and self._before.begin is not None:
             self._opening = self._compiler.tokens_of(self._before.begin)
         return self._mask()
 
-    def _mask(self) -> torch.Tensor:
+    def _mask(self) -> Forbidden:
         if not self._may_be_text:
-            return torch.ones(self._compiler.vocab_size, dtype=torch.bool)
+            return np.ones(self._compiler.vocab_size, np.bool_)
         return forbidden_by(self._matcher, self._compiler.vocab_size)
 
 
-def forbidden_by(matcher: LLMatcher, vocab_size: int) -> torch.Tensor:
-    """Returns the mask of tokens that may not come next, bool of shape [vocab_size]. If it is too complex to compute,
-    only the end may come, and the matcher refuses that."""
-    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    return torch.from_numpy(np.unpackbits(bits, count=vocab_size, bitorder="little") == 0)
+def forbidden_by(matcher: LLMatcher, vocab_size: int) -> Forbidden:
+    """Returns the mask of the next token. If it is too complex to compute, only the end may come, and the matcher
+    refuses that."""
+    allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.unpackbits(~allowed, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 class _FreeText:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.prompt_pictures import PromptPictures
-from diskprefix.engine.running_request import Computed, Reply
-from diskprefix.engine.sampler import draw
+from diskprefix.engine.running_request import Reply
 from diskprefix.engine.scheduler import Chunk
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.runtime import Hidden, Rows, Runtime
@@ -25,19 +23,19 @@ class StateLost(Exception):
     """A step of several sequences failed, and may have changed their states: each is to be computed again, alone."""
 
 
-def forward(runtime: Runtime, step: list[Chunk[Reply]]) -> list[Computed | Exception]:
+def forward(runtime: Runtime, step: list[Chunk[Reply]]) -> list[Logits | Exception]:
     """Computes a step. If that fails, computes each of its sequences alone, unless
     they have states in their midst.
 
-    Returns what each chunk has: next-token logits, [1 + num_drafted, vocab], behind the last known token and behind
-    each guess, and the tokens drawn from them. Or the error of its own forward, or `StateLost`. Raises `DeviceLost`.
+    Returns of each chunk its next-token logits, [1 + num_drafted, vocab], behind the last known token and behind each
+    guess. Or the error of its own forward, or `StateLost`. Raises `DeviceLost`.
     """
     try:
         wants_hidden = any(chunk.sequence.running.pooling is not None for chunk in step)
         output = runtime.run([_rows(chunk) for chunk in step], needs_hidden=wants_hidden)
         if output.hidden is not None:
             _hand_out(output.hidden, step)
-        return list(_draw_tokens(step, output.logits))
+        return list(output.logits)
     except Exception as error:  # noqa: BLE001 (it is returned)
         raise_if_lost(error)
         if len(step) == 1:
@@ -49,15 +47,6 @@ def forward(runtime: Runtime, step: list[Chunk[Reply]]) -> list[Computed | Excep
     for chunk in step:
         _state_of(chunk).truncate(chunk.start)
     return [result for chunk in step for result in forward(runtime, [chunk])]
-
-
-def _draw_tokens(step: list[Chunk[Reply]], logits: list[Logits]) -> Iterator[Computed]:
-    """Yields the logits of each chunk with the tokens that all replies of the step draw together."""
-    asks = [chunk.sequence.asks(chunk, rows) for chunk, rows in zip(step, logits, strict=True)]
-    together = [ask for of_one in asks for ask in of_one]
-    drawn = iter(draw(together) if together else [])
-    for rows, of_one in zip(logits, asks, strict=True):
-        yield Computed(rows, tuple(islice(drawn, len(of_one))))
 
 
 def _hand_out(hidden: Hidden, step: list[Chunk[Reply]]) -> None:

@@ -30,7 +30,7 @@ from diskprefix.engine.request import (
     Timings,
     Usage,
 )
-from diskprefix.engine.sampler import Ask, Sampler
+from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.scheduler import Chunk, Sequence
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import NonFiniteLogits
@@ -52,20 +52,11 @@ ReplyState: TypeAlias = Literal["computing", "waiting", "finished"]
 mask of its constraint is ready."""
 
 
-@dataclass(frozen=True, eq=False)
-class Computed:
-    """The result of a step for a reply: logits, shape [1 + guesses, vocab], and the tokens drawn from them, if they
-    could be drawn together with those of other replies."""
-
-    logits: Logits
-    drawn: tuple[int, ...] = ()
-
-
 @dataclass(eq=False)
 class HeldLogits:
-    """Logits to sample from, at once or when the mask of a constraint is ready."""
+    """Logits to sample from, shape [1 + guesses, vocab], at once or when the mask of a constraint is ready."""
 
-    computed: Computed
+    logits: Logits
     guesses: list[int]
     """The tokens that the rows behind the first one were computed with."""
     had_guesses: bool
@@ -141,16 +132,11 @@ class Reply(Sequence):
             total = total + row
         self.hidden = total
 
-    def asks(self, chunk: Chunk[Reply], logits: Logits) -> list[Ask]:
-        """Returns the tokens to draw from the logits of `chunk`, [1 + guesses, vocab], before the reply takes them."""
-        samples = chunk.end >= self.num_known and self.running.reply_limit > 0 and self.sampled_early is None
-        return [Ask(self.sampler, row) for row in logits] if samples and self.sampler.can_draw(len(logits)) else []
-
     # Each of these takes logits and returns the state of the reply after them.
 
-    def take_step(self, chunk: Chunk[Reply], computed: Computed, seconds: float) -> ReplyState:
-        """Saves what a step has computed, and samples if all known tokens are computed. `seconds` is the part of the
-        step's time that `chunk` took."""
+    def take_step(self, chunk: Chunk[Reply], logits: Logits, seconds: float) -> ReplyState:
+        """Takes a step's logits of `chunk`, [1 + guesses, vocab]. Saves what the step has computed, and samples if all
+        known tokens are computed. `seconds` is the part of the step's time that `chunk` took."""
         running, state = self.running, self.state
         if not chunk.num_drafted:
             self.count_ready()
@@ -164,10 +150,10 @@ class Reply(Sequence):
         if chunk.end < self.num_known:
             return "computing"
         if chunk.end == self.prompt_tokens:
-            return self.end_prompt(computed.logits[-1], computed.drawn)
-        return self._extend(computed)
+            return self.end_prompt(logits[-1])
+        return self._extend(logits)
 
-    def end_prompt(self, logits: Logits, drawn: tuple[int, ...] = ()) -> ReplyState:
+    def end_prompt(self, logits: Logits) -> ReplyState:
         """Samples the first token from the logits at the prompt's end, shape [vocab]. The token of the first reply is
         sent before the prompt is published."""
         running, state = self.running, self.state
@@ -177,7 +163,7 @@ class Reply(Sequence):
             running.pages.keep_logits(state, logits)
             if not all(reply.has_begun for reply in running.replies):
                 running.pages.keep_prompt(state)
-        return self._extend(Computed(logits[None], drawn))
+        return self._extend(logits[None])
 
     def resume(self) -> ReplyState:
         """Samples from the logits that were held, if the mask of the constraint is ready."""
@@ -207,25 +193,24 @@ class Reply(Sequence):
         except Exception as error:  # noqa: BLE001 (the loop raises it)
             running.error = error
 
-    def _extend(self, computed: Computed) -> ReplyState:
+    def _extend(self, logits: Logits) -> ReplyState:
         """Samples and sends the next tokens. The row behind a guess counts if the guess is the token that was sampled.
         All other guesses are taken back."""
-        draft = self.draft[: len(computed.logits) - 1]
+        draft = self.draft[: len(logits) - 1]
         if draft:
             self.running.num_drafted += len(draft)
             self.running.drafted_by.add(self.guesser.proposer)
-        return self._sample(HeldLogits(computed, draft, had_guesses=bool(draft)))
+        return self._sample(HeldLogits(logits, draft, had_guesses=bool(draft)))
 
     def _sample(self, held: HeldLogits) -> ReplyState:
-        logits, drawn = held.computed.logits, held.computed.drawn
         for row, guessed in enumerate([*held.guesses, None]):
             is_known = self.sampled_early is not None or not self.running.reply_limit
             if not is_known and not self.sampler.is_ready:
                 # A view would keep the logits of all sequences of the step.
-                self.held = HeldLogits(Computed(logits[row:].copy()), held.guesses[row:], held.had_guesses)
+                self.held = HeldLogits(held.logits[row:].copy(), held.guesses[row:], held.had_guesses)
                 return "waiting"
             try:
-                token, reason = self._next(logits[row], drawn[row] if drawn else None)
+                token, reason = self._next(held.logits[row])
             except NonFiniteLogits:
                 if not held.had_guesses:
                     raise
@@ -257,7 +242,7 @@ class Reply(Sequence):
         if isinstance(state := self.state, KVSequence):
             self.running.pages.set_ready(state, self.num_computed - len(state.undrafted), self.computed_ids)
 
-    def _next(self, logits: Logits, drawn: int | None) -> tuple[int | None, FinishReason | None]:
+    def _next(self, logits: Logits) -> tuple[int | None, FinishReason | None]:
         """Samples and sends a token. Returns it, and why the reply ends with it, None if it does not. The token is None
         if the reply ends without one."""
         if not self.running.reply_limit:
@@ -266,7 +251,7 @@ class Reply(Sequence):
             self._send_reading()
             return None, "length"
         early, self.sampled_early = self.sampled_early, None
-        token, reason = early or self._send_next(logits, drawn)
+        token, reason = early or self._send_next(logits)
         self._publish_prompt(logits)
         if reason is None:
             self.token_ids.append(token)
@@ -274,9 +259,9 @@ class Reply(Sequence):
             self.guesser.record_token(token)
         return token, reason
 
-    def _send_next(self, logits: Logits, drawn: int | None = None) -> tuple[int, FinishReason | None]:
+    def _send_next(self, logits: Logits) -> tuple[int, FinishReason | None]:
         running = self.running
-        token = self.sampler.sample(logits, None if self.thought_limit is None else self.thought_limit.forced, drawn)
+        token = self.sampler.sample(logits, None if self.thought_limit is None else self.thought_limit.forced)
         running.count_token()
         logprobs = self.sampler.logprobs(logits, token)
         is_last = len(self.token_ids) + 1 == running.reply_limit

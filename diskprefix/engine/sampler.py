@@ -1,47 +1,28 @@
-"""Samples tokens from logits, with transformers' logits processors and OpenAI's two penalties.
+"""Samples tokens from logits.
 
-`draw` samples the tokens of several replies together. Each row has the bits that it has alone: what is computed
-together is computed row by row, and each reply has its own random numbers.
+A row of logits is sampled alone, so its token depends on nothing else in the step. Sums over groups and buckets find
+where a cut or a draw falls, and only there are scores sorted or added up one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
+import math
+import secrets
 
 import numpy as np
-import torch
-from transformers.generation.logits_process import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+import numpy.typing as npt
+from numpy.random import Philox
 
-from diskprefix.engine.constrained_reply import ConstrainedReply
+from diskprefix.engine.constrained_reply import ConstrainedReply, Forbidden
 from diskprefix.engine.request import SamplingParams, TokenLogprob
 from diskprefix.errors import InvalidRequest, NonFiniteLogits
 from diskprefix.tokens import Logits, TokenIds
 
-
-@dataclass(frozen=True)
-class PresenceFrequencyPenalty(LogitsProcessor):  # type: ignore[misc]
-    """OpenAI's penalties, for generated tokens only: `presence` once and `frequency` for each occurrence."""
-
-    presence: float
-    frequency: float
-    prompt_tokens: int
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        generated = input_ids[0, self.prompt_tokens :]
-        counts = torch.bincount(generated, minlength=scores.shape[1])
-        return scores - self.frequency * counts - self.presence * (counts > 0)
+GROUP = 256
+"""The number of neighbouring values whose maximum or sum is looked at first."""
+BUCKETS, BUCKETS_PER_UNIT = 2048, 16
+"""The scores of a bucket differ by less than 1/16. The last bucket has all that are more than 127.9 below the highest:
+their probability is 0 in float32."""
 
 
 class Sampler:
@@ -54,21 +35,18 @@ class Sampler:
         choice: int = 0,
         constraint: ConstrainedReply | None = None,
     ) -> None:
+        self._params = params
         self._constraint = constraint
-        self._greedy = params.temperature == 0
-        self._processors = _processors(params, len(prompt))
-        self._num_logprobs = params.logprobs
-        self._generator = torch.Generator()
-        if params.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed((params.seed + choice) % 2**63)
-        self._ids = torch.from_numpy(prompt).long().unsqueeze(0) if self._processors else None
-
-    def can_draw(self, num_rows: int) -> bool:
-        """Returns whether the tokens of `num_rows` rows of logits can be drawn together: no draw depends on the token
-        before, nor on a constraint."""
-        return self._constraint is None and (num_rows == 1 or (self._greedy and self._ids is None))
+        bias = params.logit_bias
+        self._bias = np.fromiter(bias, np.int64), np.fromiter(bias.values(), np.float32)
+        self._penalises = bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
+        self._ids = np.unique(prompt if self._penalises else prompt[:0]).astype(np.int64)
+        """The tokens that penalties count: those of the prompt, each once, and behind them the reply."""
+        self._prompt_tokens = len(self._ids)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        # Philox computes its n-th number from its key and n alone: neighbouring seeds are independent, and the n-th
+        # draw has the n-th number. numpy promises the raw numbers for all versions, not those of a `Generator`.
+        self._numbers = Philox(key=(seed + choice) % 2**64)
 
     @property
     def is_complete(self) -> bool:
@@ -80,152 +58,140 @@ class Sampler:
         """True if `sample` returns at once, without waiting for the mask of the constraint."""
         return self._constraint is None or self._constraint.is_ready
 
-    def sample(self, logits: Logits, forced: int | None = None, drawn: int | None = None) -> int:
+    def sample(self, logits: Logits, forced: int | None = None) -> int:
         """Returns the next token for next-token `logits`, shape [vocab]. It is `forced`, if that is given and the
-        constraint leaves the text free here. `drawn` is what `draw` has returned for these logits.
+        constraint leaves the text free here.
 
         Raises `NonFiniteLogits` for logits with NaN or +inf or with only -inf, and `InvalidRequest` if only the
-        request's sampling parameters or its constraint make the scores so.
+        request's sampling parameters or its constraint make the scores so. Then no random number is used.
         """
         constraint = self._constraint
         if constraint is None or (forced is not None and constraint.is_free):
             # Sampled even if it is forced, and first: the logits may be refused, and a seed gives the numbers that
             # follow.
-            token = _finite(draw([Ask(self, logits)])[0] if drawn is None else drawn, logits)
+            token = self._choose(logits)
             if forced is not None and (constraint is None or constraint.accept(forced)):
                 token = forced
             elif constraint is not None:
-                token = self._sample_allowed(logits, constraint)
+                token = self._choose_allowed(logits, constraint)
         else:
-            token = self._sample_allowed(logits, constraint)
-        if self._ids is not None:
-            self._ids = torch.cat([self._ids, torch.tensor([[token]])], dim=-1)
+            token = self._choose_allowed(logits, constraint)
+        if self._penalises:
+            self._ids = np.append(self._ids, token)
         return token
-
-    def _sample_allowed(self, logits: Logits, constraint: ConstrainedReply) -> int:
-        forbidden = constraint.forbidden()
-        while True:
-            token = _finite(draw([Ask(self, logits, forbidden)])[0], logits)
-            if constraint.accept(token):
-                return token
-            forbidden[token] = True
-
-    def _scores(self, logits: Logits, forbidden: torch.Tensor | None) -> torch.Tensor:
-        """Returns the scores that a token is chosen by, float32 [1, vocab]."""
-        scores = torch.from_numpy(logits)[None]
-        if forbidden is not None:
-            # Bias and penalties, which come next, leave -inf as it is.
-            scores = scores.masked_fill(forbidden, -torch.inf)
-        return scores if self._ids is None else self._processors(self._ids, scores)
 
     def logprobs(self, logits: Logits, token: int) -> tuple[TokenLogprob, ...]:
         """Returns the model's own log probabilities of the chosen token and of the likeliest alternatives, without
         bytes; () if the request does not ask for them."""
-        if self._num_logprobs is None:
+        num = self._params.logprobs
+        if num is None:
             return ()
-        values = torch.from_numpy(logits).log_softmax(dim=-1)
-        best = values.topk(self._num_logprobs) if self._num_logprobs else None
-        top = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best else ()
-        alternatives = tuple(TokenLogprob(i, b"", value) for i, value in top)
-        return (TokenLogprob(token, b"", float(values[token]), alternatives),)
-
-
-class Ask(NamedTuple):
-    """Next-token logits, shape [vocab], of which a sampler is to draw a token. `forbidden`: bool of shape [vocab]."""
-
-    sampler: Sampler
-    logits: Logits
-    forbidden: torch.Tensor | None = None
-
-
-def draw(asks: Sequence[Ask]) -> list[int]:
-    """Draws a token for each of `asks`, -1 where the scores are not finite. Such a draw consumes no random numbers."""
-    greedy = [number for number, ask in enumerate(asks) if ask.sampler._greedy]
-    others = [number for number, ask in enumerate(asks) if not ask.sampler._greedy]
-    with _restoring_generators([asks[number].sampler._generator for number in others]) as put_back:
-        tokens = _likeliest(_scores_of([asks[number] for number in greedy])) if greedy else []
-        tokens += _drawn_from([asks[number] for number in others]) if others else []
-        put_back([token < 0 for token in tokens[len(greedy) :]])
-    drawn = dict(zip([*greedy, *others], tokens, strict=True))
-    return [drawn[number] for number in range(len(asks))]
-
-
-def _scores_of(asks: Sequence[Ask]) -> torch.Tensor:
-    """Returns the scores of rows, float32 [rows, vocab]."""
-    if any(ask.forbidden is not None or ask.sampler._ids is not None for ask in asks):
-        return torch.cat([ask.sampler._scores(ask.logits, ask.forbidden) for ask in asks])
-    return torch.from_numpy(asks[0].logits[None] if len(asks) == 1 else np.stack([ask.logits for ask in asks]))
-
-
-def _likeliest(scores: torch.Tensor) -> list[int]:
-    """Returns tokens, -1 where the highest score is not finite."""
-    decisive, chosen = scores.max(dim=-1)
-    tokens: list[int] = chosen.where(decisive.isfinite(), -1).tolist()
-    return tokens
-
-
-def _drawn_from(asks: Sequence[Ask]) -> list[int]:
-    """Returns tokens drawn by their probabilities, -1 where a score is not finite."""
-    probabilities = _scores_of(asks).softmax(dim=-1)
-    # As `torch.multinomial` draws one token of a row.
-    numbers = torch.empty_like(probabilities)
-    for row, ask in zip(numbers, asks, strict=True):
-        row.exponential_(generator=ask.sampler._generator)
-    chosen = torch.div(probabilities, numbers, out=numbers).argmax(dim=-1)
-    # Any probability will do: a score that is not finite makes all of them NaN.
-    tokens: list[int] = chosen.where(probabilities[:, 0].isfinite(), -1).tolist()
-    return tokens
-
-
-@contextmanager
-def _restoring_generators(generators: Sequence[torch.Generator]) -> Iterator[Callable[[Sequence[bool]], None]]:
-    """Yields a function that restores the states of some generators. An error restores all."""
-    states = [generator.get_state() for generator in generators]
-
-    def put_back(which: Sequence[bool]) -> None:
-        for generator, state, is_meant in zip(generators, states, which, strict=True):
-            if is_meant:
-                generator.set_state(state)
-
-    try:
-        yield put_back
-    except BaseException:
-        put_back([True] * len(states))
-        raise
-
-
-def _finite(token: int, logits: Logits) -> int:
-    """Raises the errors of `Sampler.sample` if no token could be drawn from `logits`."""
-    if token >= 0:
-        return token
-    if np.isfinite(logits.max()):
-        raise InvalidRequest(
-            "the sampling parameters leave no finite score for any token that may come next; choose penalties, biases "
-            "and a temperature nearer to their defaults"
+        highest = logits.max()
+        log_sum = math.log(np.exp(logits - highest).sum(dtype=np.float64))
+        best = _at_least_highest(logits, num) if num else np.empty(0, np.int64)
+        best = best[np.argsort(-logits[best], kind="stable")][:num]
+        chosen, *top = (
+            TokenLogprob(one, b"", float(logits[one]) - float(highest) - log_sum) for one in (token, *best.tolist())
         )
-    raise NonFiniteLogits(
-        "the model computed logits that are not finite (NaN or infinity); its weights may be damaged, or its dtype too "
-        "small: try --dtype bfloat16 or float32"
-    )
+        return (TokenLogprob(token, b"", chosen.logprob, tuple(top)),)
+
+    def _choose_allowed(self, logits: Logits, constraint: ConstrainedReply) -> int:
+        forbidden = constraint.forbidden()
+        while True:
+            token = self._choose(logits, forbidden)
+            if constraint.accept(token):
+                return token
+            forbidden[token] = True
+
+    # Scores that overflow are no accident: they are refused.
+    @np.errstate(all="ignore")
+    def _choose(self, logits: Logits, forbidden: Forbidden | None = None) -> int:
+        scores = self._scores(logits, forbidden)
+        # NaN is the highest one, if there is any.
+        best = int(scores.argmax())
+        if np.isfinite(scores[best]):
+            return best if self._params.temperature == 0 else self._draw(scores, scores[best])
+        if np.isfinite(logits.max()):
+            raise InvalidRequest(
+                "the sampling parameters leave no finite score for any token that may come next; choose penalties, "
+                "biases and a temperature nearer to their defaults"
+            )
+        raise NonFiniteLogits(
+            "the model computed logits that are not finite (NaN or infinity); its weights may be damaged, or its dtype "
+            "too small: try --dtype bfloat16 or float32"
+        )
+
+    def _scores(self, logits: Logits, forbidden: Forbidden | None) -> Logits:
+        """Returns what the cuts apply to, in vLLM's order: bias and penalties, then temperature."""
+        params = self._params
+        # Bias and penalties leave -inf as it is.
+        scores: Logits = logits if forbidden is None else np.where(forbidden, np.float32(-np.inf), logits)
+        if scores is logits and (params.logit_bias or self._penalises):
+            scores = logits.copy()
+        if params.logit_bias:
+            tokens, bias = self._bias
+            scores[tokens] += bias
+        if params.repetition_penalty != 1:
+            tokens = self._ids[self._ids < len(scores)]
+            repeated, penalty = scores[tokens], params.repetition_penalty
+            scores[tokens] = np.where(repeated < 0, repeated * penalty, repeated / penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            tokens, counts = np.unique(self._ids[self._prompt_tokens :], return_counts=True)
+            penalties = params.frequency_penalty * counts.astype(np.float32)
+            scores[tokens] = scores[tokens] - penalties - params.presence_penalty
+        if params.temperature not in (0, 1):
+            scores = scores / params.temperature
+        return scores
+
+    def _draw(self, scores: Logits, highest: np.float32) -> int:
+        params, kept = self._params, None
+        if 0 < params.top_k < len(scores):
+            kept = _at_least_highest(scores, params.top_k)
+            scores = scores[kept]
+        weights = np.exp(scores - highest)
+        if params.top_p < 1:
+            _cut(weights, scores, highest, params.top_p)
+        if params.min_p > 0:
+            weights *= weights >= params.min_p
+        drawn = _index_at(weights, (self._numbers.random_raw() >> 11) * 2.0**-53)
+        return drawn if kept is None else int(kept[drawn])
 
 
-def _processors(params: SamplingParams, prompt_tokens: int) -> LogitsProcessorList:
-    """Returns the processors in vLLM's order: bias and penalties, temperature, cuts."""
-    processors = LogitsProcessorList()
-    if params.logit_bias:
-        processors.append(SequenceBiasLogitsProcessor([[[token], float(b)] for token, b in params.logit_bias.items()]))
-    if params.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    if params.presence_penalty or params.frequency_penalty:
-        processors.append(PresenceFrequencyPenalty(params.presence_penalty, params.frequency_penalty, prompt_tokens))
-    if params.temperature == 0:
-        return processors
-    if params.temperature != 1:
-        processors.append(TemperatureLogitsWarper(params.temperature))
-    if params.top_k > 0:
-        processors.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        processors.append(TopPLogitsWarper(params.top_p))
-    if params.min_p > 0:
-        processors.append(MinPLogitsWarper(params.min_p))
-    return processors
+def _at_least_highest(values: Logits, num: int) -> npt.NDArray[np.int64]:
+    """Returns the indices of the `num` highest values and of those that equal the last of them, in ascending order."""
+    num = min(num, len(values))
+    maxima = np.maximum.reduceat(values, np.arange(0, len(values), GROUP))
+    # As many values are at least as high as the maximum with this rank.
+    floor = np.partition(maxima, -num)[-num] if num <= len(maxima) else -np.inf
+    found = np.flatnonzero(values >= floor)
+    is_high: npt.NDArray[np.bool_] = values[found] >= np.partition(values[found], -num)[-num]
+    return found[is_high]
+
+
+def _cut(weights: Logits, scores: Logits, highest: np.float32, top_p: float) -> None:
+    """Sets all weights to 0 but those of the fewest most likely tokens that have `top_p` of the sum, at least one. Of
+    tokens with equal scores the first ones stay."""
+    buckets = np.minimum((highest - scores) * BUCKETS_PER_UNIT, BUCKETS - 1).astype(np.intp)
+    ends = np.bincount(buckets, weights).cumsum()
+    wanted = top_p * ends[-1]
+    bucket = int(ends.searchsorted(wanted))
+    weights *= buckets <= bucket
+    found = np.flatnonzero(buckets == bucket)
+    found = found[np.argsort(-scores[found], kind="stable")]
+    ends_inside = weights[found].cumsum(dtype=np.float64) + (ends[bucket - 1] if bucket else 0)
+    weights[found[ends_inside.searchsorted(wanted) + 1 :]] = 0
+
+
+def _index_at(weights: Logits, share: float) -> int:
+    """Returns the index of the weight that lies at `share`, in [0, 1), of the sum of all. It is not 0."""
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), GROUP), dtype=np.float64)
+    group, rest = _position(sums, share * sums.sum())
+    return group * GROUP + _position(weights[group * GROUP :][:GROUP], rest)[0]
+
+
+def _position(weights: npt.NDArray[np.floating], at: float) -> tuple[int, float]:
+    """Returns the index of the weight at `at` of their sum, and how far `at` lies inside of it."""
+    ends = weights.cumsum(dtype=np.float64)
+    # A sum in another order may be larger by its rounding.
+    index = int(ends.searchsorted(min(at, np.nextafter(ends[-1], 0)), "right"))
+    return index, at - (float(ends[index - 1]) if index else 0.0)

@@ -16,7 +16,7 @@ import torch
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.loading import Loader
-from diskprefix.engine import forward, running_request
+from diskprefix.engine import running_request
 from diskprefix.engine.constrained_reply import ConstrainedReply
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Loop
@@ -29,7 +29,6 @@ from diskprefix.engine.request import (
     SamplingParams,
     TextEvent,
 )
-from diskprefix.engine.sampler import draw
 from diskprefix.engine.speculation import Speculation
 from diskprefix.engine.step_times import StepTimes
 from diskprefix.errors import CacheError
@@ -208,7 +207,7 @@ class Life:
         self.fault_rate = 0.0
         """The share of the computations of several sequences that fail."""
         self.bad_fetches, self.is_excused = 0, False
-        self._draw, load_pieces = draw, Loader.run
+        load_pieces = Loader.run
 
         def loaded(loader: Loader, readers: Any) -> Any:
             found = load_pieces(loader, readers)
@@ -217,10 +216,7 @@ class Life:
                 raise CacheError("the store failed in the middle")
             return found
 
-        patch_steps(patch, lambda run, step: self._compute(run, len(step), step))
-        patch.setattr(
-            forward, "draw", lambda asks: self._compute(self._draw, len({id(one.sampler) for one in asks}), asks)
-        )
+        patch_steps(patch, self._compute)
         patch.setattr(Loader, "run", loaded)
         self._open()
 
@@ -231,15 +227,14 @@ class Life:
         if engine.speculation.proposers:
             engine.speculation = Speculation(ScriptedProposer(self.alone.replies_to), [], StepTimes(), engine.clock)
 
-    def _compute(self, compute: Callable[..., Any], num_sequences: int, *args: Any) -> Any:
-        is_alone = num_sequences == 1
+    def _compute(self, compute: Callable[..., Any], step: list[Any]) -> Any:
+        is_alone = len(step) == 1
         if self.chance.random() >= self.fault_rate * (0.1 if is_alone else 1):
-            return compute(*args)
+            return compute(step)
         # One sequence alone fails with its step.
         self.is_excused |= is_alone
-        # Not `draw`, which has the next random numbers then.
-        if compute is not self._draw and self.chance.random() < 0.5:
-            compute(*args)
+        if self.chance.random() < 0.5:
+            compute(step)
         raise RuntimeError("a kernel failed")
 
     def _submit(self, asked: Asked, cache: CacheOptions) -> None:

@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 
 from diskprefix.cache.fetch import Fetch
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest
-from diskprefix.engine.constrained_reply import forbidden_by
+from diskprefix.engine.constrained_reply import Forbidden, forbidden_by
 from diskprefix.engine.forward import forward
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, ReadEvent, Reading
@@ -84,7 +84,7 @@ class Masks:
         self.go_on, self.num_before, self.num_asked = threading.Event(), num_before, 0
         patch.setattr("diskprefix.engine.constrained_reply.forbidden_by", self.compute)
 
-    def compute(self, matcher: LLMatcher, vocab_size: int) -> torch.Tensor:
+    def compute(self, matcher: LLMatcher, vocab_size: int) -> Forbidden:
         self.num_asked += 1
         assert self.num_asked <= self.num_before or self.go_on.wait(120)
         return forbidden_by(matcher, vocab_size)

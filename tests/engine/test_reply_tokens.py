@@ -1,4 +1,4 @@
-"""The tokens of a reply: how they are drawn from logits, forced where a thought must end, and become text."""
+"""The tokens of a reply: how they are forced where a thought must end, and become text."""
 
 from __future__ import annotations
 
@@ -17,111 +17,10 @@ from tokenizers import Tokenizer, decoders, models
 from diskprefix.engine import detokenize
 from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.loop import Engine
-from diskprefix.engine.request import Constraint, FreeText, GenerateRequest, SamplingParams, TokenLogprob
-from diskprefix.engine.sampler import Sampler
+from diskprefix.engine.request import Constraint, FreeText, GenerateRequest, TokenLogprob
 from diskprefix.engine.thought_limit import ThoughtBudget, ThoughtLimit
-from diskprefix.errors import InvalidRequest, NonFiniteLogits
-from diskprefix.tokens import Logits
 from tests.engine.driving import load, request, run_request, run_together, said, tokens, tokens_of
 from tests.model.tiny import SPECIAL_TOKENS, tokenizer
-
-
-def scores(values: list[float]) -> Logits:
-    return np.array(values, np.float32)
-
-
-# Drawn from logits.
-
-LOGITS = scores([0.0, 1.0, 2.0, 3.0, 2.5])
-NAN, INFINITY = float("nan"), float("inf")
-
-
-def sampler(prompt: tuple[int, ...] = (1, 2, 3), choice: int = 0, **params: Any) -> Sampler:
-    return Sampler(SamplingParams(**params), np.array(prompt, np.int32), choice)
-
-
-def draws(count: int, logits: Logits = LOGITS, **params: Any) -> list[int]:
-    chosen = sampler(**params)
-    return [chosen.sample(logits) for _ in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("params", "logits", "expected"),
-    [
-        ({}, LOGITS, [3, 3, 3]),
-        ({}, scores([1.0, 2.0, 2.0]), [1]),
-        ({"logit_bias": {3: -100.0}}, LOGITS, [4]),
-        ({"logit_bias": {0: 100.0}}, LOGITS, [0]),
-        ({"repetition_penalty": 2.0}, LOGITS, [4]),
-        ({"repetition_penalty": 1.5, "prompt": (0,)}, LOGITS + 3, [3, 4]),
-        ({"presence_penalty": 0.5}, scores([0.0, 0.0, 0.0, 1.0, 0.0]), [3, 3]),
-        ({"frequency_penalty": 0.6}, scores([0.0, 0.0, 0.0, 1.0, 0.0]), [3, 3, 0]),
-        ({}, scores([-INFINITY, 1.0, -INFINITY]), [1, 1]),
-    ],
-)
-def test_temperature_zero_takes_the_likeliest_with_biases_and_penalties(
-    params: dict[str, Any], logits: Logits, expected: list[int]
-) -> None:
-    """Of equal ones the first. Repetitions count in the prompt too, presence and frequency in the reply alone."""
-    assert draws(len(expected), logits, temperature=0, **params) == expected
-
-
-@pytest.mark.parametrize("seed", [-1, 2**63, 0, 7])
-def test_a_seed_repeats_and_choices_differ(seed: int) -> None:
-    first = draws(50, seed=seed)
-    assert first == draws(50, seed=seed)
-    assert first != draws(50, seed=8)
-    assert first != draws(50, seed=seed, choice=1)
-
-
-def test_sampling_follows_the_distribution_of_what_the_model_does_not_exclude() -> None:
-    counts = np.bincount(draws(4000, seed=1), minlength=5) / 4000
-    assert np.abs(counts - np.exp(LOGITS) / np.exp(LOGITS).sum()).max() < 0.03
-    assert draws(5, scores([-INFINITY, 1.0, -INFINITY])) == [1] * 5
-
-
-@pytest.mark.parametrize(
-    ("params", "allowed"),
-    [({"top_k": 2}, {3, 4}), ({"top_p": 0.4}, {3}), ({"min_p": 0.55}, {3, 4}), ({"temperature": 0.01}, {3})],
-)
-def test_the_cuts_leave_only_likely_tokens(params: dict[str, Any], allowed: set[int]) -> None:
-    assert set(draws(300, seed=3, **params)) == allowed
-
-
-def test_logprobs_are_the_models_own() -> None:
-    chosen = sampler(logprobs=2, temperature=0, logit_bias={0: 100.0})
-    (item,) = chosen.logprobs(LOGITS, chosen.sample(LOGITS))
-    assert item.token_id == 0
-    assert item.logprob == pytest.approx(float(np.log(np.exp(LOGITS) / np.exp(LOGITS).sum())[0]))
-    assert [top.token_id for top in item.top] == [3, 4]
-    assert sampler(logprobs=0).logprobs(LOGITS, 1)[0].top == ()
-    assert sampler().logprobs(LOGITS, 1) == ()
-
-
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize(
-    "wrong", [[0.0, NAN, 2.0, 3.0, 2.5], [0.0, INFINITY, 2.0, 3.0, 2.5], [-INFINITY] * 5, [NAN] * 5], ids=str
-)
-def test_logits_that_are_not_finite_are_the_models_fault(wrong: list[float], temperature: float) -> None:
-    with pytest.raises(NonFiniteLogits, match=r"^the model computed logits that are not finite [^\n]+$"):
-        sampler(temperature=temperature).sample(scores(wrong))
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"repetition_penalty": 1e-45},
-        {"temperature": 1e-45},
-        {"logit_bias": {4: INFINITY}},
-        {"logit_bias": {4: NAN}, "temperature": 0},
-        {"logit_bias": dict.fromkeys(range(5), -INFINITY)},
-    ],
-    ids=str,
-)
-def test_scores_that_are_not_finite_by_the_parameters_are_the_requests_fault(params: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="sampling parameters"):
-        sampler((0, 1, 2, 3, 4), **params).sample(LOGITS)
-
 
 # Forced at the end of a thought.
 

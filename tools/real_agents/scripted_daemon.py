@@ -49,8 +49,8 @@ def prepared_sampler(reply_to: Callable[[Sequence[int]], list[int]]) -> type[Sam
             super().__init__(params, prompt, *others)
             self._prepared = deque(reply_to(prompt.tolist()))
 
-        def sample(self, logits: Logits, forced: int | None = None, drawn: int | None = None) -> int:
-            del logits, forced, drawn
+        def sample(self, logits: Logits, forced: int | None = None) -> int:
+            del logits, forced
             return self._prepared.popleft() if len(self._prepared) > 1 else self._prepared[0]
 
     return PreparedSampler
