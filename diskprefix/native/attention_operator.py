@@ -16,8 +16,8 @@ _CALL = struct.Struct("@8q P2q 2P 2d q P")
 _RUN = struct.Struct("@3q P3q P3q Pq")
 """`Attention` and `Run` of `source/interface.h`."""
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What the compiled attention and norms take. The numbers are those of `DType`."""
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""What the operators take. The numbers are those of `DType`."""
 
 ONE_PAGE = 1 << 40
 """The tokens of a page that is all of a sequence's memory."""
@@ -39,16 +39,13 @@ class PagedRows(NamedTuple):
     """What `pages` is the address of, and the memory, if nobody else keeps them."""
 
 
-def contiguous(tensor: torch.Tensor, first: int = 0) -> PagedRows:
-    """Returns memory [kv_heads, tokens, dim] that begins with position `first`, as one page of `ONE_PAGE` tokens. Keep
-    the result until the operator returns."""
-    if before := first % _TILE:
-        tensor = torch.nn.functional.pad(tensor, (0, 0, before, 0))
+def contiguous(tensor: torch.Tensor) -> PagedRows:
+    """Returns memory [kv_heads, tokens, dim] as one page of `ONE_PAGE` tokens. Keep the result until the operator
+    returns."""
     require(tensor.stride(2) == 1, tensor)
     table = array("Q", [tensor.data_ptr()])
     head_stride, token_stride, _ = tensor.stride()
-    offset = (before - first) * token_stride * tensor.itemsize
-    return PagedRows(table.buffer_info()[0], offset, head_stride, token_stride, (table, tensor))
+    return PagedRows(table.buffer_info()[0], 0, head_stride, token_stride, (table, tensor))
 
 
 def attention(

@@ -42,6 +42,3 @@ class Pages:
             for part in self._parts
         ]
         return run_of(start, num_rows, self._page_tokens, rows[0], rows[-1], spans=spans)
-
-    def joined(self) -> list[torch.Tensor]:
-        return [part[self._order].transpose(0, 1).flatten(1, 2)[:, : self._num_tokens] for part in self._parts]

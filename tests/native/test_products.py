@@ -292,7 +292,7 @@ def test_threads_change_nothing_in_what_is_packed(operators: Operators) -> None:
 # Products of each head's rows with a matrix of its own.
 
 HEADS = 3
-ERRORS = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 2e-3}
+ERRORS = {torch.float32: 1e-5, torch.bfloat16: 0.01}
 
 
 def products_of_heads(

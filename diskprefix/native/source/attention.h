@@ -411,8 +411,6 @@ int32_t attention(const Attention* call, const Run* runs) {
   switch (call->dtype) {
     case FLOAT32:
       return attention_of<Float32, VectorProduct<Float32>>(call, runs);
-    case FLOAT16:
-      return attention_of<Float16, VectorProduct<Float16>>(call, runs);
     default:
       return attention_of<BFloat16, ProductOfBFloat16>(call, runs);
   }

@@ -135,8 +135,6 @@ int32_t dense(const DenseProduct* call) {
   switch (call->dtype) {
     case FLOAT32:
       return dense_of<Float32, VectorProduct<Float32>>(call);
-    case FLOAT16:
-      return dense_of<Float16, VectorProduct<Float16>>(call);
     default:
       return dense_of<BFloat16, ProductOfBFloat16>(call);
   }

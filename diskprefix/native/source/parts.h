@@ -126,8 +126,6 @@ int32_t norm(const Norm* call) {
   switch (call->dtype) {
     case FLOAT32:
       return !norm_of<Float32>(*call);
-    case FLOAT16:
-      return !norm_of<Float16>(*call);
     default:
       return !norm_of<BFloat16>(*call);
   }

@@ -101,8 +101,6 @@ int32_t convolution(const Convolution* call, const StateRun* runs) {
   switch (call->dtype) {
     case FLOAT32:
       return !convolved<Float32>(*call, runs);
-    case FLOAT16:
-      return !convolved<Float16>(*call, runs);
     default:
       return !convolved<BFloat16>(*call, runs);
   }
@@ -265,8 +263,6 @@ int32_t delta_rule(const DeltaRule* call, const StateRun* runs) {
   switch (call->dtype) {
     case FLOAT32:
       return !delta_ruled<Float32>(*call, runs);
-    case FLOAT16:
-      return !delta_ruled<Float16>(*call, runs);
     default:
       return !delta_ruled<BFloat16>(*call, runs);
   }
@@ -344,8 +340,6 @@ int32_t state_space(const StateSpace* call, const StateRun* runs) {
   switch (call->dtype) {
     case FLOAT32:
       return !state_spaced<Float32>(*call, runs);
-    case FLOAT16:
-      return !state_spaced<Float16>(*call, runs);
     default:
       return !state_spaced<BFloat16>(*call, runs);
   }
