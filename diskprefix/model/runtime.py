@@ -1,4 +1,4 @@
-"""What computes the steps of a model. Arrays of numpy go in and come out, so whoever calls it knows no model."""
+"""The interface of what computes the steps of a model. It takes and gives arrays, so whoever calls it knows no model."""
 
 from __future__ import annotations
 
