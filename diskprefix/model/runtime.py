@@ -1,4 +1,4 @@
-"""The interface of what computes the steps of a model. It takes and gives arrays, so whoever calls it knows no model."""
+"""The interface of what computes the steps of a model. It takes and gives arrays, so its callers know no model."""
 
 from __future__ import annotations
 
