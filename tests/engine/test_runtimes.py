@@ -12,7 +12,7 @@ import pytest
 
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import ReadEvent, Reading
-from diskprefix.grid.runtime import GridRuntime
+from diskprefix.grid.grid_runtime import GridRuntime
 from diskprefix.model.planned import PlanRuntime
 from diskprefix.values import Scope
 from tests.engine.driving import (

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.grid.grid_runtime import GridRuntime
 from diskprefix.grid.rehearsal import rehearse
-from diskprefix.grid.runtime import GridRuntime
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.runtime import Rows
