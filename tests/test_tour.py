@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import httpx
+import numpy as np
 import pytest
-import torch
 
 import diskprefix
 from diskprefix.api.openai_chat import Chat
@@ -36,6 +36,7 @@ from diskprefix.settings import Settings
 from diskprefix.store.save import Save
 from diskprefix.store.store import Publication
 from diskprefix.store.writer import Writer
+from diskprefix.tokens import Logits
 from diskprefix.values import Selection
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import reply_to, text_of, wait_until
@@ -137,9 +138,8 @@ def step(chunks: list[Chunk[Any]], *_: Any) -> list[str]:
     return [f"tokens {chunk.start} to {chunk.end}" for chunk in chunks]
 
 
-def sampled(token: int, _: Sampler, logits: torch.Tensor, *_given: Any) -> list[str]:
-    top = logits.float().topk(2)
-    best = ", ".join(f"{int(i)} has {float(x):.2f}" for x, i in zip(top.values, top.indices, strict=True))
+def sampled(token: int, _: Sampler, logits: Logits, *_given: Any) -> list[str]:
+    best = ", ".join(f"{token} has {logits[token]:.2f}" for token in np.argsort(-logits)[:2])
     return [f"of {len(logits)} logits, {best}: token {token}"]
 
 

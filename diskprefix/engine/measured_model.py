@@ -70,7 +70,7 @@ def runtime_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Runt
     """Returns what computes a model: its plan, or else transformers' modules."""
     if layout.exact_at == "token":
         return plan_runtime(model, layout, page_tokens)
-    from diskprefix.grid.runtime import GridRuntime
+    from diskprefix.grid.grid_runtime import GridRuntime
 
     return GridRuntime(model, layout)
 

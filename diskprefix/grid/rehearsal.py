@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from diskprefix.grid.runtime import GridRuntime
+from diskprefix.grid.grid_runtime import GridRuntime
 from diskprefix.grid.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool

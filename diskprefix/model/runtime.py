@@ -1,4 +1,4 @@
-"""A runtime computes the steps of a model. All that goes in and comes out is numpy's: who calls it knows no model."""
+"""The interface of what computes the steps of a model. It takes and gives arrays, so its callers know no model."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from diskprefix.engine.request import (
 )
 from diskprefix.engine.running_request import Reply
 from diskprefix.extras.simulate.recorded_request import RecordedRequest
-from diskprefix.grid.runtime import GridRuntime
+from diskprefix.grid.grid_runtime import GridRuntime
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.model.planned import PlanRuntime
 from diskprefix.model.runtime import StepOutput

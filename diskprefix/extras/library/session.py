@@ -32,9 +32,9 @@ from diskprefix.engine.forward import prefill
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
 from diskprefix.extras.library.library_cache import StateSpaceCache
 from diskprefix.extras.library.library_model import Ids, in_main_memory, memory_digest, stamp, unpacked, with_prefill
-from diskprefix.grid.cache import filled
+from diskprefix.grid.grid_cache import filled
+from diskprefix.grid.grid_runtime import GridRuntime
 from diskprefix.grid.rehearsal import rehearse
-from diskprefix.grid.runtime import GridRuntime
 from diskprefix.grid.state_layout import unsupported
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool

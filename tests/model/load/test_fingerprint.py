@@ -154,7 +154,7 @@ def test_device_and_libraries_count_in_strict_mode_alone(name: str) -> None:
 @pytest.mark.parametrize(
     ("file", "computes"),
     [
-        ("grid/cache.py", True),
+        ("grid/grid_cache.py", True),
         ("model/gguf/sources.py", True),
         ("model/load/memory.py", True),
         ("native/matrix.py", True),

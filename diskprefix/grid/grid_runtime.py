@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from diskprefix.grid.cache import GridCache, filled
+from diskprefix.grid.grid_cache import GridCache, filled
 from diskprefix.grid.uncached import TransformersState
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
