@@ -208,7 +208,7 @@ class Slots:
         """Returns a norm whose weights are float32, as they are, None if there is none."""
         if not self.has(name):
             return None
-        weight = _weight(self._weights.tensor(f"{self._path(name)}.weight"), torch.float32)
+        weight = _weight(self._weights.tensor(f"{self._path(name)}.weight").flatten(), torch.float32)
         return WeightedNorm(weight, calls.ROUNDED, self._epsilon(name, self._norm[1]))
 
     def unweighted_norm(self, width: int) -> WeightedNorm:
