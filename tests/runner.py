@@ -17,13 +17,12 @@ from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import open_store
 from diskprefix.engine.forward import prefill
-from diskprefix.engine.measured_model import layout_of
+from diskprefix.engine.measured_model import layout_of, runtime_of
 from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.layout import ExactAt, Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.runner import runtime_of
 from diskprefix.model.runtime import Rows
 from diskprefix.model.vision_encoder import VisionEncoder
 from diskprefix.settings import Settings
@@ -144,7 +143,7 @@ class Runner:
             "tiny",
             on_prompts=self.on_prompts,
         )
-        self.pool = PagePool(self.layout, self.model.device, block_size=self.settings.block_size)
+        self.pool = PagePool(self.layout, block_size=self.settings.block_size)
         self.sequence = KVSequence(self.pool)
 
     def new_sequence(self, num_tokens: int) -> KVSequence:

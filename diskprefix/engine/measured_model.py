@@ -14,13 +14,12 @@ from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
 from diskprefix.kv.layout import Layout
 from diskprefix.model.bits import build_of
-from diskprefix.model.exact.runner import runtime_of
 from diskprefix.model.load.draft_layer import draft_layer_of
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.plan_fingerprint import PlanFingerprint
-from diskprefix.model.planned import NotExact, PlanRuntime
+from diskprefix.model.planned import NotExact, PlanRuntime, plan_runtime
 from diskprefix.model.runtime import Runtime
 from diskprefix.model.self_check import checked, known_reason
 from diskprefix.native.library import REMEDY, are_missing, described, operators
@@ -83,6 +82,15 @@ def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
         mode=settings.fingerprint,
     )
     return MeasuredModel(loaded, layout, runtime, by_plan, "", build_of(compiled))
+
+
+def runtime_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Runtime:
+    """Returns what computes a model: its plan, or else transformers' modules."""
+    if layout.exact_at == "token":
+        return plan_runtime(model, layout, page_tokens)
+    from diskprefix.grid.runtime import GridRuntime
+
+    return GridRuntime(model, layout)
 
 
 def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:

@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -117,8 +116,6 @@ class ServedModel:
                 f"a context of {num_tokens:,} tokens takes {format_size(pool.sequence_bytes(num_tokens))}"
             )
         self.draft: DraftModel | None = None
-        # The runtime refers to its model weakly.
-        self._loaded_draft = draft
         if draft is not None:
             pages = self._make_pages(draft.cache, cache.layout)
             self.draft = DraftModel(draft.runtime, draft.cache, pages, _max_positions(draft.loaded.model))
@@ -343,14 +340,13 @@ class ServedModel:
 
     def _make_pages(self, cache: PrefixCache, beside: Layout | None) -> PageCache:
         """Makes the pages of a model. `beside` is the layout of another model that gets pages for as many tokens."""
-        device, layout = self.model.device, cache.layout
+        layout = cache.layout
         share = 1.0 if beside is None else layout.bytes_per_token / (layout.bytes_per_token + beside.bytes_per_token)
         return PageCache(
             layout,
-            device,
             block_size=cache.settings.block_size,
             limit_bytes=int(share * self._kv_limit),
-            free_bytes=partial(kv_bytes, device),
+            free_bytes=kv_bytes,
             keeps=cache.settings.kv_memory_keeps,
         )
 

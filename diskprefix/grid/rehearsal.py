@@ -9,15 +9,17 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from diskprefix.grid.runtime import GridRuntime
 from diskprefix.grid.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence, Prefix
 from diskprefix.memo import Memo
-from diskprefix.model.exact.runner import forward
 from diskprefix.model.load.kernel_settings import computed_by
+from diskprefix.model.runtime import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,11 +73,11 @@ def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
         ends = [continued, _run(model, layout, both, [2 * _STEP]), alone]
         if _error(*(_first_recurrent(layout, state) for state, _ in ends)) > _MAX_STATE_ERROR:
             raise Unsupported(f"{name} adds tokens to a state only one by one")
-    one_pass = model(input_ids=both, use_cache=False).logits[0]
+    one_pass = model(input_ids=both, use_cache=False).logits[0].cpu()
     if _error(continued[1][-1], one_pass[-1], alone[1][-1]) > _MAX_LOGITS_ERROR:
         raise Unsupported(f"{name} does not continue a sequence step by step")
     other_end = torch.cat([both[:, :_STEP], made_up_tokens(model, 3, _STEP)], dim=1)
-    beginning, again = one_pass[:_STEP], model(input_ids=other_end, use_cache=False).logits[0, :_STEP]
+    beginning, again = one_pass[:_STEP], model(input_ids=other_end, use_cache=False).logits[0, :_STEP].cpu()
     if _error(again, beginning, beginning.roll(1, dims=0)) > _MAX_LOOKAHEAD:
         raise Unsupported(f"{name} looks at what comes later")
     return layout
@@ -111,14 +113,15 @@ def _run(
     """Returns the state of all tokens with the states at the end, and the last `num_logits` next-token logits of each
     step, [logits, vocab]. After `restored_at` tokens it goes on in other memory, after another sequence: nothing but
     that memory may decide what comes then."""
-    pool = PagePool(layout, model.device, block_size=_BLOCK_SIZE)
+    pool, runtime = PagePool(layout, block_size=_BLOCK_SIZE), GridRuntime(model, layout)
     sequence, logits = _sequence(pool, token_ids.shape[1]), []
-    for part in torch.split(token_ids, list(steps), dim=1):
-        logits.append(forward(model, sequence, part, num_logits))
+    for part in torch.split(token_ids[0].cpu(), list(steps)):
+        logits += runtime.run([Rows(sequence, part.numpy(), num_logits)]).logits
         if sequence.num_tokens == restored_at:
-            forward(model, _sequence(pool, _STEP + 1), made_up_tokens(model, 2, _STEP + 1))
+            other = made_up_tokens(model, 2, _STEP + 1)[0].cpu().numpy()
+            runtime.run([Rows(_sequence(pool, _STEP + 1), other)])
             sequence = _sequence(pool, token_ids.shape[1], sequence.prefix())
-    return sequence.content(), torch.cat(logits)
+    return sequence.content(), torch.from_numpy(np.concatenate(logits))
 
 
 def _sequence(pool: PagePool, num_tokens: int, prefix: Prefix | None = None) -> KVSequence:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from diskprefix.errors import ContextTooLong, NotReady
 from diskprefix.kv.kept_blocks import KeptBlock, KeptBlocks, make_secret
@@ -52,14 +51,13 @@ def memory_held() -> NotReady:
 
 
 class PageCache:
-    """The pages of one model, by sequence and by name, within `limit_bytes` and the bytes that `free_bytes` finds free
-    on the device. `block_size` is in tokens. Without `keeps`, pages that no sequence uses are freed at once. For the
+    """The pages of one model, by sequence and by name, within `limit_bytes` and the bytes that `free_bytes` finds free.
+    `block_size` is in tokens. Without `keeps`, pages that no sequence uses are freed at once. For the
     engine's thread; `name_restored` and `give_way` are for any thread."""
 
     def __init__(
         self,
         layout: Layout,
-        device: torch.device,
         *,
         block_size: int,
         limit_bytes: int,
@@ -67,7 +65,7 @@ class PageCache:
         keeps: bool = True,
     ) -> None:
         self.layout = layout
-        self.pool = PagePool(layout, device, block_size=block_size, limit_bytes=limit_bytes, free_bytes=free_bytes)
+        self.pool = PagePool(layout, block_size=block_size, limit_bytes=limit_bytes, free_bytes=free_bytes)
         self.pool.reclaim, self.pool.idle_bytes = self._reclaim, self._idle_bytes
         self.kept = KeptBlocks(layout, self.pool)
         self.running: dict[KVSequence, SharedPrefix] = {}
@@ -170,7 +168,7 @@ class PageCache:
         """Returns False if `begin` may return something else than this `wait`."""
         with self.pool.lock:
             if isinstance(wait, MemoryWait):
-                # The free memory of the device changes all the time. Only more of it helps.
+                # The free memory of the machine changes all the time. Only more of it helps.
                 now = self._memory_wait()
                 return bool(self.running) and now[:-1] == wait[:-1] and now.room_bytes <= wait.room_bytes
             shares = self.running.get(wait.sequence)

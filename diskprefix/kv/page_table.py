@@ -1,11 +1,10 @@
-"""The rows of one layer in the pages of a sequence."""
+"""The pages of one group of tensors of a sequence."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -67,65 +66,3 @@ class PageTable:
             assert page is not None
             yield page, at, done, count
             done += count
-
-
-@dataclass(frozen=True, eq=False)
-class LayerRows:
-    """The rows of tensor number `index` of a table's group, [heads, tokens, dim]: the elements from `start` to `end` of
-    each row."""
-
-    table: PageTable
-    index: int
-    start: int
-    end: int
-
-    @property
-    def heads(self) -> int:
-        return self.table.group.heads
-
-    @property
-    def dim(self) -> int:
-        return self.end - self.start
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        return self.table.group.dtype
-
-    @cached_property
-    def _in_page(self) -> tuple[int, int, int]:
-        group, of_head = self.table.group, self.table.block_size * self.table.group.head_dim
-        return (self.index * group.heads * of_head + self.start) * group.dtype.itemsize, of_head, group.head_dim
-
-    def described(self) -> tuple[int, int, int, int]:
-        """Returns `Rows` of `native/source/interface.h`: an address of addresses, bytes, two numbers of elements. Valid
-        until the table changes."""
-        return self.table.addresses.buffer_info()[0], *self._in_page
-
-    def holds(self, first: int, stop: int) -> bool:
-        """Returns whether there is memory for the tokens from `first` to `stop`."""
-        return self.table.complete_from <= first and stop <= len(self.table.pages) * self.table.block_size
-
-    def part(self, number: int) -> torch.Tensor:
-        """Returns the rows in a page, [heads, block_size, dim]."""
-        page = self.table.pages[number]
-        assert page is not None
-        return page.tensor[self.index, :, :, self.start : self.end]
-
-    def put(self, position: int, rows: torch.Tensor) -> None:
-        """Writes rows, [heads, n, dim], from a position on."""
-        size, done = self.table.block_size, 0
-        while done < rows.shape[1]:
-            number, at = divmod(position + done, size)
-            count = min(size - at, rows.shape[1] - done)
-            self.part(number)[:, at : at + count] = rows[:, done : done + count]
-            done += count
-
-    def gathered(self, position: int, stop: int) -> torch.Tensor:
-        """Returns a copy of the rows from `position` to `stop`, [1, heads, n, dim]."""
-        size, parts = self.table.block_size, []
-        while position < stop:
-            number, at = divmod(position, size)
-            count = min(size - at, stop - position)
-            parts.append(self.part(number)[:, at : at + count])
-            position += count
-        return torch.cat(parts, dim=1)[None]

@@ -21,7 +21,7 @@ import torch
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.sizes import num_pages
-from diskprefix.kv.transfer import bytes_of, give_back, populate, read
+from diskprefix.kv.transfer import bytes_of, give_back, populate
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
 from diskprefix.units import format_size
@@ -39,8 +39,8 @@ class Page:
     tensor: torch.Tensor
     num_rows: int
     """The number of rows as in payloads: a row is one head of one tensor, or a part of a state."""
-    rows: Bytes | None = None
-    """The bytes in main memory, [num_rows, bytes]. None on a device."""
+    rows: Bytes
+    """The bytes, [num_rows, bytes]."""
     users: int = 0
     num_holds: int = 0
     """The number of users that are holds."""
@@ -55,19 +55,12 @@ class Page:
 
     def payload(self, rows: slice = slice(None), row_bytes: int | None = None) -> memoryview:
         """Returns the first `row_bytes` bytes of each of these rows: the memory itself, or a copy if there are gaps
-        between the rows or they are on a device."""
-        if self.rows is not None:
-            return np.ascontiguousarray(self.rows[rows, :row_bytes]).reshape(-1).data
-        width = None if row_bytes is None else row_bytes // self.tensor.itemsize
-        part = self.tensor.view(self.num_rows, -1)[rows, :width]
-        copied: Bytes = np.empty(part.numel() * part.itemsize, np.uint8)
-        read(copied, part)
-        return copied.data
+        between the rows."""
+        return np.ascontiguousarray(self.rows[rows, :row_bytes]).reshape(-1).data
 
 
 class PagePool:
-    """The pages of one model, within `limit_bytes` and the bytes that `free_bytes` finds free on the device. For any
-    thread.
+    """The pages of one model, within `limit_bytes` and the bytes that `free_bytes` finds free. For any thread.
 
     `reclaim` is called when no page is left: it makes about so many pages free, or returns False. `idle_bytes` returns
     how many bytes it can make free.
@@ -76,14 +69,12 @@ class PagePool:
     def __init__(
         self,
         layout: Layout,
-        device: torch.device,
         *,
         block_size: int,
         limit_bytes: int = sys.maxsize,
         free_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
-        self.layout, self.device = layout, device
-        self.block_size, self.limit_bytes = block_size, limit_bytes
+        self.layout, self.block_size, self.limit_bytes = layout, block_size, limit_bytes
         self.lock = threading.RLock()
         """Guards the pages, their users, and the blocks that are kept by name."""
         self.reclaim: Callable[[int], bool] = lambda _num_pages: False
@@ -228,21 +219,21 @@ class PagePool:
         return self._free[group].pop()
 
     def _make_blank(self, group: int) -> Page | None:
-        """Returns a page that takes no memory yet; None if the device refuses memory for a slab."""
+        """Returns a page that takes no memory yet; None if the kernel refuses memory for a slab."""
         if self._blank[group]:
             return self._blank[group].pop()
         page = next(self._unused[group], None)
         if page is None:
             (shape, dtype), size = self._forms[group], max(self.page_bytes[group], _SLAB_BYTES >> 10)
-            count = max(1, _SLAB_BYTES // size) if self.device.type == "cpu" else 1
+            count = max(1, _SLAB_BYTES // size)
             try:
-                slab = zeros((count, *shape), dtype, self.device)
+                slab = zeros((count, *shape), dtype)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 return None
             num_rows = self._num_rows[group]
-            rows = bytes_of(slab.view(count, num_rows, -1)) if slab.device.type == "cpu" else [None] * count
+            rows = bytes_of(slab.view(count, num_rows, -1))
             self._unused[group] = (Page(group, slab[index], num_rows, rows[index]) for index in range(count))
             page = next(self._unused[group])
         return page
@@ -255,15 +246,14 @@ class PagePool:
             # The first and the last page of the kernel may be shared with a neighbour, and stay.
             page.tensor.zero_()
         page.is_secret = False
-        if self.device.type == "cpu":
-            give_back(page.tensor)
-            self._blank[page.group].append(page)
+        give_back(page.tensor)
+        self._blank[page.group].append(page)
 
 
 class Captured(Sequence[memoryview]):
     """The payload of a node in its `pages`, by group. It is a user of these pages until `release`, so they do not
     change. The pieces are the rows of the pages, cut to the node's tokens, and then `logits`. A piece is read when it
-    is indexed, so from a device one piece at a time is copied. For any thread."""
+    is indexed. For any thread."""
 
     def __init__(self, pool: PagePool, pages: Mapping[int, Page], cuts: Sequence[Cut], logits: memoryview) -> None:
         self.pages = list(pages.values())
@@ -299,11 +289,9 @@ class Captured(Sequence[memoryview]):
             self._pool.on_free()
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     # Reading threads are not in inference mode, and may not write to tensors made in inference mode.
     with torch.inference_mode(False):
-        if device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
         # numpy asks the kernel for huge pages, torch does not: without them, a restore loses a quarter of its speed.
         # The kernel fills pages with zeros when they are first written.
         num_bytes = math.prod(shape) * dtype.itemsize

@@ -1,22 +1,18 @@
-"""A sequence: a list of pages for each group of tensors, and its states. The layers for models write and read the
-pages.
-"""
+"""A sequence: a list of pages for each group of tensors, and its states. Runtimes read and write the pages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from diskprefix.kv.caches import StepCache
-from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
-from diskprefix.kv.page_table import LayerRows, PageTable
+from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sizes import MAX_TAKEN_BACK
 from diskprefix.kv.step import Run
-from diskprefix.kv.transfer import bytes_of, fill_device
+from diskprefix.kv.transfer import bytes_of
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
 from diskprefix.tokens import Logits, TokenIds, TokenPath
@@ -61,13 +57,9 @@ class KVSequence:
 
     def __init__(self, pool: PagePool) -> None:
         """Raises `ContextTooLong` if there is no memory for its states."""
-        self.pool, self.layout, self.device = pool, pool.layout, pool.device
+        self.pool, self.layout = pool, pool.layout
         self.tables = [PageTable(group, pool.block_size) for group in self.layout.groups]
-        layers = [make_layer(spec) for spec in self.layout.layers]
-        self.layers = layers
-        self.token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
-        self._state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
-        self._num_tokens = 0
+        self.num_tokens = 0
         self.num_drafted = 0
         """The number of tokens for which a draft layer has its state."""
         self.undrafted: list[int] = []
@@ -87,12 +79,6 @@ class KVSequence:
         self._guessed: Run | None = None
         """The last step, if its guesses may be taken back."""
         self._needs_spares = False
-        self._bind()
-        self.cache = StepCache(layers, lambda: self.num_tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.token_layers[0].length if self.token_layers else self._num_tokens
 
     @property
     def capacity(self) -> int:
@@ -116,7 +102,7 @@ class KVSequence:
     def begin_step(self, num_rows: int, spans: tuple[tuple[int, int], ...] = (), num_guesses: int = 0) -> Run:
         """Prepares the memory for a step of `num_rows` tokens, of which the last `num_guesses` may be taken back. With
         states, this needs spares. Raises `ContextTooLong` if there is no memory."""
-        keeps_states = num_guesses > 0 and bool(self._state_layers) and self.take_spares()
+        keeps_states = num_guesses > 0 and bool(self.states) and self.take_spares()
         run = Run(self.num_tokens, num_rows, spans, [] if keeps_states else None)
         if not self.make_room(run.end):
             raise self.pool.too_long(run.end)
@@ -126,9 +112,8 @@ class KVSequence:
         return run
 
     def end_step(self, run: Run) -> None:
-        """Counts the tokens of a step, because states do not."""
-        self._num_tokens = run.end
-        assert self._num_tokens == self.num_tokens, "the model must add all tokens of a step to its state"
+        """Counts the tokens of a step, whose state is there."""
+        self.num_tokens = run.end
 
     def make_room(self, stop: int) -> bool:
         """Makes room for tokens up to `stop`. Gives pages back that a window has passed. Returns False, and takes no
@@ -187,11 +172,7 @@ class KVSequence:
             self.undrafted.clear()
         del self.undrafted[max(0, num_tokens - self.num_drafted) :]
         self.num_drafted = num_tokens - len(self.undrafted)
-        self._num_tokens = num_tokens
-        for token_layer in self.token_layers:
-            token_layer.length = num_tokens
-        for state_layer in self._state_layers:
-            state_layer.set_has_state(num_tokens > 0)
+        self.num_tokens = num_tokens
 
     def settle(self) -> None:
         """Completes the state of a draft layer, before others read the sequence."""
@@ -203,7 +184,7 @@ class KVSequence:
         """Forgets the last tokens, which were guesses, so that `num_tokens` remain. With states, only guesses of the
         last step can be forgotten."""
         run, self._guessed = self._guessed, None
-        if self._state_layers and num_tokens < self.num_tokens:
+        if self.states and num_tokens < self.num_tokens:
             assert run is not None, "the last step has no spares"
             assert run.start <= num_tokens, "only guesses of the last step can be taken back"
             if num_tokens == run.start:
@@ -218,14 +199,10 @@ class KVSequence:
     def take_spares(self) -> bool:
         """Takes spares, if there are states, for a step with guesses. Returns False without memory for them."""
         with self.pool.lock:
-            if self._state_layers and not self._spares:
+            if not self._spares:
                 self._spares = self.pool.take([page.group for page in self.states]) or []
-                for layer in self._state_layers if self._spares else ():
-                    layer.spares = {}
-                for layer, part, index, state in self._parts_of(self._spares):
-                    layer.spares[part, index] = state
             self._needs_spares = bool(self._spares)
-            return self._needs_spares or not self._state_layers
+            return self._needs_spares or not self.states
 
     @property
     def idle_spares(self) -> list[Page]:
@@ -268,11 +245,8 @@ class KVSequence:
             assert block is not None
             page, at, width = block, position % size, block.num_bytes // block.num_rows // size
             part = slice(at * width, (at + num_tokens) * width)
-        if page.rows is not None:
-            # numpy: for a small piece, torch takes longer than the copy.
-            write(page.rows[rows, part])
-        else:
-            fill_device(page.tensor.view(torch.uint8).view(page.num_rows, -1)[rows, part], write)
+        # numpy: for a small piece, torch takes longer than the copy.
+        write(page.rows[rows, part])
 
     def block(self, number: int) -> list[Page | None]:
         """Returns the pages of a block, by group."""
@@ -318,7 +292,7 @@ class KVSequence:
             assert len(pages) == -(-stop // size) - start // size, "tokens that left the window are not read"
             parts.append(torch.cat([page.tensor for page in pages], dim=2)[:, :, start % size :][:, :, : stop - start])
         parts += [page.tensor for page in self.states]
-        return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+        return b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
 
     def logits_bytes(self, logits: Logits) -> memoryview:
         """Returns next-token logits, shape [vocab], as in a tail's payload."""
@@ -336,7 +310,6 @@ class KVSequence:
         if self._is_secret:
             self.make_secret()
         self.pool.release(self.pages())
-        # The layers and the cache refer to the sequence, and a garbage collection may come late.
         vars(self).clear()
 
     def _take_ranges(self, ranges: Sequence[tuple[int, int, int]]) -> bool:
@@ -366,29 +339,6 @@ class KVSequence:
                 table.set(number, None)
         table.first = max(table.first, first)
 
-    def _bind(self) -> None:
-        parts: dict[int, dict[str, LayerRows]] = {}
-        for table in self.tables:
-            for number, spec in enumerate(table.group.specs):
-                parts.setdefault(spec.layer, {})[spec.part] = LayerRows(table, number, 0, spec.head_dim)
-        for number, of_layer in parts.items():
-            if (rows := of_layer.get("latent")) is not None:
-                dim = self.layout.layers[number].latent_dim
-                of_layer = {"keys": replace(rows, end=dim), "values": replace(rows, start=dim)}
-            self.layers[number].bind(of_layer["keys"], of_layer["values"], self.device)
-        for layer, part, index, state in self._parts_of(self.states):
-            layer.bind_state(part, index, state)
-        for layer in self._state_layers:
-            layer.set_has_state(False)
-
-    def _parts_of(self, states: Sequence[Page]) -> Iterator[tuple[StateLayer, str, int, torch.Tensor]]:
-        """Yields the states in these pages, each with its layer, part and index."""
-        for group, page in zip(self.layout.states, states, strict=bool(states)):
-            for spec, state in zip(group.specs, page.tensor, strict=True):
-                yield self.layers[spec.layer], spec.part, spec.index, state
-
     def _swap_states(self) -> None:
         with self.pool.lock:
             self.states, self._spares = self._spares, self.states
-        for layer in self._state_layers:
-            layer.swap_states()

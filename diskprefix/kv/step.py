@@ -1,16 +1,12 @@
-"""The rows that one forward computes: tokens of one or several sequences, each with memory of its own."""
+"""The rows of a sequence that a step computes."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-
-import torch
 
 
 @dataclass(frozen=True)
@@ -35,37 +31,3 @@ class Run:
     def flat_spans(self) -> array[int]:
         """The spans as memory for an operator."""
         return array("q", chain.from_iterable(self.spans))
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """The rows of a forward, in order. `states` has for each run the recurrent state before its rows, and the memory
-    for the state behind them: `get_recurrent_state` sets it, and the next recurrence takes it. `gathers`: the model
-    uses the keys and values of a layer before attention does, so it gets a copy of them side by side. Then there is one
-    run."""
-
-    runs: tuple[Run, ...]
-    gathers: bool = False
-    states: list[list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=list)
-
-    @property
-    def num_rows(self) -> int:
-        return sum(run.num_rows for run in self.runs)
-
-
-_current: ContextVar[Step | None] = ContextVar("step", default=None)
-
-
-def current_step() -> Step | None:
-    """Returns the step that is being computed. Models do not pass it to layers and attention."""
-    return _current.get()
-
-
-@contextmanager
-def computing(step: Step | None) -> Iterator[None]:
-    """Sets the step that a model computes inside; None if the attention is not ours."""
-    token = _current.set(step)
-    try:
-        yield
-    finally:
-        _current.reset(token)

@@ -1,4 +1,4 @@
-"""Tensors as bytes of main memory, and the pages of that memory."""
+"""Tensors as bytes, and the kernel's pages of their memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import mmap
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from diskprefix.store.codec.planes import Bytes
@@ -20,37 +19,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Returns the bytes of a tensor in main memory, without a copy."""
+    """Returns the bytes of a tensor without a copy."""
     return tensor.view(torch.uint8).numpy()
 
 
-def fill_device(part: torch.Tensor, write: Callable[[Bytes], None]) -> None:
-    """Has `write` fill a buffer in main memory, shape [rows, row_bytes], and copies the buffer to a tensor on a device,
-    shape [rows, …]. If `write` raises, nothing is copied. Waits for the device. For any thread."""
-    staged = np.empty((len(part), part[:1].numel() * part.dtype.itemsize), np.uint8)
-    write(staged)
-    part.copy_(torch.from_numpy(staged).view(part.dtype).view(part.shape))
-
-
-def read(payload: Bytes, part: torch.Tensor) -> None:
-    """Copies a tensor on any device to flat bytes in main memory."""
-    if part.device.type == "cpu":
-        # By numpy: torch would use all compute threads for each copy, while the model computes.
-        source = bytes_of(part)
-        payload.reshape(source.shape)[...] = source
-    elif len(payload):
-        read_device(payload, part)
-
-
-def read_device(payload: Bytes, part: torch.Tensor) -> None:
-    """Copies a tensor to flat bytes in main memory with torch. Waits for the device."""
-    torch.from_numpy(payload).view(part.dtype).view(part.shape).copy_(part)
-
-
 def populate(tensors: Sequence[torch.Tensor], is_wanted: Callable[[], bool] = lambda: True) -> None:
-    """Has the kernel make the pages of tensors in main memory while `is_wanted` returns True. The content stays. For
+    """Has the kernel make the pages of tensors while `is_wanted` returns True. The content stays. For
     any thread, also while others use the tensors."""
-    for tensor in (tensor for tensor in tensors if tensor.device.type == "cpu"):
+    for tensor in tensors:
         first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = tensor.data_ptr() + tensor.numel() * tensor.dtype.itemsize
         while first < stop and is_wanted():

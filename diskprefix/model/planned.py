@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -94,22 +93,18 @@ class PlanRuntime:
     def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
         """Computes a step: all rows of all sequences together."""
         sequences, runs = begin_step(step)
-        of_each, pictures = [rows.token_ids for rows in step], [rows.pictures for rows in step]
-        with_hidden, ids = needs_hidden or self.layout.has_draft_layer, np.concatenate(of_each)
-        plan = self._plan_for(len(ids), with_hidden=with_hidden)
+        token_ids, pictures = np.concatenate([rows.token_ids for rows in step]), [rows.pictures for rows in step]
         counts = [rows.num_logits for rows in step]
+        plan = self._plan_for(len(token_ids), with_hidden=needs_hidden or self.layout.has_draft_layer)
         described = [self._described(plan, *one) for one in zip(sequences, runs, counts, strict=True)]
-        of_pictures = _encoded(ids, pictures, runs)
+        ids, of_pictures = token_ids, _encoded(token_ids, pictures, runs)
         if self._padded:
             ids = np.where(np.isin(ids, self._padded[1:]), self._padded[0], ids)
         plan.run(described, ids, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
         logits = self._copied(plan, plan.logits, sum(counts)).float().numpy()
-        for sequence, run in zip(sequences, runs, strict=True):
-            for layer in sequence.token_layers:
-                layer.length = run.end
         if self.layout.has_draft_layer:
             may_lag, hidden = all(rows.may_lag for rows in step), plan.copied(plan.hidden, len(ids))
-            self.draft_layer.keep_up(sequences, runs, ids, hidden, may_lag=may_lag)
+            self.draft_layer.keep_up(sequences, runs, token_ids, hidden, may_lag=may_lag)
         for sequence, run in zip(sequences, runs, strict=True):
             sequence.end_step(run)
         return StepOutput(
@@ -230,10 +225,6 @@ def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation
     }
 
 
-_plans: WeakKeyDictionary[PreTrainedModel, tuple[Hashable, PlanRuntime | None]] = WeakKeyDictionary()
-"""The last runtimes of models, by their memory and kernels; None for a model of no family."""
-
-
 def reason_without_plan(model: PreTrainedModel) -> str:
     """Returns why a model that is exact at every token has no plan, "" if it has one."""
     if model.dtype not in _DTYPES:
@@ -244,13 +235,3 @@ def reason_without_plan(model: PreTrainedModel) -> str:
 def plan_runtime(model: PreTrainedModel, layout: Layout, page_tokens: int, *, is_of_first: bool = False) -> PlanRuntime:
     """Returns the runtime of a model that has a plan. The arguments are those of `PlanRuntime`."""
     return PlanRuntime(weights_of_model(model), model.config, layout, page_tokens, is_of_first=is_of_first)
-
-
-def plan_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> PlanRuntime | None:
-    """Returns the runtime of a model that is exact at every token, None for one of no family."""
-    key = layout, page_tokens, operators()
-    known, plan = _plans.get(model, (None, None))
-    if known != key:
-        plan = None if reason_without_plan(model) else plan_runtime(model, layout, page_tokens)
-        _plans[model] = key, plan
-    return plan

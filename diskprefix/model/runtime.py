@@ -1,4 +1,4 @@
-"""A runtime computes the steps of a model. What goes in and comes out is numpy's: whoever calls it knows no model."""
+"""A runtime computes the steps of a model. All that goes in and comes out is numpy's: who calls it knows no model."""
 
 from __future__ import annotations
 

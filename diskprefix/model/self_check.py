@@ -85,7 +85,7 @@ def checked(model: PreTrainedModel, identity: str = "") -> Layout:
 
 def _check(runtime: Runtime) -> None:
     """Raises `NotExact` for other bits."""
-    pool = PagePool(runtime.layout, torch.device("cpu"), block_size=_PAGE_TOKENS)
+    pool = PagePool(runtime.layout, block_size=_PAGE_TOKENS)
     token_ids = _made_up(runtime, 4, sum(_CUT))
     whole = _sequence(pool)
     (logits,) = runtime.run([Rows(whole, token_ids, len(token_ids))]).logits

@@ -18,7 +18,6 @@ from diskprefix.cache import saving as saving_module
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.runner import forward
 from diskprefix.store.codec.codec import PIECE_BYTES
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication
@@ -26,6 +25,7 @@ from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheOptions, Prompt, Scope
 from tests.cache.opening import AUTO, FULL, OFF, Opened, gated, is_sound
 from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings
+from tests.steps import forward
 
 KINDS = ["token", "grid", "qwen3_next"]
 PROMPT = random_prompt(1, 6 * BLOCK + 3)

@@ -33,8 +33,8 @@ from diskprefix.engine.request import (
 )
 from diskprefix.engine.running_request import Reply
 from diskprefix.extras.simulate.recorded_request import RecordedRequest
+from diskprefix.grid.runtime import GridRuntime
 from diskprefix.kv.page_cache import PageCache
-from diskprefix.model.exact.runner import ModuleRuntime
 from diskprefix.model.planned import PlanRuntime
 from diskprefix.model.runtime import StepOutput
 from diskprefix.settings import Settings
@@ -128,7 +128,7 @@ class ScriptedProposer(Proposer):
 
 def patch_steps(patch: pytest.MonkeyPatch, run: Callable[..., StepOutput]) -> None:
     """Has `run` compute each step: it gets the runtime's own function, the runtime and the step."""
-    for kind in (PlanRuntime, ModuleRuntime):
+    for kind in (PlanRuntime, GridRuntime):
         patch.setattr(kind, "run", partialmethod(_run_by, run, kind.run))
 
 

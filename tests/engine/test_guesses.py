@@ -692,7 +692,7 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
     kept = pages.resume(node)
     assert kept is not None
     assert kept.complete_from > 0, "it has moved on"
-    sequence = KVSequence(PagePool(kept.layout, kept.device, block_size=BLOCK))
+    sequence = KVSequence(PagePool(kept.layout, block_size=BLOCK))
     with torch.inference_mode():
         ids = ids_of(pages, node).astype(np.int64)
         for start in range(0, len(ids), 256):

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from diskprefix.engine import measured_model
 from diskprefix.engine import served_model as generate
 from diskprefix.engine.loop import Engine
+from diskprefix.engine.measured_model import runtime_of
 from diskprefix.engine.request import Constraint, DoneEvent, FinishEvent, TextEvent
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, NonFiniteLogits, StoreUnavailable
@@ -29,8 +30,6 @@ from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.grid import state_layout
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.pages import PagePool
-from diskprefix.model.exact.runner import runtime_of
-from diskprefix.model.load import memory
 from diskprefix.settings import Settings
 from diskprefix.tokens import Logits
 from diskprefix.values import Scope
@@ -133,7 +132,7 @@ def test_a_prompt_that_leaves_no_position_and_an_empty_one_are_refused(engine: E
 
 
 def set_free_memory(monkeypatch: pytest.MonkeyPatch, free: Callable[[], int]) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda _: free())
+    monkeypatch.setattr(generate, "kv_bytes", lambda: int(free() * 0.9))
 
 
 def test_a_prompt_or_a_reply_whose_state_exceeds_the_memory_is_refused_and_the_next_is_served(

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.forward import prefill
+from diskprefix.engine.measured_model import runtime_of
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.runner import runtime_of
 from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
 from diskprefix.values import CacheOptions, Prompt
 from tests.exactness.architectures import tiny_model
@@ -47,7 +47,7 @@ def cold_logits(kind: str, prompt: bytes) -> torch.Tensor:
     """Of a run that knows nothing of a cache, in memory of its own."""
     model, layout = model_of(kind)
     token_ids = np.frombuffer(prompt, dtype=np.int32).copy()
-    sequence = KVSequence(PagePool(layout, model.device, block_size=BLOCK))
+    sequence = KVSequence(PagePool(layout, block_size=BLOCK))
     with torch.inference_mode():
         sequence.reserve(len(token_ids))
         logits = prefill(

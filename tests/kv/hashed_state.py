@@ -14,14 +14,12 @@ import torch
 from diskprefix.kv.kept_blocks import KeptBlock
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.kv.page_cache import PageCache
-from diskprefix.kv.page_table import LayerRows
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import TokenIds
 
-CPU = torch.device("cpu")
 BLOCK, WINDOW = 4, 6
 KINDS = ("token", "sliceable", "token_checkpoints", "checkpoints")
 A, B = Owner(b"a" * 16, 1, None), Owner(b"b" * 16, 1, None)
@@ -51,7 +49,7 @@ def page_cache(layout: Layout, *, blocks: int = 1000, **options: Any) -> PageCac
     """With room for so many blocks, and for as many states."""
     limit_bytes = blocks * (layout.bytes_per_token * BLOCK + layout.state_bytes)
     given: dict[str, Any] = {"limit_bytes": limit_bytes, "free_bytes": lambda: 1 << 40} | options
-    cache = PageCache(layout, CPU, block_size=BLOCK, **given)
+    cache = PageCache(layout, block_size=BLOCK, **given)
     cache.give_way()
     # As an engine does before its first request.
     cache.forget_expired(None)
@@ -79,11 +77,11 @@ def hashes(seed: object, token_ids: TokenIds, start: int, end: int) -> npt.NDArr
     return found
 
 
-def rows_of(part: LayerRows, hashed: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """Returns what these tokens have in a layer, [1, heads, tokens, dim]: each row of a group another one."""
-    numbers = np.arange(part.heads, dtype=np.uint8) + part.index * part.heads
+def rows_of(group: Group, hashed: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """Returns what these tokens have in a group, [tensors, heads, tokens, dim]: each row of a group another one."""
+    numbers = np.arange(len(group.specs) * group.heads, dtype=np.uint8)
     content = torch.from_numpy(hashed ^ numbers[:, None, None])
-    return content.view(part.dtype)[None]
+    return content.view(group.dtype).view(len(group.specs), group.heads, len(hashed), -1)
 
 
 def payload_of(layout: Layout, hashed: npt.NDArray[np.uint8]) -> bytes:
@@ -121,8 +119,8 @@ def compute(
         for page in sequence.states if num_rows else ():
             page.tensor.view(torch.uint8).copy_(torch.from_numpy(hashed[num_rows - 1]))
 
-    for layer in sequence.token_layers:
-        layer.put(rows_of(layer.keys, hashed), rows_of(layer.values, hashed), run)
+    for table in sequence.tables:
+        table.put(run.start, rows_of(table.group, hashed))
     put_states(run.num_rows)
     sequence.end_step(run)
     if run.replays is not None:
@@ -142,15 +140,14 @@ def compute_for_all(cache: PageCache, sequence: KVSequence, token_ids: TokenIds,
 
 
 def wrong(sequence: KVSequence, token_ids: TokenIds, *, seed: object = 0) -> list[str]:
-    """Returns which layers have not the state of these tokens, as far as they have pages."""
+    """Returns which groups have not the state of these tokens, as far as they have pages."""
     found, end = list[str](), sequence.num_tokens
     hashed = hashes(seed, token_ids, 0, end)
-    for number, layer in enumerate(sequence.token_layers):
-        first = min(layer.keys.table.complete_from, end)
-        for name, part in (("keys", layer.keys), ("values", layer.values)) if first < end else ():
-            expected = rows_of(part, hashed[first:])
-            if not torch.equal(part.gathered(first, end).view(torch.uint8), expected.view(torch.uint8)):
-                found.append(f"{name} of layer {number}, from {first} to {end}")
+    for number, table in enumerate(sequence.tables):
+        if (first := table.complete_from) < end:
+            expected = rows_of(table.group, hashed[first:])
+            if not torch.equal(table.gathered(first, end).view(torch.uint8), expected.view(torch.uint8)):
+                found.append(f"group {number}, from {first} to {end}")
     for page in sequence.states if end else ():
         if not bool((page.tensor.view(torch.uint8).numpy() == hashed[-1]).all()):
             found.append("the state")

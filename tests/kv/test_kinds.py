@@ -26,9 +26,9 @@ from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.runner import forward
 from tests.exactness.architectures import tiny_model
 from tests.runner import BLOCK, SIZES, VOCAB, Runner, random_prompt, tiny_llama, tiny_settings
+from tests.steps import forward
 
 STEPS = (16, 16, 16, 7, 1, 1)
 TOKENS = torch.from_numpy(random_prompt(5, sum(STEPS))).long().unsqueeze(0)
@@ -75,7 +75,7 @@ def test_our_layers_answer_what_transformers_own_do(name: str, dtype: torch.dtyp
     layout = rehearse(model)
     assert {spec.kind for spec in layout.layers} == KINDS[name]
     theirs = stepwise_on_transformers(model, layout)
-    pool = PagePool(layout, model.device, block_size=BLOCK)
+    pool = PagePool(layout, block_size=BLOCK)
     for _ in range(2):
         sequence = KVSequence(pool)
         assert all(map(torch.equal, stepwise(sequence, model), theirs))
@@ -196,7 +196,7 @@ def test_a_rehearsed_layout_is_remembered_for_the_numbers_it_was_made_with(
     assert rehearse(model, identity="these weights") == first
     assert not first.unsupported
     assert rehearse(model, identity="other weights").unsupported
-    memo = tmp_path / "diskprefix" / "self_checks.json"
+    memo = tmp_path / "diskprefix" / "rehearsals.json"
     memo.write_text(memo.read_text().replace("layers", "strata"))
     assert rehearse(model, identity="these weights").unsupported
 

@@ -17,12 +17,11 @@ import torch
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.pages import PagePool, zeros
 from diskprefix.kv.sequence import KVSequence, Prefix
-from diskprefix.kv.transfer import populate, read_device
+from diskprefix.kv.transfer import populate
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import TokenIds
 from tests.kv.hashed_state import (
     BLOCK,
-    CPU,
     KINDS,
     WINDOW,
     captured,
@@ -43,7 +42,7 @@ IDS = tokens(range(30))
 
 @pytest.fixture
 def pool() -> PagePool:
-    return PagePool(layout_of(), CPU, block_size=BLOCK)
+    return PagePool(layout_of(), block_size=BLOCK)
 
 
 def computed(pool: PagePool, token_ids: TokenIds = IDS) -> KVSequence:
@@ -59,14 +58,7 @@ def checked(pool: PagePool, *sequences: KVSequence) -> list[str]:
 # Content.
 
 
-@pytest.mark.parametrize("by_torch", [False, True])
-def test_memory_taken_in_inference_mode_is_written_and_read_by_other_threads(
-    by_torch: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU's memory is copied by torch, which guards tensors that were made in inference mode."""
-    if by_torch:
-        monkeypatch.setattr("diskprefix.kv.pages.bytes_of", lambda slab: [None] * len(slab))
-        monkeypatch.setattr("diskprefix.kv.pages.read", read_device)
+def test_memory_taken_in_inference_mode_is_written_and_read_by_other_threads() -> None:
     cache, expected = page_cache(layout_of("token_checkpoints", WINDOW)), hashes(0, IDS, 0, len(IDS))
     with torch.inference_mode(), ThreadPoolExecutor(1) as other:
         sequence = KVSequence(cache.pool)
@@ -169,16 +161,16 @@ def test_a_check_finds_wrong_counts_and_lists(pool: PagePool) -> None:
 
 
 def test_a_sequence_that_ends_is_gone_at_once() -> None:
-    """It and its layers refer to each other, and a garbage collection may be long in coming."""
+    """A garbage collection may be long in coming."""
     cache = page_cache(layout_of("checkpoints"))
     gc.disable()
     try:
         sequence = cache.begin(None, IDS)
         assert isinstance(sequence, KVSequence)
-        layer = weakref.ref(sequence.layers[0])
+        table = weakref.ref(sequence.tables[0])
         cache.end(sequence, keep=False)
         del sequence
-        assert layer() is None
+        assert table() is None
         assert cache.pool.used_bytes == 0
     finally:
         gc.enable()
@@ -193,7 +185,7 @@ def test_what_does_not_fit_is_refused_with_figures_and_takes_nothing(
 ) -> None:
     layout = layout_of(kind)
     # Per token 6 rows of 16 bytes.
-    pool = PagePool(layout, CPU, block_size=BLOCK, limit_bytes=10 * BLOCK * 96 + layout.state_bytes)
+    pool = PagePool(layout, block_size=BLOCK, limit_bytes=10 * BLOCK * 96 + layout.state_bytes)
     sequence = KVSequence(pool)
     assert compute(sequence, IDS)
     sequence.drop_spares()
@@ -208,7 +200,7 @@ def test_what_does_not_fit_is_refused_with_figures_and_takes_nothing(
         sequence.prepare_restore(0, 0, 80)
     assert (pool.used_bytes, wrong(sequence, IDS), checked(pool, sequence)) == (used, [], [])
     assert sequence.make_room(40)
-    starved = PagePool(layout, CPU, block_size=BLOCK, free_bytes=lambda: 10)
+    starved = PagePool(layout, block_size=BLOCK, free_bytes=lambda: 10)
     monkeypatch.setattr(np, "zeros", lambda *_: pytest.fail("memory was taken"))
     assert starved.take([0]) is None
     assert starved.taken_bytes == 0
@@ -279,7 +271,7 @@ def share_of_pages(tensor: torch.Tensor) -> float:
 
 
 def test_pages_are_made_ahead_and_what_they_hold_stays() -> None:
-    tensor = zeros((40, 1 << 20), torch.uint8, CPU)
+    tensor = zeros((40, 1 << 20), torch.uint8)
     tensor[7, 5] = 3
     populate([tensor])
     assert share_of_pages(tensor) == 1

@@ -18,10 +18,9 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.sizes import MAX_TAKEN_BACK, num_pages
-from diskprefix.model.exact import runner
-from diskprefix.model.exact.runner import forward
 from diskprefix.model.runtime import Rows
 from tests.exactness.architectures import tiny_model
+from tests.steps import forward, run
 
 BLOCK, LENGTH = 32, 900
 AT_TOKENS = {
@@ -31,7 +30,6 @@ AT_TOKENS = {
     "gpt_oss": torch.bfloat16,
     "mimo_v2_flash": torch.float32,
     "llama4": torch.bfloat16,
-    "lfm3": torch.float32,
     # Layers that share their keys with others.
     "gemma3n": torch.bfloat16,
 }
@@ -45,7 +43,7 @@ class Model:
 
     def sequence(self, *, slides: bool = True) -> KVSequence:
         """In pages of its own, of which without `slides` one has the whole sequence."""
-        return KVSequence(PagePool(self.layout, self.model.device, block_size=BLOCK if slides else LENGTH))
+        return KVSequence(PagePool(self.layout, block_size=BLOCK if slides else LENGTH))
 
     def run(self, sequence: KVSequence, steps: Sequence[int]) -> list[torch.Tensor]:
         """Runs the next tokens in such steps. Returns the logits of each."""
@@ -119,7 +117,7 @@ def test_several_sequences_slide_in_one_packed_step(gemma: Model) -> None:
         for sequence, part in zip(sequences, steps, strict=True):
             start = sequence.num_tokens
             rows.append(Rows(sequence, gemma.ids[0, start : start + part[number]].numpy()))
-        logits = [of_last for (of_last,) in runner.run(gemma.model, rows)]
+        logits = [of_last for (of_last,) in run(gemma.model, rows)]
         assert same(logits, [found[number] for found in expected])
     assert all(sequence.complete_from for sequence in sequences)
 

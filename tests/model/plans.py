@@ -28,5 +28,5 @@ def logits_of(
     runtime.prepare()
     weights.finish()
     ids = np.random.default_rng(0).integers(0, layout.vocab_size, _NUM_TOKENS)
-    sequence = KVSequence(PagePool(layout, torch.device("cpu"), block_size=_PAGE_TOKENS))
+    sequence = KVSequence(PagePool(layout, block_size=_PAGE_TOKENS))
     return torch.from_numpy(runtime.run([Rows(sequence, ids, _NUM_TOKENS)]).logits[0])

@@ -18,15 +18,15 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.drafts import DraftLayer, DraftRow
-from diskprefix.model.exact.runner import forward, run, runtime_of
 from diskprefix.model.families import draft_decoder
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, draft_layer_of, with_draft_layer
-from diskprefix.model.planned import PlanRuntime
+from diskprefix.model.planned import plan_runtime
 from diskprefix.model.runtime import Rows
 from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
 from diskprefix.native import library
 from tests.exactness.architectures import DRAFTING, WITH_DRAFT_LAYER, quantised_tiny_model, shrink, tiny_model
 from tests.runner import Runner, tiny_settings
+from tests.steps import forward, made_once, run
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -42,7 +42,7 @@ def made(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedMode
 
 def sequence_of(layout: Layout, num_tokens: int = LENGTH) -> KVSequence:
     """With memory for a prompt, and for guesses, that is not finite."""
-    sequence = KVSequence(PagePool(layout, torch.device("cpu"), block_size=16))
+    sequence = KVSequence(PagePool(layout, block_size=16))
     sequence.reserve(num_tokens + 16)
     for page in sequence.pages():
         if page is not None:
@@ -76,7 +76,7 @@ def guesses(model: PreTrainedModel, *sequences: KVSequence, count: int = 3) -> l
     rows = [DraftRow(sequence, 7, sequence.num_tokens) for sequence in sequences]
     for _ in range(count):
         assert all(row.state.make_room(row.position + 1) for row in rows)
-        guessed, hidden = runtime_of(model, rows[0].state.layout, 16).draft(rows)
+        guessed, hidden = made_once(model, rows[0].state.layout, 16).draft(rows)
         for each, (token, probability), its in zip(found, guessed, hidden, strict=True):
             each += [token, probability, its.tolist()]
         rows = [
@@ -139,10 +139,10 @@ def test_guesses_leave_no_trace_and_share_forwards(name: str) -> None:
     expected, behind = memory_of(computed(model, layout, LENGTH)[0]), guesses(model, beside)[0]
     forward(model, alone, ids[:, :40])
     for end in (41, 43, LENGTH):
-        lengths = [layer.length for layer in alone.token_layers]
+        length = alone.num_tokens
         (its,) = guesses(model, alone)
         assert guesses(model, beside, alone) == [behind, its]
-        assert [layer.length for layer in alone.token_layers] == lengths
+        assert alone.num_tokens == length
         other = computed(model, layout, LENGTH)[0]
         run(model, [Rows(other, ids[0, :7].numpy()), Rows(alone, ids[0, alone.num_tokens : end].numpy())])
     assert memory_of(alone) == expected
@@ -239,9 +239,7 @@ def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, mon
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
     model = quantised_tiny_model(name, weights) if is_quantised else tiny_model(name, dtype)
     layout, _ = layout_of(model)
-    runtime = runtime_of(model, layout, 16)
-    assert isinstance(runtime, PlanRuntime)
-    every = runtime.draft_layer
+    every = plan_runtime(model, layout, 16).draft_layer
     rows = [DraftRow(sequence_of(layout), token, 3) for token in range(30)]
     for row in rows:
         forward(model, row.state, made_up_tokens(model, row.token_id, 3))

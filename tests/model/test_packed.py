@@ -14,12 +14,11 @@ from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact import runner
-from diskprefix.model.exact.runner import forward
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.runtime import Rows
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.examples import examples
+from tests.steps import forward, run
 
 LENGTHS = (552, 300, 90, 2)
 """Of the sequences; their last tokens are decoded."""
@@ -38,9 +37,9 @@ Bits = list[tuple[bytes, list[torch.Tensor]]]
 """By sequence: the state at the end, and the logits of the last tokens, which are computed one a step."""
 
 
-def sequence_of(model: PreTrainedModel, layout: Layout) -> KVSequence:
+def sequence_of(layout: Layout) -> KVSequence:
     """With memory in which another sequence was that is not finite."""
-    pool = PagePool(layout, model.device, block_size=256)
+    pool = PagePool(layout, block_size=256)
     other = KVSequence(pool)
     assert other.make_room(max(LENGTHS))
     for page in other.pages():
@@ -57,7 +56,7 @@ def alone(model: PreTrainedModel, layout: Layout) -> Bits:
     found: Bits = []
     with torch.inference_mode():
         for number, length in enumerate(LENGTHS):
-            sequence, token_ids = sequence_of(model, layout), made_up_tokens(model, number, length)
+            sequence, token_ids = sequence_of(layout), made_up_tokens(model, number, length)
             ends = [*range(256, length - 4, 256), *range(max(1, length - 4), length + 1)]
             parts = [token_ids[:, begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
             logits = [forward(model, sequence, part)[-1] for part in parts]
@@ -68,10 +67,9 @@ def alone(model: PreTrainedModel, layout: Layout) -> Bits:
 def state_of(sequence: KVSequence, num_tokens: int) -> bytes:
     """Of all tokens, or those of the last window."""
     found = [sequence.content(sequence.num_tokens)]
-    for layer in sequence.token_layers:
-        first = max(0, num_tokens - (layer.window or num_tokens))
-        rows = (part.gathered(first, num_tokens) for part in (layer.keys, layer.values))
-        found += [part.view(torch.uint8).numpy().tobytes() for part in rows]
+    for table in sequence.tables:
+        first = max(0, num_tokens - (table.group.window or num_tokens))
+        found.append(table.gathered(first, num_tokens).view(torch.uint8).numpy().tobytes())
     return b"".join(found)
 
 
@@ -79,7 +77,7 @@ def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
     """In random steps of all sequences; those that are over leave. Some steps of decoding compute tokens behind, right
     ones and wrong ones, which are taken back."""
     chance = random.Random(seed)
-    sequences = [sequence_of(model, layout) for _ in LENGTHS]
+    sequences = [sequence_of(layout) for _ in LENGTHS]
     logits: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
     with torch.inference_mode():
         while left := [n for n, length in enumerate(LENGTHS) if sequences[n].num_tokens < length]:
@@ -99,7 +97,7 @@ def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
                 right, wrong = made_up_tokens(model, n, LENGTHS[n]), made_up_tokens(model, 100 + n, 5)
                 ids = torch.cat([right[:, start:end], wrong[:, :num_wrong]], dim=1)
                 step.append(Rows(sequences[n], ids[0].numpy(), num_logits))
-            for (n, end, num_right), found in zip(parts, runner.run(model, step), strict=True):
+            for (n, end, num_right), found in zip(parts, run(model, step), strict=True):
                 sequences[n].take_back(end)
                 logits[n] += found[:num_right]
     return [(state_of(a, length), f) for a, length, f in zip(sequences, LENGTHS, logits, strict=True)]
@@ -131,7 +129,7 @@ def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> Non
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2"])
 def test_all_rows_of_a_step_are_taken_back(name: str) -> None:
     model, layout = made(name)
-    sequence, token_ids = sequence_of(model, layout), made_up_tokens(model, 0, 40)
+    sequence, token_ids = sequence_of(layout), made_up_tokens(model, 0, 40)
     with torch.inference_mode():
         forward(model, sequence, token_ids[:, :30])
         before = state_of(sequence, 30)
@@ -144,7 +142,7 @@ def test_all_rows_of_a_step_are_taken_back(name: str) -> None:
 def test_no_other_thread_gets_the_pages_from_which_states_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as that of a restore, which needs memory."""
     model, layout = made("lfm2")
-    sequence, token_ids = sequence_of(model, layout), made_up_tokens(model, 0, 40)
+    sequence, token_ids = sequence_of(layout), made_up_tokens(model, 0, 40)
     replay, given_back = ComputePlan.replay, list[bool]()
 
     def noted(*args: Any) -> None:

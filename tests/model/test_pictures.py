@@ -23,10 +23,10 @@ from diskprefix.engine.measured_model import layout_of
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.runner import run
 from diskprefix.model.runtime import Rows
 from diskprefix.model.vision_encoder import PictureRows, VisionEncoder, sees_pictures_whole
 from tests.exactness.architectures import ARCHITECTURES, WINDOW
+from tests.steps import run
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -62,7 +62,7 @@ def encoded(model: PreTrainedModel, rows: torch.Tensor) -> Any:
 def computed(model: PreTrainedModel, layout: Layout, steps: Iterable[tuple[int, int]], spans: Spans = SPANS) -> Any:
     ids, rows = prompt(model)
     encoder, is_picture = VisionEncoder(model, IMAGE, is_exact=True), ids[0] == IMAGE
-    sequence, logits = KVSequence(PagePool(layout, model.device, block_size=256)), torch.empty(0)
+    sequence, logits = KVSequence(PagePool(layout, block_size=256)), torch.empty(0)
     for start, end in steps:
         sequence.truncate(start)
         first, last = (int(is_picture[:position].sum()) for position in (start, end))
@@ -115,7 +115,7 @@ def test_a_placeholder_in_a_text_has_the_same_bits_beside_a_picture_and_alone(na
     model = made(name, torch.bfloat16, **MODELS[name])
     layout, _ = layout_of(model)
     assert layout.packs
-    encoder, pool = VisionEncoder(model, IMAGE, is_exact=True), PagePool(layout, model.device, block_size=256)
+    encoder, pool = VisionEncoder(model, IMAGE, is_exact=True), PagePool(layout, block_size=256)
     text, pictured = torch.tensor([[20, IMAGE, 21]]), torch.tensor([[30, IMAGE, IMAGE, 31]])
     encoded = torch.randn(1, 2, encoder.hidden).to(model.dtype)
     rows = PictureRows(encoder, pictured[0] == IMAGE, encoded, spans=((1, 3),))

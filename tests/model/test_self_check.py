@@ -17,12 +17,12 @@ from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model import self_check
-from diskprefix.model.exact.runner import forward
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.planned import NotExact, config_of, first_layers
 from diskprefix.native import build, library
 from diskprefix.tokens import floor_to_grid
 from tests.exactness.architectures import tiny_model
+from tests.steps import forward
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -176,7 +176,7 @@ def test_a_restored_run_needs_the_pages_of_its_windows_only(block_size: int) -> 
     model = tiny_model("gemma3", torch.bfloat16)
     layout, _ = layout_of(model)
     assert any(group.window for group in layout.groups)
-    cold = KVSequence(PagePool(layout, model.device, block_size=block_size))
+    cold = KVSequence(PagePool(layout, block_size=block_size))
     with torch.inference_mode():
         forward(model, cold, made_up_tokens(model, 7, 600))[-1]
         expected = forward(model, cold, made_up_tokens(model, 8, 3))[-1]

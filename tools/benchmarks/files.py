@@ -21,16 +21,17 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import click
+import numpy as np
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from diskprefix.engine.measured_model import layout_of
+from diskprefix.engine.measured_model import layout_of, runtime_of
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact import runner
 from diskprefix.model.load.loader import load_model
+from diskprefix.model.runtime import Rows
 from diskprefix.settings import Settings, cache_home
 from tests.chat.families.sources import LLAMA_CPP, SourcesMissing, download
 from tests.faults.isolated import run_isolated
@@ -218,8 +219,9 @@ def computed(model: Any) -> torch.Tensor:
     layout, reason = layout_of(model)
     if reason:
         return logits_of(model)
-    pool = PagePool(layout, model.device, block_size=256)
-    return runner.forward(model, KVSequence(pool), torch.tensor([token_ids()]), NUM_TOKENS).float()
+    pool = PagePool(layout, block_size=256)
+    rows = Rows(KVSequence(pool), np.array(token_ids()), NUM_TOKENS)
+    return torch.from_numpy(runtime_of(model, layout, 256).run([rows]).logits[0])
 
 
 def has_layer_of(folders: Any, files: Any) -> bool:

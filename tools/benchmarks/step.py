@@ -18,9 +18,9 @@ from diskprefix.engine.measured_model import layout_of
 from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.runner import forward
 from diskprefix.model.load.loader import load_model
-from diskprefix.model.planned import plan_of, reason_without_plan
+from diskprefix.model.planned import plan_runtime
+from diskprefix.model.runtime import Rows
 from diskprefix.native import calls
 from diskprefix.settings import Settings
 from tools.measuring.options import JSON
@@ -62,11 +62,10 @@ def measured(model: str, rounds: int) -> dict[str, Any]:
     """Returns microseconds by step and part. Raises `ModelError`, and `ClickException` for a model without a plan."""
     decoder = load_model(Settings(model=model), real.print_report).model
     layout, reason = layout_of(decoder)
-    reason = reason or reason_without_plan(decoder)
-    found = None if reason else plan_of(decoder, layout, 256)
-    if found is None:
+    if reason:
         raise click.ClickException(f"{model} has no plan: {reason}")
-    pool, operators = PagePool(layout, decoder.device, block_size=256), found.plan._operators
+    found = plan_runtime(decoder, layout, 256)
+    pool, operators = PagePool(layout, block_size=256), found.plan._operators
     names = [type(call).__name__.removesuffix("Call") for call, _ in found.plan.made_of]
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in _TOKENS}
     for number in range(2 * rounds + 2):
@@ -76,7 +75,7 @@ def measured(model: str, rounds: int) -> dict[str, Any]:
             run = _timed(operators.run, _CALL, parts) if is_whole else _one_by_one(operators.run, names, parts)
             found.plan._operators = replace(operators, run=run)
             begun = time.perf_counter()
-            forward(decoder, sequence, made_up_tokens(decoder, 0, num_tokens))
+            found.run([Rows(sequence, made_up_tokens(decoder, 0, num_tokens)[0].numpy())])
             if is_whole:
                 parts[_PYTHON] = time.perf_counter() - begun - parts[_CALL]
             # What a call itself takes is no operator's. The first two steps warm up.

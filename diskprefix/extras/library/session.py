@@ -30,14 +30,15 @@ from diskprefix.cache.resources import open_store
 from diskprefix.chat.boundaries import text_boundaries
 from diskprefix.engine.forward import prefill
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
-from diskprefix.extras.library.library_cache import StateSpaceCache, filled
+from diskprefix.extras.library.library_cache import StateSpaceCache
 from diskprefix.extras.library.library_model import Ids, in_main_memory, memory_digest, stamp, unpacked, with_prefill
+from diskprefix.grid.cache import filled
 from diskprefix.grid.rehearsal import rehearse
+from diskprefix.grid.runtime import GridRuntime
 from diskprefix.grid.state_layout import unsupported
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact.runner import runtime_of
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.memory import kv_bytes
 from diskprefix.printable import printable_only
@@ -128,7 +129,7 @@ class PrefixCacheSession:
             return cache, 0
         with torch.no_grad(), self._sequence(stop) as sequence:
             self._complete(sequence, _beginning(prompt, stop), goes_on=True)
-            return filled(cache, sequence), self.report.restored if self.report else 0
+            return filled(cache, sequence, self.model.device), self.report.restored if self.report else 0
 
     def generate(self, input_ids: Ids, **kwargs: Any) -> Any:
         """Runs `model.generate(input_ids, **kwargs)` with the prompt's state restored as far as it is stored.
@@ -198,9 +199,8 @@ class PrefixCacheSession:
             layout, digest = _identified(self.model)
             fingerprint = Fingerprint.of(self.model, digest, self.settings.fingerprint)
             identity = partial(fingerprint.identity, self.settings.block_size, LAYOUT_VERSION, layout.describe())
-            device, size = self.model.device, self.settings.block_size
-            self._pool = PagePool(layout, device, block_size=size, free_bytes=partial(kv_bytes, device))
-            self._runtime = runtime_of(self.model, layout, size)
+            self._pool = PagePool(layout, block_size=self.settings.block_size, free_bytes=kv_bytes)
+            self._runtime = GridRuntime(self.model, layout)
             self._seen = self._model_state()
             name = _model_name(self.model)
             self._cache = PrefixCache(self.settings, store, layout, identity, name)
@@ -276,7 +276,7 @@ class PrefixCacheSession:
         with self._sequence(len(prompt.token_ids)) as sequence:
             logits = self._complete(sequence, prompt)
             assert logits is not None, "a prompt that does not go on has next-token logits"
-            cache = filled(inputs[self.cache_argument], sequence)
+            cache = filled(inputs[self.cache_argument], sequence, self.model.device)
         last = torch.from_numpy(logits)[None, None].to(self.model.device, self._cache.layout.logits_dtype)
         return ModelOutput({"logits": last, self.cache_argument: cache})
 

@@ -45,18 +45,17 @@ _SEEN = """
 """Those that the shapes of weights, the weights that there are, or the layout of the state say."""
 _WITHOUT_EFFECT = """
     activation_dropout allow_global_per_layer_attribute_access altup_coef_clip architectures attention_dropout
-    attention_probs_dropout_prob
-    attention_softmax_in_fp32 attn_pdrop bos_token_id chunk_size classifier_dropout dropout dtype embd_pdrop
-    embedding_dropout embedding_initializer_range eod_token_id eos_token_id hidden_dropout hidden_dropout_prob id2label
-    ignore_keys_at_rope_validation init_std initializer_range input_jitter_noise is_decoder label2id layerdrop
-    linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min mamba_chunk_size
-    mamba_ssm_cache_dtype model_max_length moe_apply_router_weight_on_input moe_k moe_renormalize
+    attention_probs_dropout_prob attention_softmax_in_fp32 attn_pdrop bos_token_id chunk_size classifier_dropout
+    dropout dtype embd_pdrop embedding_dropout embedding_initializer_range eod_token_id eos_token_id hidden_dropout
+    hidden_dropout_prob id2label ignore_keys_at_rope_validation init_std initializer_range input_jitter_noise
+    is_decoder label2id layerdrop linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min
+    mamba_chunk_size mamba_ssm_cache_dtype model_max_length moe_apply_router_weight_on_input moe_k moe_renormalize
     moe_shared_expert_overlap mtp_layer_types mtp_layers_block_type mtp_mlp_layer_types num_expert_group
-    num_experts_per_token num_logits_to_keep output_hidden_states output_router_logits pooling
-    pretraining_tp problem_type reorder_and_upcast_attn rescale_prenorm_residual resid_pdrop residual_dropout
-    return_dict router_aux_loss_coef scale_attention_softmax_in_fp32 sep_token_id summary_activation
-    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj time_step_floor time_step_max
-    time_step_rank transformers_version use_cache use_mamba_kernels z_loss_coefficient
+    num_experts_per_token num_logits_to_keep output_hidden_states output_router_logits pooling pretraining_tp
+    problem_type reorder_and_upcast_attn rescale_prenorm_residual resid_pdrop residual_dropout return_dict
+    router_aux_loss_coef scale_attention_softmax_in_fp32 sep_token_id summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj time_step_floor time_step_max time_step_rank
+    transformers_version use_cache use_mamba_kernels z_loss_coefficient
 """
 """Those of training and of text, and those that transformers' classes do not read."""
 _KNOWN = frozenset(f"{_READ} {_SEEN} {_WITHOUT_EFFECT}".split())

@@ -28,7 +28,7 @@ _KERNELS = "bitsandbytes causal_conv1d fla flash_attn kernels mamba_ssm mambapy 
 """The modules whose kernels transformers uses where they are installed."""
 
 _PACKAGE = Path(__file__).parents[2]
-_CODE = ("model/**/*.py", "grid/*.py", "native/*.py", "kv/caches.py", "kv/layers.py", "kv/page_table.py", "kv/step.py")
+_CODE = ("model/**/*.py", "grid/*.py", "native/*.py", "kv/page_table.py", "kv/step.py")
 """Our own Python that reads weights or computes: what is fused, which operator is called with what."""
 _COMPUTE_NOTHING = {
     *("alternatives", "embedded", "fit", "found_models", "hub", "made_once", "manifests", "named_model", "proposals"),

@@ -113,9 +113,9 @@ def available_bytes(device: torch.device) -> int:
     return int(of_device.mem_get_info(device)[0] + max(0, unused))
 
 
-def kv_bytes(device: torch.device) -> int:
-    """Returns how many bytes of the free memory of `device` KV may take. The rest is for computing with it."""
-    return int(available_bytes(device) * 0.9)
+def kv_bytes() -> int:
+    """Returns how many bytes of the free main memory KV may take. The rest is for computing with it."""
+    return int(available_ram_bytes() * 0.9)
 
 
 def available_ram_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -475,8 +475,7 @@ def test_memory_is_as_in_a_daemon(state: str, num_blocks: int, tmp_path: Path, m
     runner.close()
     geometry = Geometry(layout.bytes_per_token, layout.state_bytes, exact_at=layout.exact_at)
     limit = num_blocks * (BLOCK * layout.bytes_per_token + layout.state_bytes)
-    device = torch.device("cpu")
-    pages = PageCache(layout, device, block_size=BLOCK, limit_bytes=limit, free_bytes=lambda: 1 << 40)
+    pages = PageCache(layout, block_size=BLOCK, limit_bytes=limit, free_bytes=lambda: 1 << 40)
     memory, owner = SimulatedMemory(limit, geometry, BLOCK), Owner(root_hash(""), 0, None)
     random, prompts = np.random.default_rng(3), [random_prompt(0, 40)]
     num_found = 0

@@ -21,8 +21,8 @@ import xxhash
 
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.scheduler import Chunk
-from diskprefix.kv.layers import TokenLayer
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
+from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.runtime import Rows, StepOutput
 from diskprefix.tokens import Logits
@@ -165,30 +165,31 @@ def _num_others(layout: Layout) -> int:
 def _compute(rows: SaltedRows, sequence: KVSequence) -> Logits:
     tokens, most = rows.token_ids.tolist(), _num_others(sequence.layout)
     run_ = sequence.begin_step(len(tokens))
-    others = _rows(sequence.token_layers[-1], max(0, run_.start - most), run_.start)
+    others = _rows(sequence.tables[-1], max(0, run_.start - most), run_.start)
     if sequence.states and run_.start:
         others = [sequence.content(sequence.num_tokens)]
-    states = _States(rows.salt, _rows(sequence.token_layers[0], 0, run_.start), others, most)
+    states = _States(rows.salt, _rows(sequence.tables[0], 0, run_.start), others, most)
     logits = np.zeros((rows.num_logits, VOCAB), np.float32)
     for number, token in enumerate(tokens, start=rows.num_logits - len(tokens)):
         states.add(token)
         if number >= 0:
             logits[number, states.next_token()] = 1.0
-    new = torch.frombuffer(bytearray(b"".join(states.new)), dtype=torch.float32).view(1, 1, -1, 4)
-    for layer in sequence.token_layers:
-        layer.put(new[..., :2], new[..., 2:], run_)
+    new = torch.frombuffer(bytearray(b"".join(states.new)), dtype=torch.float32).view(-1, 4)
+    for table in sequence.tables:
+        # Keys, and then values.
+        table.put(run_.start, torch.stack([new[:, :2], new[:, 2:]])[:, None])
     for state in sequence.states:
-        state.tensor[0] = new[0, :, -1]
+        state.tensor[0] = new[-1:]
     sequence.end_step(run_)
     return logits
 
 
-def _rows(layer: TokenLayer, start: int, end: int) -> list[bytes]:
+def _rows(table: PageTable, start: int, end: int) -> list[bytes]:
     """Returns the rows of tokens as they lie in memory."""
     if start == end:
         return []
-    both = (layer.keys.gathered(start, end), layer.values.gathered(start, end))
-    return [row.tobytes() for row in torch.cat(both, dim=3)[0, 0].numpy()]
+    keys, values = table.gathered(start, end)[:, 0]
+    return [row.tobytes() for row in torch.cat([keys, values], dim=1).numpy()]
 
 
 def loaded(kv_limit: int) -> Any:

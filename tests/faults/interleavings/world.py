@@ -199,7 +199,7 @@ def patched() -> Iterator[None]:
         (objects, "_import", lambda: _buckets[-1]),
         (objects, "_open_store", lambda *_url, **_options: None),
         # What is free on this machine says nothing about a history, and what it measured is of no other.
-        (served_model, "kv_bytes", lambda _device: 1 << 40),
+        (served_model, "kv_bytes", lambda: 1 << 40),
         (Memo, "get", lambda _self, _key: None),
         (Memo, "put", lambda _self, _key, _value: None),
         # The kernel counts for this thread, which is that of all tasks. Without it, pages of records are counted.
@@ -263,7 +263,7 @@ class Daemon:
     def __init__(self, settings: Settings, layout: Layout, num_sequences: float, process: object) -> None:
         self.process = process
         self.store = open_store(settings)
-        pool = PagePool(layout, torch.device("cpu"), block_size=BLOCK)
+        pool = PagePool(layout, block_size=BLOCK)
         kv_limit = int(num_sequences * pool.sequence_bytes(LONGEST))
         self.cache = PrefixCache(settings, self.store, layout, "hash/{}".format, "hash")
         runtime: Any = hash_model.HashRuntime(layout)

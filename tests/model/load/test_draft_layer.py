@@ -279,7 +279,7 @@ def test_what_is_not_wanted_takes_no_memory(family: str, tmp_path: Path, monkeyp
         others = {name: tensor for name, tensor in one.model.state_dict().items() if "draft_layer" not in name}
         require_equal(plain.model.state_dict(), others)
         for model, state in ((one.model, one.fit.needs.state), (plain.model, plain.fit.needs.state)):
-            pool = PagePool(read_layout(model, with_draft_layer=True), model.device, block_size=256)
+            pool = PagePool(read_layout(model, with_draft_layer=True), block_size=256)
             for num_tokens in (100, 1000, 5000):
                 assert pool.sequence_bytes(num_tokens) == state.num_bytes(num_tokens)
     assert any("of its blocks predict further tokens, which is not used" in line for line in lines)

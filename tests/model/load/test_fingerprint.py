@@ -154,11 +154,11 @@ def test_device_and_libraries_count_in_strict_mode_alone(name: str) -> None:
 @pytest.mark.parametrize(
     ("file", "computes"),
     [
-        ("model/exact/fused.py", True),
+        ("grid/cache.py", True),
         ("model/gguf/sources.py", True),
         ("model/load/memory.py", True),
         ("native/matrix.py", True),
-        ("kv/layers.py", True),
+        ("kv/page_table.py", True),
         ("model/load/hub.py", False),
         ("model/gguf/file_tokenizer.py", False),
     ],

@@ -204,7 +204,7 @@ def test_the_longest_sequence_is_the_one_that_fits(state: TokenState) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(name: str, dtype: torch.dtype) -> None:
     model = tiny_model(name, dtype)
-    pool = PagePool(rehearse(model), model.device, block_size=256)
+    pool = PagePool(rehearse(model), block_size=256)
     state = state_of([], model.config.to_dict(), dtype.itemsize)
     for num_tokens in (500, 1024, 1025, 5000, 20_000):
         num_bytes = state.num_bytes(num_tokens)
