@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import httpx
-import numpy as np
 import pytest
 
 import diskprefix
