@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from diskprefix.native import calls
 from diskprefix.native.attention_operator import DTYPES
 from diskprefix.native.library import Operators
+from diskprefix.native.matrix import Matrix
 
 Runs = Sequence[tuple[int, torch.Tensor, torch.Tensor]]
 """For each sequence the number of its rows, the state before them, [1, ..], and where the one behind them goes, which
@@ -27,6 +29,45 @@ def run(operators: Operators, kind: int, call: ctypes.Structure, num_rows: int, 
         place.befores, place.states = map(ctypes.addressof, addresses[-2:])
     step = (num_rows, 0, len(runs), 1, 0, ctypes.addressof(described), torch.get_num_threads(), operators.parallel_for)
     assert not operators.run(bytes(plan), bytes(calls.PlanStep(*step)))
+
+
+def product(operators: Operators, rows: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    """bfloat16 rows [rows, columns] → [rows, rows of the matrix]."""
+    rows = rows.contiguous()
+    out = rows.new_empty(len(rows), matrix.rows)
+    call = calls.ProductCall(num_matrices=1, rows=rows.data_ptr())
+    call.matrices[0], call.outs[0] = matrix.address, out.data_ptr()
+    run(operators, calls.PRODUCT, call, len(rows))
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """The experts of a mixture. Curves are bfloat16 [65 537]."""
+
+    gate: Sequence[Matrix]
+    up: Sequence[Matrix]
+    down: Sequence[Matrix]
+    curve: torch.Tensor
+    up_curve: torch.Tensor | None = None
+
+    def __call__(
+        self, operators: Operators, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """bfloat16 rows [rows, width]; the experts of each and their weights, [rows, count]."""
+        rows, chosen, weights = rows.contiguous(), chosen.contiguous(), weights.contiguous()
+        gate, up, down = (
+            torch.tensor([one.address for one in matrices]) for matrices in (self.gate, self.up, self.down)
+        )
+        out = torch.empty_like(rows)
+        call = calls.ExpertsCall(
+            num_chosen=chosen.shape[1], num_experts=len(gate), rows=rows.data_ptr(), chosen=chosen.data_ptr(),
+            weights=weights.data_ptr(), gate=gate.data_ptr(), up=up.data_ptr() if self.up else 0, down=down.data_ptr(),
+            curve=self.curve.data_ptr(), up_curve=0 if self.up_curve is None else self.up_curve.data_ptr(),
+            out=out.data_ptr(),
+        )  # fmt: skip
+        run(operators, calls.EXPERTS, call, len(rows))
+        return out
 
 
 def norm(operators: Operators, rows: torch.Tensor, weight: torch.Tensor, kind: int, epsilon: float) -> torch.Tensor:

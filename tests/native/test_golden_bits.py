@@ -21,11 +21,10 @@ from diskprefix.model.quants.forms import matrix_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import library
 from diskprefix.native.attention_operator import attention
-from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
-from diskprefix.native.matrix import Matrix, product, rows_of
+from diskprefix.native.matrix import Matrix, rows_of
 from diskprefix.native.packing import pack
-from tests.native.one_operation import convolution, delta_rule, head_products, norm, state_space
+from tests.native.one_operation import Experts, convolution, delta_rule, head_products, norm, product, state_space
 from tests.native.pages import Pages
 from tests.native.variants import of_this_cpu
 
@@ -100,7 +99,7 @@ def of_experts(operators: Operators) -> list[torch.Tensor]:
     down = [quantised(operators, WIDTH, INNER, 30 + one) for one in range(4)]
     rows, weights = made_up(ROWS, WIDTH, seed=1, dtype=torch.bfloat16), made_up(ROWS, 2, seed=2).abs()
     first = torch.from_numpy(below(4, ROWS, 1, seed=3))
-    return [RoutedExperts(gate, up, down, curve())(operators, rows, torch.cat([first, (first + 1) % 4], 1), weights)]
+    return [Experts(gate, up, down, curve())(operators, rows, torch.cat([first, (first + 1) % 4], 1), weights)]
 
 
 def of_dense_products(operators: Operators, dtype: torch.dtype) -> list[torch.Tensor]:

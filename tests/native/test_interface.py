@@ -15,7 +15,6 @@ from diskprefix.native import (
     attention_operator,
     build,
     calls,
-    experts_operator,
     library,
     matrix,
     packing,
@@ -74,9 +73,7 @@ def test_a_structure_has_the_fields_of_the_header(kind: type[ctypes.Structure]) 
     [
         (attention_operator._CALL, "Attention"),
         (attention_operator._RUN, "Run"),
-        (experts_operator._EXPERTS, "Experts"),
         (matrix._MATRIX, "Matrix"),
-        (matrix._PRODUCT, "Product"),
         (matrix._LOOKUP, "Lookup"),
         (packing._PACKING, "Packing"),
     ],

@@ -14,9 +14,9 @@ from diskprefix.model.quants.forms import matrix_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import library
 from diskprefix.native.library import Operators
-from diskprefix.native.matrix import Matrix, fills_blocks, product, rows_of
+from diskprefix.native.matrix import Matrix, fills_blocks, rows_of
 from diskprefix.native.packing import TYPES, pack
-from tests.native.one_operation import head_products, norm
+from tests.native.one_operation import head_products, norm, product
 from tests.native.variants import OF_INTEGERS, of_this_cpu
 
 ROWS, COLUMNS = 48, 352
@@ -106,15 +106,6 @@ def test_it_is_as_near_to_the_exact_product_as_bfloat16_can_be(operators: Operat
     exact = rows.double() @ dequantised("Q4_1", content_of("Q4_1", ROWS, COLUMNS)).double().t() + bias
     found = product_of(operators, bias)(rows)
     assert float((found.double() - exact).abs().max()) < float(exact.abs().max()) * 2**-8
-
-
-def test_rows_of_any_shape_are_taken(operators: Operators) -> None:
-    product = product_of(operators)
-    rows = torch.randn(2, 3, COLUMNS, generator=torch.Generator().manual_seed(6)).bfloat16()
-    turned = rows.transpose(0, 1)
-    assert torch.equal(product(turned), product(turned.contiguous()))
-    assert torch.equal(product(rows).view(6, ROWS), product(rows.view(6, COLUMNS)))
-    assert product(rows[:0]).shape == (0, 3, ROWS)
 
 
 # Weights of GGUF files are packed, looked up and multiplied number for number.

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from diskprefix.native.attention_operator import ONE_PAGE, PagedRows, attention, contiguous, run_of
-from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
-from diskprefix.native.matrix import Matrix, product, rows_of
+from diskprefix.native.matrix import Matrix, rows_of
 from diskprefix.native.packing import pack
 
-HALF, CURVE = torch.bfloat16, torch.zeros(65537, dtype=torch.bfloat16)
+HALF = torch.bfloat16
 NO_ROWS = PagedRows(0, 0, 0, 0)
 
 
@@ -24,11 +23,6 @@ def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
 
 def matrix(rows: int = 32, columns: int = 64) -> Matrix:
     return Matrix(zeros(rows, columns), (rows, columns))
-
-
-def experts(num_down: int = 2) -> RoutedExperts:
-    gate, down = [matrix(), matrix()], [matrix(64, 32) for _ in range(num_down)]
-    return RoutedExperts(gate, gate, down, CURVE)
 
 
 def state(*shape: int) -> torch.Tensor:
@@ -41,11 +35,6 @@ REFUSED: dict[str, Callable[[Operators], object]] = {
     "a picture that ends behind its run": lambda _: run_of(4, 2, ONE_PAGE, NO_ROWS, NO_ROWS, spans=array("q", [3, 7])),
     "pages without tokens": lambda _: run_of(0, 1, 0, NO_ROWS, NO_ROWS),
     "heads that make no groups": lambda found: attention(found, zeros(3, 1, 8), [], kv_heads=2, value_dim=8, scale=1.0),
-    "fewer matrices than experts": lambda _: experts(1),
-    "rows without experts": lambda found: experts()(found, zeros(2, 64), zeros(2, 0).long(), zeros(2, 0)),
-    "other rows than the experts' matrices": lambda found: experts()(
-        found, zeros(2, 32), zeros(2, 1).long(), zeros(2, 1)
-    ),
     "a matrix that lies turned": lambda _: Matrix(zeros(64, 32).t(), (32, 64)),
     "a form of quants that has no code": lambda _: Matrix(
         zeros(2, 2, 16, dtype=torch.uint8), (32, 64), bits=7, group=32, numbers=[0.0]
@@ -63,8 +52,6 @@ REFUSED: dict[str, Callable[[Operators], object]] = {
     "fewer weights than a matrix has": lambda _: Matrix(zeros(32, 64), (64, 64)),
     "weights of another type": lambda _: Matrix(state(32, 64)[0], (32, 64)),
     "a bias of fewer rows": lambda _: Matrix(zeros(32, 64), (32, 64), bias=zeros(16)),
-    "a product of longer rows": lambda found: product(found, zeros(2, 65), matrix()),
-    "a product of another type": lambda found: product(found, state(64), matrix()),
     "numbers of rows of another type": lambda found: rows_of(found, matrix(), zeros(2).int()),
     "fewer bytes than a matrix has": lambda found: pack(
         found, "Q4_0", zeros(15, 36).byte(), None, zeros(1, 2, 288).byte()

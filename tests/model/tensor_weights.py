@@ -1,0 +1,102 @@
+"""The weights of a model of transformers, as a plan takes them, also in the quants of a type of files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import gguf
+import torch
+from transformers import PreTrainedModel
+
+from diskprefix.errors import ModelError
+from diskprefix.model.families.slot_names import SlotNames
+from diskprefix.model.quants.forms import compiled
+from diskprefix.model.quants.quant_form import FILE_FORMS
+from diskprefix.model.slots import HEAD
+from diskprefix.model.weights import ExpertsForm, Quants, Weights
+from diskprefix.native.matrix import fills_blocks
+from diskprefix.native.packing import pack
+
+QUANTS = "quants"
+"""The attribute of a model whose matrices shall have the quants of a type of files."""
+
+
+class TensorWeights(Weights):
+    """Weights that are in memory. With a `kind`, each matrix that is asked for has such quants. `turned`: the beginning
+    of names of matrices whose rows and columns are exchanged."""
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, kind: str = "", turned: str | None = None
+    ) -> None:
+        super().__init__(dtype)
+        self._found, self._kind, self._turned = tensors, kind, turned
+        self.made: dict[str, Quants] = {}
+        """The quants of modules, `experts.gate` for a part of experts."""
+
+    def has(self, name: str) -> bool:
+        return name in self._found
+
+    def _read(self, name: str) -> torch.Tensor:
+        if name not in self._found:
+            raise ModelError(f"the weights lack {name}")
+        return self._found[name].detach()
+
+    def quants(self, name: str) -> Quants | None:
+        own = name.removesuffix(".weight")
+        # No plan takes quants of positions.
+        if self._kind and own not in self.made and not own.endswith(("wpe", "embed_positions")):
+            weight = self._found[name]
+            if self._turned is not None and name.startswith(self._turned):
+                weight = weight.T
+            if fills_blocks(weight):
+                self.made[own] = quantised(weight[None], self._kind, is_one=True)
+        return self.made.get(own)
+
+    def expert_quants(self, name: str, form: ExpertsForm) -> Mapping[str, Quants]:
+        if not self._kind:
+            return {}
+        rows = {part: self._found[f"{name}.{part}"] for part in (form.first, "down_proj")}
+        halves = {
+            half: weight
+            for part, of_part in rows.items()
+            for half, weight in form.halves(part, of_part.transpose(1, 2) if form.is_turned else of_part).items()
+        }
+        if not all(fills_blocks(half[0]) for half in halves.values()):
+            return {}
+        for half, weight in halves.items():
+            if f"{name}.{half}" not in self.made:
+                self.made[f"{name}.{half}"] = quantised(weight, self._kind)
+        return {half: self.made[f"{name}.{half}"] for half in halves}
+
+    def finish(self) -> None:
+        """All weights are in memory."""
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().named()
+        yield from ((name, one.packed) for name, one in self.made.items())
+
+
+def quantised(weights: torch.Tensor, kind: str, *, is_one: bool = False) -> Quants:
+    """Matrices [experts, rows, columns] in a type of files, or the only one."""
+    form, found = FILE_FORMS[kind], list[torch.Tensor]()
+    for weight in weights:
+        content = gguf.quantize(weight.detach().float().numpy(), gguf.GGMLQuantizationType[kind])
+        found.append(torch.empty(form.packed_shape(*weight.shape), dtype=torch.uint8))
+        pack(compiled(), kind, torch.from_numpy(content), None, found[-1])
+    return Quants(found[0] if is_one else torch.stack(found), form)
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The module whose layers decode text."""
+    found: Any = model.get_decoder()
+    return getattr(found, "model", found)
+
+
+def weights_of(model: PreTrainedModel) -> TensorWeights:
+    """The weights of a model, which stay where they are; in quants if it has the attribute `QUANTS`."""
+    tensors, head = dict(decoder_of(model).state_dict()), model.get_output_embeddings()
+    if head.weight is not model.get_input_embeddings().weight:
+        tensors |= {f"{HEAD}.{name}": tensor for name, tensor in head.state_dict().items()}
+    names = SlotNames.of(model.config.get_text_config(decoder=True))
+    return TensorWeights(tensors, model.dtype, getattr(model, QUANTS, ""), "h." if names.has_turned_matrices else None)
