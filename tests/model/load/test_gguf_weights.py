@@ -14,7 +14,6 @@ from transformers import LlamaConfig
 from diskprefix.errors import ModelError
 from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.load.gguf import GgufModel
-from diskprefix.model.module_weights import weights_of_model
 from diskprefix.model.quants.file_matrix import MatrixPacking
 from diskprefix.model.quants.forms import compiled
 from diskprefix.model.slots import Slots
@@ -22,6 +21,7 @@ from diskprefix.model.weights import TensorWeights
 from tests.model import tiny
 from tests.model.load.test_gguf_models import FAMILIES, loaded, made, tensors_of, written
 from tests.model.plans import logits_of
+from tests.model.tensor_weights import weights_of
 
 types = GGMLQuantizationType
 pytestmark = pytest.mark.usefixtures("cache")
@@ -37,7 +37,7 @@ def test_a_file_gives_a_plan_the_weights_that_it_gives_to_modules(family: str, t
         read, packing = GgufModel.read(file, print), MatrixPacking(compiled()) if weights == "auto" else None
         modules = loaded(file, weights)
         found = logits_of(read.decoder_weights(torch.bfloat16, packing), read.config)
-        assert torch.equal(found, logits_of(weights_of_model(modules), modules.config))
+        assert torch.equal(found, logits_of(weights_of(modules), modules.config))
 
 
 @pytest.mark.parametrize(
