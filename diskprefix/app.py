@@ -114,7 +114,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         loaded = load_model(settings, progress, begun=begun)
         store = opening.result()
         loaded_at = time.perf_counter()
-        if loaded.model.device.type == "cpu":
+        if loaded.device.type == "cpu":
             buffer_bytes = loaded.fit.buffer_bytes(settings.kv_cache_write_buffer)
             if buffer_bytes < settings.kv_cache_write_buffer:
                 log.info("[disk-cache] the write buffer is %s, for want of memory", format_size(buffer_bytes))

@@ -17,7 +17,6 @@ from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import open_store
 from diskprefix.engine.forward import prefill
-from diskprefix.engine.measured_model import layout_of, runtime_of
 from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.layout import ExactAt, Layout
@@ -28,6 +27,7 @@ from diskprefix.model.vision_encoder import VisionEncoder
 from diskprefix.settings import Settings
 from diskprefix.tokens import Logits, TokenIds, as_token_ids
 from diskprefix.values import CacheOptions, CacheReport, Picture, Prompt
+from tests.modules import layout_of, runtime_of
 from tests.waiting import wait_for
 
 Pictures: TypeAlias = dict[int, Picture]

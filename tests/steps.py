@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.engine.measured_model import runtime_of
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.native.library import operators
+from tests.modules import runtime_of
 
 _made: dict[int, tuple[tuple[object, ...], Runtime]] = {}
 

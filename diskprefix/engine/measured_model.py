@@ -7,30 +7,25 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
 from diskprefix.kv.layout import Layout
 from diskprefix.model.bits import build_of
-from diskprefix.model.load.draft_layer import draft_layer_of
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.plan_fingerprint import PlanFingerprint
-from diskprefix.model.planned import NotExact, PlanRuntime, plan_runtime
+from diskprefix.model.planned import NotExact, PlanRuntime, plan_layout
 from diskprefix.model.runtime import Runtime
-from diskprefix.model.self_check import checked, known_reason
+from diskprefix.model.self_check import check
 from diskprefix.native.library import REMEDY, are_missing, described, operators
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 log = logging.getLogger("diskprefix")
 
@@ -66,55 +61,50 @@ class MeasuredModel:
 
 
 def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
-    """Finds out where a model is exact. Raises the errors of torch when memory runs out."""
-    fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
-    layout, reason = layout_of(loaded.model, str(fingerprint))
-    runtime, compiled = runtime_of(loaded.model, layout, settings.block_size), operators()
-    if not isinstance(runtime, PlanRuntime) or compiled is None:
-        return MeasuredModel(loaded, layout, runtime, fingerprint, reason)
-    if loaded.processor is not None and settings.fingerprint == "strict":
-        # The encoder is a module of transformers.
-        loaded.processor.computed_by = f"{computed_by(loaded.model)} {compiled.identity}"
-    by_plan = PlanFingerprint.of(
-        *(runtime.config, runtime.plan, compiled),
-        weights_digest=loaded.weights_digest,
-        dtype=fingerprint.dtype,
-        mode=settings.fingerprint,
-    )
-    return MeasuredModel(loaded, layout, runtime, by_plan, "", build_of(compiled))
-
-
-def runtime_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Runtime:
-    """Returns what computes a model: its plan, or else transformers' modules."""
-    if layout.exact_at == "token":
-        return plan_runtime(model, layout, page_tokens)
-    from diskprefix.grid.grid_runtime import GridRuntime
-
-    return GridRuntime(model, layout)
-
-
-def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
-    """Returns the layout of the model's state, and why it is not exact at every token ("" if it is). `identity` is the
-    model's fingerprint: what was found is remembered for it. Raises only what torch raises when memory runs out."""
-    from diskprefix.grid.rehearsal import rehearse
-
-    reason = known_reason(model, model.device)
-    if not reason:
+    """Finds out where a model is exact. Raises the errors of torch when memory runs out, and those of `load_model`."""
+    if loaded.weights is not None:
         try:
-            layout = checked(model, identity)
+            return _by_plan(loaded, settings)
         except NotExact as found:
             reason = str(found)
-        else:
-            log.info("[model] kernels: %s", described())
-            return layout, ""
-    layout = rehearse(model, identity)
-    reason = "its state is not cached" if layout.unsupported else reason
+        # Without the weights of the plan, of which the memory is needed.
+        loaded = replace(loaded, weights=None).as_modules(reason)
+    return _by_modules(loaded, settings)
+
+
+def _by_plan(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
+    """Raises `NotExact` if the plan does not pass its check."""
+    weights, compiled = loaded.weights, operators()
+    assert weights is not None, "the model has a plan"
+    assert compiled is not None, "plans need them"
+    layout = plan_layout(weights, loaded.config)
+    runtime = PlanRuntime(weights, loaded.config, layout, settings.block_size)
+    fingerprint = PlanFingerprint.of(
+        *(runtime.config, runtime.plan, compiled),
+        weights_digest=loaded.weights_digest,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        mode=settings.fingerprint,
+    )
+    check(weights, loaded.config, layout, str(fingerprint))
+    log.info("[model] kernels: %s", described())
+    if loaded.processor is not None and loaded.encoder is not None and settings.fingerprint == "strict":
+        # The encoder is of modules of transformers.
+        loaded.processor.computed_by = f"{computed_by(loaded.encoder)} {compiled.identity}"
+    return MeasuredModel(loaded, layout, runtime, fingerprint, "", build_of(compiled))
+
+
+def _by_modules(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
+    from diskprefix.grid.grid_runtime import GridRuntime
+    from diskprefix.grid.rehearsal import rehearse
+
+    assert loaded.model is not None, "the model has no plan"
+    fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
+    layout = rehearse(loaded.model, str(fingerprint))
+    reason = "its state is not cached" if layout.unsupported else loaded.reason
     log.info("[model] exact in steps of one grid: %s", reason)
-    if model.device.type == "cpu" and are_missing():
+    if loaded.device.type == "cpu" and are_missing():
         log.warning("[model] replies are many times slower without the compiled operators: %s", REMEDY)
-    if draft_layer_of(model) is not None:
-        log.info("[model] its draft layer is not used: only models that have a plan use theirs")
-    return layout, reason
+    return MeasuredModel(loaded, layout, GridRuntime(loaded.model, layout), fingerprint, reason)
 
 
 def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, progress: Report) -> LoadedDraft:

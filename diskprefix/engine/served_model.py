@@ -45,7 +45,7 @@ from diskprefix.units import counted, format_size
 from diskprefix.values import CacheReport, Prompt
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 log = logging.getLogger("diskprefix")
 
@@ -77,12 +77,12 @@ class ServedModel:
         """Allocates KV memory. `close` closes `cache` and `recorder`. `identity` holds the fields of the fingerprint,
         for `/props`. Raises `ModelError` for a model that transformers cannot run step by step, and the errors of torch
         when memory runs out."""
-        self.model: PreTrainedModel = loaded.model
         self.runtime = runtime
+        self.config, self.dtype, self.device = loaded.config, loaded.dtype, loaded.device
         self.tokenizer: Any = loaded.tokenizer
         self.processor = loaded.processor
         """The processor of images; None for a model of text only."""
-        self.encoder, self.encoded = self._make_encoder(cache)
+        self.encoder, self.encoded = self._make_encoder(loaded.encoder, cache)
         """The encoder of images and its stored output; None for a model that takes none."""
         self.model_name = loaded.name
         self.origin = loaded.origin
@@ -104,7 +104,7 @@ class ServedModel:
         if draft is not None and cache.settings.kv_memory is None:
             self._kv_limit = min(self._kv_limit, draft.loaded.fit.kv_limit)
         self.pages = self._make_pages(cache, None if draft is None else draft.cache.layout)
-        self.model_positions = _max_positions(self.model)
+        self.model_positions = _max_positions(self.config)
         """The positions that the model was made for."""
         longest = loaded.fit.context if cache.layout.unsupported else self.pages.longest(self.model_positions)
         self.max_positions = min(longest, self.model_positions)
@@ -118,11 +118,11 @@ class ServedModel:
         self.draft: DraftModel | None = None
         if draft is not None:
             pages = self._make_pages(draft.cache, cache.layout)
-            self.draft = DraftModel(draft.runtime, draft.cache, pages, _max_positions(draft.loaded.model))
+            self.draft = DraftModel(draft.runtime, draft.cache, pages, _max_positions(draft.loaded.config))
         self.speculation = self._make_speculation()
         self.startup_timings: dict[str, float] = {}
         """The seconds of each step of loading."""
-        self.end_ids = _eos_ids(self.model, self.tokenizer)
+        self.end_ids = _end_ids(loaded.stops, self.tokenizer)
         """The tokens that end a reply."""
         self._special_tokens = special_tokens(self.tokenizer)
         self.constraints = ConstraintCompiler(self.tokenizer, self.end_ids, runtime.vocab_size)
@@ -307,15 +307,17 @@ class ServedModel:
             remembered=running.cached.is_published or bool(is_uncached and running.num_generated),
         )
 
-    def _make_encoder(self, cache: PrefixCache) -> tuple[VisionEncoder | None, EncodedPictures | None]:
+    def _make_encoder(
+        self, modules: PreTrainedModel | None, cache: PrefixCache
+    ) -> tuple[VisionEncoder | None, EncodedPictures | None]:
         processor = self.processor
-        if processor is None or processor.problem is not None:
+        if modules is None or processor is None or processor.problem is not None:
             return None, None
-        if (problem := VisionEncoder.problem(self.model, cache.layout)) is not None:
+        if (problem := VisionEncoder.problem(modules, cache.layout)) is not None:
             log.warning("this model is served for text only: %s", problem)
             processor.problem = problem
             return None, None
-        encoder = VisionEncoder(self.model, processor.token_id, is_exact=cache.layout.exact_at == "token")
+        encoder = VisionEncoder(modules, processor.token_id, is_exact=cache.layout.exact_at == "token")
         return encoder, EncodedPictures(cache, encoder.levels, encoder.hidden, encoder.dtype)
 
     def _make_speculation(self) -> Speculation:
@@ -323,7 +325,7 @@ class ServedModel:
         wanted, has_layer = self.cache.settings.speculative, self.cache.layout.has_draft_layer
         if wanted == "mtp" and not has_layer:
             raise ModelError(
-                f"--speculative mtp: {self.model_name} has no draft layer that is used on {self.model.device.type}; "
+                f"--speculative mtp: {self.model_name} has no draft layer that is used on {self.device.type}; "
                 "choose auto, ngram or off"
             )
         times, clock = StepTimes(), lambda: self.clock()
@@ -371,7 +373,7 @@ class ServedModel:
             if is_out_of_memory(error):
                 raise
             raise ModelError(
-                f"transformers cannot run {type(self.model).__name__} step by step: {first_line(error)}"
+                f"transformers cannot run {self.config.model_type} step by step: {first_line(error)}"
             ) from error
 
 
@@ -386,8 +388,8 @@ def _save_idle(cache: PrefixCache, pages: PageCache, block: KeptBlock) -> None:
             pages.end(sequence, keep=False)
 
 
-def _max_positions(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config(decoder=True)
+def _max_positions(config: PreTrainedConfig) -> int:
+    config = config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None) or _UNLIMITED_POSITIONS
 
 
@@ -395,9 +397,7 @@ _CALL_ENDS = ("<|call|>", "<|calls|>", "<|eom_id|>", "<|tool_response>")
 """Tokens that end a reply with calls, of gpt-oss, Solar, Llama 3 and Gemma 4. Some models do not list them."""
 
 
-def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+def _end_ids(stops: Sequence[int], tokenizer: Any) -> frozenset[int]:
     added = tokenizer.get_added_vocab()
     ends = (added.get(token) for token in _CALL_ENDS)
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    listed = ids if isinstance(ids, list) else [ids]
-    return frozenset(i for i in (*listed, *ends, tokenizer.eos_token_id) if i is not None)
+    return frozenset(i for i in (*stops, *ends, tokenizer.eos_token_id) if i is not None)

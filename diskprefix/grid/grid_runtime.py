@@ -39,6 +39,10 @@ class GridRuntime:
         self._mark = object()
         """The sequence whose state the cache has bears this mark."""
 
+    @property
+    def has_hidden(self) -> bool:
+        return self._model.base_model is not self._model
+
     def prepare(self) -> None:
         """Does nothing."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,25 +16,22 @@ from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.drafts import DraftLayer, DraftRow
 from diskprefix.model.families.decoder import decoder
-from diskprefix.model.families.model_types import of_model, padded_tokens, without_plan
+from diskprefix.model.families.memory_layout import layout_of
+from diskprefix.model.families.model_types import of_model, padded_tokens
 from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.load.draft_layer import with_one_more
-from diskprefix.model.module_weights import weights_of_model
 from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, StateLocation
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.runtime import Rows, StepOutput, UncachedState, begin_step
 from diskprefix.model.slots import Slots
-from diskprefix.model.vision_encoder import PictureRows, encoded_rows, sees_pictures_whole
+from diskprefix.model.vision_encoder import PictureRows, sees_pictures_whole
 from diskprefix.model.weights import Weights
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 _ROWS = 256
 """The rows that a plan is made for. A step of more makes a larger one."""
-_DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
+DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
 
 
 class NotExact(Exception):
@@ -44,6 +41,8 @@ class NotExact(Exception):
 class PlanRuntime:
     """Computes the steps of a model by its plan, over memory of a layout (`model.runtime`). `is_of_first`: only the
     first layers are computed, up to the first one of each kind: the others compute with the same code."""
+
+    has_hidden = True
 
     def __init__(
         self, weights: Weights, config: Any, layout: Layout, page_tokens: int, *, is_of_first: bool = False
@@ -86,7 +85,7 @@ class PlanRuntime:
         """Returns an empty plan for so many rows at least, and the weights."""
         compiled = operators()
         assert compiled is not None, "a model of a plan is exact at every token"
-        dtype, max_rows = _DTYPES[self._dtype], max(num_rows, _ROWS)
+        dtype, max_rows = DTYPES[self._dtype], max(num_rows, _ROWS)
         plan = ComputePlan(compiled, dtype, max_rows, self.config.vocab_size, self._page_tokens)
         return plan, Slots(self._weights, self.config.norm, self.config.epsilon, self._names)
 
@@ -97,7 +96,7 @@ class PlanRuntime:
         counts = [rows.num_logits for rows in step]
         plan = self._plan_for(len(token_ids), with_hidden=needs_hidden or self.layout.has_draft_layer)
         described = [self._described(plan, *one) for one in zip(sequences, runs, counts, strict=True)]
-        ids, of_pictures = token_ids, _encoded(token_ids, pictures, runs)
+        ids, of_pictures = token_ids, _encoded(pictures, runs)
         if self._padded:
             ids = np.where(np.isin(ids, self._padded[1:]), self._padded[0], ids)
         plan.run(described, ids, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
@@ -154,15 +153,19 @@ def _positions(runs: Sequence[Run], pictures: Sequence[PictureRows | None]) -> n
     return np.concatenate([np.broadcast_to(one, (axes, one.shape[1])) for one in found], axis=1)
 
 
-def _encoded(ids: np.ndarray, pictures: Sequence[PictureRows | None], runs: Sequence[Run]) -> EncodedRows | None:
-    """Returns what an encoder gives for rows of a step, None if none is of a picture."""
-    encoder = next((one.encoder for one in pictures if one is not None), None)
-    if encoder is None:
+def _encoded(pictures: Sequence[PictureRows | None], runs: Sequence[Run]) -> EncodedRows | None:
+    """Returns what an encoder gives for rows of a step, None if none is of a picture. A placeholder in a text is a
+    token like any other."""
+    given = [one for one in pictures if one is not None]
+    is_picture = [
+        np.zeros(run.num_rows, bool) if one is None else one.is_picture.numpy()
+        for run, one in zip(runs, pictures, strict=True)
+    ]
+    numbers = np.flatnonzero(np.concatenate(is_picture))
+    if not len(numbers):
         return None
-    is_placeholder = ids == encoder.token_id
-    encoded = encoded_rows(encoder, torch.from_numpy(is_placeholder), runs, pictures)
-    numbers = np.flatnonzero(is_placeholder)
-    return EncodedRows(numbers, encoded.data_ptr(), encoded.nbytes // max(1, len(encoded)), encoded)
+    encoded = torch.cat([one.encoded for one in given], dim=1)
+    return EncodedRows(numbers, encoded.data_ptr(), encoded.nbytes // len(encoded), encoded)
 
 
 def config_of(config: Any, dtype: torch.dtype, layout: Layout, page_tokens: int) -> DecoderConfig:
@@ -225,13 +228,7 @@ def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation
     }
 
 
-def reason_without_plan(model: PreTrainedModel) -> str:
-    """Returns why a model that is exact at every token has no plan, "" if it has one."""
-    if model.dtype not in _DTYPES:
-        return f"no plan computes in {str(model.dtype).removeprefix('torch.')}"
-    return without_plan(model.config)
-
-
-def plan_runtime(model: PreTrainedModel, layout: Layout, page_tokens: int, *, is_of_first: bool = False) -> PlanRuntime:
-    """Returns the runtime of a model that has a plan. The arguments are those of `PlanRuntime`."""
-    return PlanRuntime(weights_of_model(model), model.config, layout, page_tokens, is_of_first=is_of_first)
+def plan_layout(weights: Weights, config: Any) -> Layout:
+    """Returns the layout of a model that has a plan. `config` is transformers' of the whole model."""
+    found = layout_of(config, weights.dtype, with_draft_layer=weights.has_draft_layer)
+    return replace(found, exact_at="token", packs=True)

@@ -54,6 +54,10 @@ class Runtime(Protocol):
     layout: Layout
     vocab_size: int
 
+    @property
+    def has_hidden(self) -> bool:
+        """True if it can give hidden states."""
+
     def prepare(self) -> None:
         """Does what the first step would wait for."""
 

@@ -7,10 +7,8 @@ version, a machine or a file.
 from __future__ import annotations
 
 import hashlib
-from contextlib import suppress
-from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,19 +18,15 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence, Prefix
 from diskprefix.memo import Memo
-from diskprefix.model.families.memory_layout import layout_of
-from diskprefix.model.load.draft_layer import draft_layer_of
-from diskprefix.model.load.kernel_settings import computed_by
-from diskprefix.model.planned import NotExact, plan_runtime, reason_without_plan
+from diskprefix.model.families.model_types import without_plan
+from diskprefix.model.planned import DTYPES, NotExact, PlanRuntime
 from diskprefix.model.runtime import Rows, Runtime
+from diskprefix.model.weights import Weights
 from diskprefix.native.library import described, operators
 from diskprefix.printable import first_line
 from diskprefix.tokens import Logits
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-_passed = Memo("self_checks", version=2, max_records=64)
+_passed = Memo("self_checks", version=3, max_records=64)
 
 _CUT = (5, 1, 20, 3, 11)
 """The steps of a run that is compared with a run in one step. After the first two it goes on from a copy."""
@@ -43,44 +37,39 @@ _PAGE_TOKENS = 256
 TokenIds64 = npt.NDArray[np.int64]
 
 
-def known_reason(model: PreTrainedModel, device: torch.device) -> str:
-    """Returns why a model on a device is not exact at every token, as far as that is known without running it."""
+def known_reason(config: Any, dtype: torch.dtype, device: torch.device) -> str:
+    """Returns why a model has no plan, "" if it has one. `config` is transformers' of the whole model."""
     if device.type != "cpu":
         return f"the compiled operators, which make a model exact at every token, do not run on {device.type}"
     if operators() is None:
         return f"it needs the compiled operators: {described()}"
-    is_known = type(model).__module__.startswith("transformers.")
-    return reason_without_plan(model) if is_known else f"no family has the class {type(model).__name__}"
+    if dtype not in DTYPES:
+        return f"no plan computes in {str(dtype).removeprefix('torch.')}"
+    return without_plan(config)
 
 
-def checked(model: PreTrainedModel, identity: str = "") -> Layout:
-    """Returns the layout of a model that is exact at every token. Raises `NotExact` if it is not, and what torch raises
-    when memory runs out.
+def check(weights: Weights, config: Any, layout: Layout, identity: str = "") -> None:
+    """Raises `NotExact` if the plan of a model is not exact at every token, and what torch raises when memory runs out.
 
-    The layout of a model that was checked is remembered for `identity`, the model's fingerprint, if it is given. A
-    check that failed is not, so that a wrong moment of one process does not decide for the next.
+    A check that passed is remembered for `identity`, the model's fingerprint, if it is given. One that failed is not,
+    so that a wrong moment of one process does not decide for the next.
     """
     compiled = operators()
     assert compiled is not None, "the model has a plan"
-    drafts = " with its draft layer" if draft_layer_of(model) is not None else ""
-    named = f"{computed_by(model)} {compiled.identity}{drafts} {identity}"
+    named = f"{compiled.identity} {torch.__version__} {torch.get_num_threads()} {identity}"
     key = hashlib.sha256(named.encode()).hexdigest() if identity else ""
-    with suppress(AttributeError, LookupError, TypeError, ValueError):
-        if key:
-            return Layout.of_record(_passed.get(key))
-    layout = layout_of(model.config, model.dtype, with_draft_layer=draft_layer_of(model) is not None)
-    layout = replace(layout, exact_at="token", packs=True)
+    if key and _passed.get(key) is True:
+        return
     try:
         with torch.inference_mode():
-            _check(plan_runtime(model, layout, _PAGE_TOKENS, is_of_first=True))
+            _check(PlanRuntime(weights, config, layout, _PAGE_TOKENS, is_of_first=True))
     except Exception as error:
         if is_out_of_memory(error):
             raise
         line = first_line(error)
         raise NotExact(line if isinstance(error, NotExact) else f"{type(error).__name__}: {line}") from error
     if key:
-        _passed.put(key, layout.record())
-    return layout
+        _passed.put(key, True)
 
 
 def _check(runtime: Runtime) -> None:

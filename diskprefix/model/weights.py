@@ -55,8 +55,8 @@ class Weights(ABC):
     turns_experts = True
     """False if the matrices of experts have rows and columns as all others have."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, *, has_draft_layer: bool = False) -> None:
+        self.dtype, self.has_draft_layer = dtype, has_draft_layer
         self._tensors: dict[str, torch.Tensor] = {}
 
     @abstractmethod
@@ -100,7 +100,7 @@ class TensorWeights(Weights):
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, quants: Mapping[str, Quants] | None = None
     ) -> None:
-        super().__init__(dtype)
+        super().__init__(dtype, has_draft_layer=any(name.startswith("draft_layer.") for name in tensors))
         self._found, self._quants = tensors, quants or {}
 
     def has(self, name: str) -> bool:

@@ -209,7 +209,7 @@ class Daemon:
             raise
         renderer = PromptRenderer(
             engine.tokenizer,
-            vocab_size=engine.model.config.get_text_config(decoder=True).vocab_size,
+            vocab_size=engine.runtime.vocab_size,
             max_positions=engine.max_positions,
             positions_limit=engine.positions_limit,
             processor=engine.processor,

@@ -94,9 +94,9 @@ class EngineCollector(Collector):
         yield _info("build", "The version of diskprefix.", version=__version__)
         yield _gauge("ready", "1 once the model is loaded.", serving is not None)
         if serving is not None:
-            model = serving.engine.model
-            dtype = str(model.dtype).removeprefix("torch.")
-            served = {"model": serving.model_name, "device": str(model.device), "dtype": dtype}
+            engine = serving.engine
+            dtype = str(engine.dtype).removeprefix("torch.")
+            served = {"model": serving.model_name, "device": str(engine.device), "dtype": dtype}
             yield _info("model", "The served model.", **served, fingerprint=serving.fingerprint)
             yield from _engine_metrics(serving)
             yield from _cache_metrics(self._stats)

@@ -123,7 +123,7 @@ def _running(activity: Activity, model: str) -> dict[str, Any]:
 
 
 def _model_props(serving: Serving) -> dict[str, Any]:
-    model = serving.engine.model
+    engine = serving.engine
     return {
         "name": serving.model_name,
         "loaded_at": serving.loaded_at,
@@ -131,8 +131,8 @@ def _model_props(serving: Serving) -> dict[str, Any]:
         "max_positions": serving.engine.max_positions,
         "model_positions": serving.engine.model_positions,
         "vocab_size": serving.renderer.vocab_size,
-        "device": str(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(engine.device),
+        "dtype": str(engine.dtype).removeprefix("torch."),
         "has_chat_template": bool(serving.engine.tokenizer.chat_template),
         "output_format": serving.renderer.output_format.name,
         "identity": serving.engine.identity,

@@ -67,6 +67,13 @@ def load(model: Path, kv: Path, *, block_size: int = BLOCK, **settings: Any) -> 
     return load_engine(Settings(model=str(model), kv_cache_dir=kv, block_size=block_size, **given), lambda _: None)
 
 
+def weight_of(engine: Engine, name: str) -> torch.Tensor:
+    """The memory of a parameter of an engine that computes by a plan."""
+    runtime: Any = engine.runtime
+    found: torch.Tensor = runtime._weights.tensor(name)
+    return found
+
+
 def tokens(num_tokens: int, seed: int = 0) -> TokenIds:
     return np.random.default_rng(seed).integers(3, 250, num_tokens).astype(np.int32)
 

@@ -56,6 +56,7 @@ from tests.engine.driving import (
     said,
     tokens,
     wait_until_idle,
+    weight_of,
     write_model,
 )
 from tests.kv.hashed_state import ids_of
@@ -318,7 +319,7 @@ def test_a_guess_whose_state_is_infinite_fails_no_reply(name: str, tmp_path: Pat
     one = request(tokens(90, 1), max_tokens=REPLY)
     (expected,) = run_together(plain, [one])
     infinite = next(token for token in range(3, 250) if token not in {*one.prompt.token_ids, *expected.tokens})
-    weight = ngram.model.get_input_embeddings().weight
+    weight = weight_of(ngram, "embed_tokens.weight")
     with torch.no_grad():
         weight[infinite] = torch.inf
     found = as_without(plain, ngram, one, always([infinite]))

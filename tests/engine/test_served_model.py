@@ -19,7 +19,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from diskprefix.engine import measured_model
 from diskprefix.engine import served_model as generate
 from diskprefix.engine.loop import Engine
-from diskprefix.engine.measured_model import runtime_of
 from diskprefix.engine.request import Constraint, DoneEvent, FinishEvent, TextEvent
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, NonFiniteLogits, StoreUnavailable
@@ -30,6 +29,7 @@ from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.grid import state_layout
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.pages import PagePool
+from diskprefix.model import self_check
 from diskprefix.settings import Settings
 from diskprefix.tokens import Logits
 from diskprefix.values import Scope
@@ -44,9 +44,11 @@ from tests.engine.driving import (
     run_request,
     tokens,
     tokens_of,
+    weight_of,
 )
 from tests.exactness.architectures import OVERRIDES, shrink
 from tests.model import tiny
+from tests.modules import runtime_of
 from tests.server.chat_model import write_tokenizer
 
 BLOCK = 16
@@ -84,15 +86,14 @@ def test_the_end_of_sequence_token_stops_and_has_no_text(engine: Engine) -> None
     assert events[:-1] == [TextEvent(0, "", (2,)), FinishEvent(0, "stop")]
 
 
-@pytest.mark.parametrize(("listed", "known"), [(None, {2}), (0, {0, 2}), ([0, 1], {0, 1, 2})])
+@pytest.mark.parametrize(("listed", "known"), [([], {2}), ([0, 1], {0, 1, 2})])
 def test_a_token_that_ends_a_call_ends_the_reply_though_the_model_does_not_list_it(
-    listed: Any, known: set[int], tmp_path: Path
+    listed: list[int], known: set[int], tmp_path: Path
 ) -> None:
     write_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_tokens(["<|call|>"], special_tokens=True)
-    model: Any = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=listed))
-    assert generate._eos_ids(model, tokenizer) == known | {tokenizer.convert_tokens_to_ids("<|call|>")}
+    assert generate._end_ids(listed, tokenizer) == known | {tokenizer.convert_tokens_to_ids("<|call|>")}
 
 
 def test_special_tokens_have_a_text_where_the_request_asks_for_it(engine: Engine) -> None:
@@ -160,17 +161,19 @@ def test_memory_is_taken_ahead_for_the_longest_prompt_and_a_turn_or_less_where_l
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fit = SimpleNamespace(kv_limit=1 << 30)
-    parts = {"model": tiny.llama(), "tokenizer": tiny.tokenizer(), "processor": None, "origin": None}
-    loaded: Any = SimpleNamespace(**parts, name="tiny", fit=fit)
-    layout = rehearse(loaded.model)
+    model = tiny.llama()
+    layout = rehearse(model)
     reserved: list[int] = []
     monkeypatch.setattr(PagePool, "make_ahead", lambda _, num_tokens, _wanted: reserved.append(num_tokens))
-    loaded.model.config.max_position_embeddings = 1 << 20
+    model.config.max_position_embeddings = 1 << 20
+    parts = {"config": model.config, "dtype": model.dtype, "device": model.device, "encoder": None, "stops": []}
+    parts |= {"tokenizer": tiny.tokenizer(), "processor": None, "origin": None}
+    loaded: Any = SimpleNamespace(**parts, name="tiny", fit=fit)
     store = SimpleNamespace(longest_prompt=lambda: 3000)
     cache: Any = SimpleNamespace(layout=layout, settings=Settings(), store=store, close=bool)
     for free in (0, 200 * layout.bytes_per_token, 1 << 40):
         set_free_memory(monkeypatch, lambda free=free: free)  # type: ignore[misc]
-        Engine(loaded, runtime_of(loaded.model, cache.layout, 256), cache)
+        Engine(loaded, runtime_of(model, cache.layout, 256), cache)
     assert reserved == [0, 90, 5048]
 
 
@@ -180,7 +183,7 @@ def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder
     def starved(*_args: Any, **_kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
 
-    for module, step in ((measured_model, "layout_of"), (generate, "PageCache")):
+    for module, step in ((measured_model, "plan_layout"), (generate, "PageCache")):
         with monkeypatch.context() as patch:
             patch.setattr(module, step, starved)
             with pytest.raises(ModelError, match=r"^the model fits in memory, but nothing [^\n]+$"):
@@ -208,8 +211,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_sta
 ) -> None:
     """If the logits alone are not finite, the blocks before them are right."""
     cold = tokens_of(run(engine, tokens(100), temperature=temperature, seed=1, scope="off"))
-    model = engine.model.model
-    weight = model.norm.weight if where == "logits" else model.layers[0].self_attn.v_proj.weight
+    weight = weight_of(engine, "norm.weight" if where == "logits" else "layers.0.self_attn.v_proj.weight")
     sound = weight.data.clone()
     weight.data.fill_(float("nan"))
     with pytest.raises(NonFiniteLogits):
@@ -291,9 +293,10 @@ def test_the_reply_of_a_model_that_bypasses_the_cache_is_what_generate_gives(
     special = range(len(tiny.SPECIAL_TOKENS))
     unwanted = dict.fromkeys(special, -100.0)
     events = run(engine, token_ids, max_tokens=REPLY, n=2, logit_bias=unwanted)
-    expected = engine.model.generate(ids, max_new_tokens=REPLY, do_sample=False, bad_words_ids=[[t] for t in special])
+    model: Any = engine.runtime._model  # type: ignore[attr-defined]
+    expected = model.generate(ids, max_new_tokens=REPLY, do_sample=False, bad_words_ids=[[t] for t in special])
     assert tokens_of(events) == tokens_of(events, 1) == expected[0, NUM_TOKENS:].tolist()
-    assert np.array_equal(seen[0], one_pass(engine.model, ids))
+    assert np.array_equal(seen[0], one_pass(model, ids))
     assert (done(events).cache.miss_reason, done(events).usage.cached_tokens) == ("unsupported", 0)
     assert engine.cache.stats()["state"] == "unsupported"
     with pytest.raises(Cancelled):
@@ -376,7 +379,7 @@ def test_what_was_cancelled_before_its_end_is_not_remembered(folder: Path, tmp_p
 def test_a_model_that_cannot_be_cached_is_recorded_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(measured_model, "known_reason", lambda *_: "no family has it")
+    monkeypatch.setattr(self_check, "known_reason", lambda *_: "no family has it")
     monkeypatch.delitem(state_layout.KINDS, DynamicSlidingWindowLayer)
     tiny.write_sliding(tmp_path / "model")
     trace = recorded(tmp_path / "model", tmp_path, scope="full")

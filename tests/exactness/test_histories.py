@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.forward import prefill
-from diskprefix.engine.measured_model import runtime_of
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
@@ -26,6 +25,7 @@ from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
 from diskprefix.values import CacheOptions, Prompt
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
+from tests.modules import runtime_of
 from tests.runner import BLOCK, VOCAB, Runner, random_prompt, tiny_settings
 from tests.store.building import names_of_every_run
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.engine.measured_model import layout_of
 from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
@@ -20,6 +19,7 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.sizes import MAX_TAKEN_BACK, num_pages
 from diskprefix.model.runtime import Rows
 from tests.exactness.architectures import tiny_model
+from tests.modules import layout_of
 from tests.steps import forward, run
 
 BLOCK, LENGTH = 32, 900

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.engine.measured_model import layout_of
 from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
@@ -18,6 +17,7 @@ from diskprefix.model.plan import ComputePlan
 from diskprefix.model.runtime import Rows
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.examples import examples
+from tests.modules import layout_of
 from tests.steps import forward, run
 
 LENGTHS = (552, 300, 90, 2)

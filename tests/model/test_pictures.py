@@ -19,13 +19,13 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from diskprefix.engine.measured_model import layout_of
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.runtime import Rows
 from diskprefix.model.vision_encoder import PictureRows, VisionEncoder, sees_pictures_whole
 from tests.exactness.architectures import ARCHITECTURES, WINDOW
+from tests.modules import layout_of
 from tests.steps import run
 
 pytestmark = pytest.mark.usefixtures("cache")

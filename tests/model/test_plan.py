@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.engine.measured_model import layout_of
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
@@ -22,6 +21,7 @@ from diskprefix.model.runtime import Rows
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 from tests.exactness.architectures import VOCAB, quantised_tiny_model, tiny_model
+from tests.modules import layout_of
 from tests.steps import run
 
 PAGE_TOKENS = 16

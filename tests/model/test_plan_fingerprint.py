@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.engine.measured_model import layout_of
 from diskprefix.identity import is_outdated
 from diskprefix.model import bits, plan_fingerprint
 from diskprefix.model.config import DecoderConfig, LayerConfig, MixtureConfig
 from diskprefix.model.operands import Gating, Location, Rotary, Router
 from diskprefix.model.plan_fingerprint import PlanFingerprint, options
-from diskprefix.model.planned import plan_runtime
 from diskprefix.native.library import operators
 from diskprefix.tokens import root_hash
 from tests.exactness.architectures import tiny_model
+from tests.modules import layout_of, plan_runtime
 
 LAYOUT = '{"groups":[]}'
 LITERAL = PlanFingerprint(

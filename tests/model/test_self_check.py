@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.engine.measured_model import layout_of
 from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
@@ -22,6 +21,7 @@ from diskprefix.model.planned import NotExact, config_of, first_layers
 from diskprefix.native import build, library
 from diskprefix.tokens import floor_to_grid
 from tests.exactness.architectures import tiny_model
+from tests.modules import layout_of
 from tests.steps import forward
 
 pytestmark = pytest.mark.usefixtures("cache")

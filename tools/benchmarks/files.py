@@ -27,7 +27,6 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from diskprefix.engine.measured_model import layout_of, runtime_of
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.loader import load_model
@@ -35,6 +34,7 @@ from diskprefix.model.runtime import Rows
 from diskprefix.settings import Settings, cache_home
 from tests.chat.families.sources import LLAMA_CPP, SourcesMissing, download
 from tests.faults.isolated import run_isolated
+from tests.modules import layout_of, runtime_of
 from tests.server.chat_model import write_tokenizer
 from tools.benchmarks.file_models import CASES, DENSE, VOCAB, Case
 from tools.benchmarks.llama_cpp_worker import Worker, loaded, quantise

@@ -14,15 +14,14 @@ import click
 import torch
 from rich.console import Console
 
-from diskprefix.engine.measured_model import layout_of
 from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.loader import load_model
-from diskprefix.model.planned import plan_runtime
 from diskprefix.model.runtime import Rows
 from diskprefix.native import calls
 from diskprefix.settings import Settings
+from tests.modules import layout_of, plan_runtime
 from tools.measuring.options import JSON
 from tools.measuring.report import machine, new_table, print_report, show_machine
 from tools.models import real

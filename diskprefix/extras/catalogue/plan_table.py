@@ -10,24 +10,19 @@ from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain, count, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from diskprefix.model.families.memory_layout import layout_of
-from diskprefix.model.load.draft_layer import draft_layer_of
-from diskprefix.model.load.loader import load_unwritten, pick_device
+from diskprefix.model.load.loader import unread_weights
 from diskprefix.model.operands import HeadMatrices, Weight
 from diskprefix.model.plan import ComputePlan
-from diskprefix.model.planned import plan_runtime
+from diskprefix.model.planned import PlanRuntime, plan_layout
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.model.self_check import known_reason
+from diskprefix.model.weights import Weights
 from diskprefix.native import calls
 from diskprefix.native.matrix import Matrix
 from diskprefix.settings import Settings
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _LEFT_OUT = ("num_rows", "num_runs", "num_threads", "parallel_for", "num_matrices", "table", "value_table")
 """Fields that each step sets, or that are shown otherwise."""
@@ -52,11 +47,12 @@ _NAMED_BY_WEIGHT = ("Lookup", "Pick", "Norm", "Product", "DenseProduct")
 def step_of(settings: Settings) -> dict[str, Any]:
     """Returns the parts of a step of a model, and why it has no plan if it has none, for JSON. Reads no weights. Raises
     `ModelError` and `SettingsError`."""
-    model = load_unwritten(settings)
-    if reason := known_reason(model, pick_device(settings.device)):
-        return {"reason": reason, "parts": []}
-    layout = layout_of(model.config, model.dtype, with_draft_layer=draft_layer_of(model) is not None)
-    return {"reason": "", "parts": parts_of(plan_runtime(model, layout, settings.block_size).plan, model)}
+    found = unread_weights(settings)
+    if isinstance(found, str):
+        return {"reason": found, "parts": []}
+    weights, config = found
+    plan = PlanRuntime(weights, config, plan_layout(weights, config), settings.block_size).plan
+    return {"reason": "", "parts": parts_of(plan, weights)}
 
 
 def show_step(step: Mapping[str, Any]) -> None:
@@ -70,10 +66,10 @@ def show_step(step: Mapping[str, Any]) -> None:
             click.echo(f"  {one['operator']:<12} {'; '.join(filter(None, (moved, *weights, numbers)))}")
 
 
-def parts_of(plan: ComputePlan, model: PreTrainedModel) -> list[dict[str, Any]]:
+def parts_of(plan: ComputePlan, weights: Weights) -> list[dict[str, Any]]:
     """Returns what comes before the layers, one layer of each kind, and what follows. Layers of one kind differ in the
     forms of their weights alone."""
-    names = _names(model)
+    names = _names(weights)
     outside = _Reader(plan, names, {plan.hidden.address: "hidden", plan.logits.address: "logits"})
     ends = [0, *chain.from_iterable((layer.start, layer.stop) for layer in plan.layers), len(plan.made_of)]
     kinds: dict[str, tuple[str, list[int], list[dict[str, Any]]]] = {}
@@ -204,11 +200,11 @@ def _form(form: Any) -> str:
     return " or ".join(names) or str(form).removeprefix("torch.")
 
 
-def _names(model: PreTrainedModel) -> dict[int, str]:
-    """Returns the names of parameters and quants by their addresses, those of layers within a part of the layer."""
+def _names(weights: Weights) -> dict[int, str]:
+    """Returns the names of weights by their addresses, those of layers within a part of the layer."""
     found = {}
-    for path, tensor in chain(model.named_parameters(), model.named_buffers()):
-        name = re.sub(r"\.(weight|packed)$", "", path)
+    for path, tensor in weights.named():
+        name = path.removesuffix(".weight")
         of_layer = re.search(r"layers\.\d+\.(?:\w+\.)?(.+)", name)
         found[tensor.data_ptr()] = of_layer[1] if of_layer else name.rpartition(".")[2]
     return found

@@ -117,10 +117,10 @@ async def read_vectors(request: Request) -> tuple[EmbeddingsRequest, Serving, li
 
 
 def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> list[Prompt]:
-    model = serving.engine.model
-    if model.base_model is model:
+    engine = serving.engine
+    if not engine.runtime.has_hidden:
         raise InvalidRequest.at("model", "this model does not show its last hidden states, so it makes no embeddings")
-    size = model.config.get_text_config(decoder=True).hidden_size
+    size = engine.config.get_text_config(decoder=True).hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise InvalidRequest.at("dimensions", f"must be at most {size}, the size of this model's vectors")
     is_one = isinstance(body.input, str) or _is_tokens(body.input)

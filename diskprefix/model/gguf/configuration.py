@@ -15,7 +15,7 @@ from diskprefix.model.gguf.metadata import Metadata, shown
 from diskprefix.model.gguf.sources import head_dim
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
     from diskprefix.model.gguf.architecture import Architecture
 
@@ -239,21 +239,17 @@ def _is_same(expected: Any, found: Any) -> bool:
     return bool(expected == found)
 
 
-def require_rotary(model: PreTrainedModel, architecture: Architecture, metadata: Metadata) -> None:
-    """Raises `ModelError` if the model rotates another part of its heads than the file says."""
-    found = {
-        2 * int(buffer.numel())
-        for name, buffer in model.named_buffers()
-        if name.endswith("inv_freq") and "original" not in name
-    }
+def require_rotary(config: Any, found: Collection[int], architecture: Architecture, metadata: Metadata) -> None:
+    """Raises `ModelError` if the model, whose heads turn in `found` of their numbers, turns another part of them than
+    the file says. `config` is that of its decoder."""
     has_none = not architecture.is_rotary or metadata.scaling().get("finetuned") is False
     if not found and (has_none or _ROTARY not in metadata):
         return
-    heads = getattr(model.config, "num_attention_heads", 0)
-    plain = model.config.hidden_size // heads if heads else 0
+    heads = getattr(config, "num_attention_heads", 0)
+    plain = config.hidden_size // heads if heads else 0
     expected = metadata.get(_ROTARY, metadata.get("attention.key_length", plain))
     of_windows = metadata.get(_ROTARY_OF_WINDOWS, expected)
-    if found != {expected, of_windows}:
+    if {*found} != {expected, of_windows}:
         key, value = (_ROTARY, expected) if expected not in found else (_ROTARY_OF_WINDOWS, of_windows)
         rotated = " and ".join(map(str, sorted(found))) or "nothing"
         raise ModelError(f"the file's {metadata.architecture}.{key} is {value}, and the model would rotate {rotated}")

@@ -84,9 +84,10 @@ class FolderWeights(Weights):
         config: Any,
         dtype: torch.dtype,
         *,
+        has_draft_layer: bool = False,
         is_unread: bool = False,
     ) -> None:
-        super().__init__(dtype)
+        super().__init__(dtype, has_draft_layer=has_draft_layer)
         self._config, self._is_unread = config.get_text_config(decoder=True), is_unread
         self._form = SlotNames.of(self._config).experts
         self._in_float32 = kept_in_float32(config)

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diskprefix.model.families.model_types import without_plan
+from diskprefix.model.families.rotary import rotary_of
 from diskprefix.model.gguf.architecture import OF_ENCODERS, Architecture
 from diskprefix.model.gguf.known_families import architecture_of
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER
 from diskprefix.model.load.fingerprint import weights_digest
-from diskprefix.model.load.gguf_file import part_paths, read_tensors, within_block
+from diskprefix.model.load.gguf_file import block_of, part_paths, read_tensors, within_block
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.gguf_rope import scale_positions
 from diskprefix.model.load.kinds import LATER_TOKENS, ModelKind, not_served
@@ -71,7 +73,7 @@ class GgufModel:
             config, pictures = make_composite(projector.encoder, projector.metadata, config, metadata)
             kind = ModelKind(AutoModelForMultimodalLM, is_multimodal=True, has_own_generate=False)
             parts, tensors = [*parts, projector.path], [*tensors, *projector.metadata.tensors.values()]
-        require_rotary(kind.skeleton(config).get_decoder(), architecture, metadata)
+        require_rotary(config.get_text_config(decoder=True), _turned(kind, config), architecture, metadata)
         stops = [token for token in map(metadata.token, ("eos", "eot", "eom")) if token is not None]
         return cls(
             parts=parts,
@@ -83,12 +85,18 @@ class GgufModel:
             pictures=pictures,
         )
 
-    def parameters(self, weights: str, dtype: torch.dtype) -> FileParameters:
-        """Returns what the parameters are made of. With the `weights` of `auto`, quants stay as they are. Raises
+    def parameters(self, kind: ModelKind, dtype: torch.dtype) -> FileParameters:
+        """Returns what the parameters of the model's modules are made of, or of those of its encoder. Raises
         `ModelError` if the file lacks tensors, or has others, or some of other shapes."""
         from diskprefix.model.quants.file_parameters import FileParameters
 
-        return FileParameters(self.kind.skeleton(self.config), self.architecture, self.tensors, weights, dtype)
+        tensors = [tensor for tensor in self.tensors if not kind.is_encoder or tensor.name.startswith(OF_ENCODERS)]
+        return FileParameters(kind.skeleton(self.config), self.architecture, tensors, "native", dtype)
+
+    def without_draft_layer(self) -> GgufModel:
+        """Returns the model without its draft layer."""
+        tensors = [one for one in self.tensors if block_of(one.name) < self.config.get_text_config().num_hidden_layers]
+        return replace(self, kind=replace(self.kind, has_draft_layer=False), tensors=tensors)
 
     def decoder_weights(
         self, dtype: torch.dtype, packing: MatrixPacking | None = None, *, is_unread: bool = False
@@ -112,6 +120,14 @@ def whole_matrices(gguf: Path) -> list[FileMatrix]:
     moved = architecture_of(metadata).moved
     found = (FileMatrix.whole(one) for one in metadata.tensors.values() if within_block(one.name) not in moved)
     return [matrix for matrix in found if matrix.is_packable]
+
+
+def _turned(kind: ModelKind, config: Any) -> set[int]:
+    """Returns how many numbers of a head turn, of heads of each kind."""
+    if not without_plan(config):
+        return {2 * len(one.frequencies) for one in rotary_of(config.get_text_config(decoder=True)).values()}
+    buffers = kind.skeleton(config).get_decoder().named_buffers()
+    return {2 * one.numel() for name, one in buffers if name.endswith("inv_freq") and "original" not in name}
 
 
 def _kind_of(config: Any) -> ModelKind:

@@ -41,7 +41,7 @@ class GgufWeights(Weights):
         *,
         is_unread: bool = False,
     ) -> None:
-        super().__init__(dtype)
+        super().__init__(dtype, has_draft_layer=any(".nextn." in tensor.name for tensor in tensors))
         self._architecture, self._config, self._packing, self._is_unread = architecture, config, packing, is_unread
         self._found = {tensor.name: tensor for tensor in tensors}
         self._prefix = "model." if architecture.encoder is None else architecture.encoder.text

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.draft_layer import with_draft_layer
 from diskprefix.model.load.imports import without_tracer
 
 if TYPE_CHECKING:
@@ -19,31 +18,53 @@ _EMBEDDING, LATER_TOKENS = "an embedding model", "a model whose tokens see later
 @dataclass(frozen=True)
 class ModelKind:
     """A kind of model that is served. `loader` is its auto class in transformers. `has_own_generate`: the model's class
-    replaces `generate`, so its use of pictures is unknown. `has_draft_layer`: with the layer of `draft_layer.py`."""
+    replaces `generate`, so its use of pictures is unknown. `has_draft_layer`: with the layer of `draft_layer.py`.
+    `is_encoder`: only the modules that encode pictures are of interest."""
 
     loader: Any
     is_multimodal: bool
     has_own_generate: bool
     has_draft_layer: bool = False
+    is_encoder: bool = False
 
-    def model_class(self, config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-        """Returns the class of a model with this configuration, and the part of the configuration that it takes."""
+    def model_class(self, config: PreTrainedConfig) -> type[PreTrainedModel]:
+        """Returns the class of a model with this configuration."""
         from transformers.models.auto.auto_factory import _get_model_class
 
-        found = _get_model_class(config, self.loader._model_mapping)
+        found: type[PreTrainedModel] = _get_model_class(config, self.loader._model_mapping)
+        return without_decoder(found) if self.is_encoder else found
+
+    def config_of_class(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Returns the part of a configuration that the model's class takes."""
         text = config.sub_configs.get("text_config")
-        is_text = text is not None and getattr(found, "config_class", None) == text
-        kind = with_draft_layer(found) if self.has_draft_layer else found
-        return kind, config.get_text_config() if is_text else config
+        is_text = text is not None and getattr(self.model_class(config), "config_class", None) == text
+        return config.get_text_config() if is_text else config
 
     def skeleton(self, config: PreTrainedConfig) -> PreTrainedModel:
         """Returns a model with this configuration in bfloat16, without weights: it is on torch's meta device."""
         import torch
         from transformers.initialization import no_init_weights
 
-        found, part = self.model_class(config)
+        found = self.model_class(config)
         with without_tracer(), torch.device("meta"), no_init_weights():
-            return found._from_config(part, dtype=torch.bfloat16)
+            return found._from_config(self.config_of_class(config), dtype=torch.bfloat16)
+
+
+def without_decoder(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Returns the class of the models of a class without the modules that decode text."""
+
+    def initialise(model: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        from torch import nn
+
+        kind.__init__(model, config, *args, **kwargs)
+        for left_out in (model.get_decoder(), model.get_output_embeddings()):
+            name = next(name for name, module in model.named_modules() if module is left_out)
+            model.set_submodule(name, nn.Module())
+        model.all_tied_weights_keys = {}
+
+    # By its name and its module transformers finds what it knows of a class.
+    changes = {"__init__": initialise, "__module__": kind.__module__, "_tied_weights_keys": None}
+    return type(kind.__name__, (kind,), changes)
 
 
 def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:

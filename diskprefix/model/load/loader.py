@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from diskprefix.model.load.gguf import GgufModel
     from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
-    from diskprefix.model.quants.file_parameters import FileParameters
+    from diskprefix.model.weights import Weights
 
 log = logging.getLogger("diskprefix")
 
@@ -53,13 +53,22 @@ _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A decoder model in evaluation mode on its device.
+    """A decoder model: its `weights` if it has a plan, or else its `model`, the modules of transformers on `device`.
 
-    `processor` is None for a model of text alone. `name` is the name for clients. `timings` holds seconds by step:
-    `source` (with download), `imports`, `digest`, `tokenizer` (with the processor), `weights`.
+    `config` is transformers' of the whole model, `reason` says why it has no plan. `encoder` has the modules that
+    encode pictures, None for a model that takes none, and so is its `processor`. `stops` are tokens that end a reply.
+    `name` is the name for clients. `timings` holds seconds by step: `source` (with download), `imports`, `digest`,
+    `tokenizer` (with the processor), `weights`.
     """
 
-    model: PreTrainedModel
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    device: torch.device
+    weights: Weights | None
+    model: PreTrainedModel | None
+    reason: str
+    encoder: PreTrainedModel | None
+    stops: list[int]
     tokenizer: PreTrainedTokenizerFast
     processor: PictureProcessor | None
     name: str
@@ -69,6 +78,13 @@ class LoadedModel:
     fit: Fit
     """How it fits into the memory that was free before it was loaded."""
     timings: dict[str, float]
+    read_modules: Callable[[], PreTrainedModel]
+
+    def as_modules(self, reason: str) -> LoadedModel:
+        """Returns a model that has a plan as modules, because of a `reason`. Raises the errors of `load_model`."""
+        model = self.read_modules()
+        encoder = None if self.encoder is None else model
+        return replace(self, weights=None, model=model, reason=reason, encoder=encoder)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,11 +96,16 @@ class _ModelSource:
     name: str
     files: list[Path]
     gguf: GgufModel | None
+    whole: PreTrainedConfig
     config: PreTrainedConfig
+    """What the model's class takes of the whole configuration."""
     kind: ModelKind
     dtype: torch.dtype
     device: torch.device
     weights: str
+    """`auto` if the quants of a `.gguf` file are kept, or else `native`."""
+    reason: str
+    """Why it has no plan."""
 
     def needs(self) -> ModelNeeds:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -99,6 +120,45 @@ class _ModelSource:
 
     def digest(self) -> str:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
+
+    def stops(self) -> list[int]:
+        """Returns the tokens that end a reply."""
+        if self.gguf is not None:
+            return self.gguf.stops
+        found = _generation_config_in(self.path).eos_token_id
+        return found if isinstance(found, list) else [] if found is None else [found]
+
+    def decoder_weights(self, packing: MatrixPacking | None, *, is_unread: bool = False) -> Weights:
+        """Returns the weights for a plan. The arguments are those of `GgufWeights`."""
+        if self.gguf is not None:
+            return self.gguf.decoder_weights(self.dtype, packing, is_unread=is_unread)
+        from diskprefix.model.load.folder_weights import FolderWeights
+
+        tensors, has_draft_layer = stored_tensors(self.path, self.files), self.kind.has_draft_layer
+        return FolderWeights(tensors, self.config, self.dtype, has_draft_layer=has_draft_layer, is_unread=is_unread)
+
+    def for_modules(self) -> _ModelSource:
+        """Returns the source of a model that computes by modules: without its draft layer and without quants."""
+        if self.kind.has_draft_layer:
+            log.info("[model] its draft layer is not used: only models that have a plan use theirs")
+        kind = replace(self.kind, has_draft_layer=False)
+        gguf = None if self.gguf is None else self.gguf.without_draft_layer()
+        return replace(self, kind=kind, gguf=gguf, weights="native")
+
+    def modules(self, *, are_of_encoder: bool = False) -> PreTrainedModel:
+        """Returns the modules of the model, or of its encoder of pictures alone, ready to compute. Raises
+        `ModelError`."""
+        from diskprefix.model.load.parameters import load_parameters
+
+        kind = replace(self.kind, is_encoder=are_of_encoder)
+        with _load_failures(self.path):
+            if self.gguf is None:
+                sources = {tensor.name: tensor.read for tensor in stored_tensors(self.path, self.files)}
+            else:
+                sources = self.gguf.parameters(kind, self.dtype).others
+            of, weights = kind.model_class(self.whole), f"the weights in {self.path}"
+            model = load_parameters(of, self.config, sources, weights, self.dtype, self.device)
+        return model.requires_grad_(False).eval()
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,35 +231,44 @@ def load_model(
         source = _source(settings, progress, clock, flag, check)
         progress("loading the weights")
         fit = check(source.needs())
-        if begun is not None and not begun.stamps.keys() <= set(source.files):
+        if begun is not None and (source.weights != "auto" or not begun.stamps.keys() <= set(source.files)):
             begun.packing.stop()
             begun = None
         with clock("weights"), _load_failures(source.path):
             stamps = {file: file_stamp(file) for file in source.files} | ({} if begun is None else begun.stamps)
-            parameters = None if source.gguf is None else source.gguf.parameters(source.weights, source.dtype)
-            if parameters is not None and parameters.matrices:
-                # Packing goes on beside digest and tokenizer.
-                if begun is None:
+            weights = model = encoder = None
+            if source.reason:
+                model = encoder = source.modules()
+            else:
+                if begun is None and source.gguf is not None and source.weights == "auto":
                     begun = BegunPacking.of(source.files, [])
                     failing.callback(begun.packing.stop)
-                begun.packing.add(parameters.matrices.values())
-            model = _read(source, parameters)
+                weights = source.decoder_weights(None if begun is None else begun.packing)
+                # Packing goes on beside digest and tokenizer.
+                _take(weights, source.config, settings.block_size)
         with clock("digest"), _load_failures(source.path):
             digest = source.digest()
         with clock("tokenizer"):
             tokenizer = read_tokenizer(source.path, template)
             processor = _load_processor(source, tokenizer) if source.kind.is_multimodal else None
         with clock("weights"), _load_failures(source.path):
-            if parameters is not None and begun is not None:
-                from diskprefix.model.quants.quantised import take_matrices
-
-                take_matrices(model, parameters.matrices, begun.packing.finish())
-            _finish(model, source)
+            if weights is not None:
+                weights.finish()
+                if processor is not None and processor.problem is None:
+                    encoder = source.modules(are_of_encoder=True)
+            stops = source.stops()
             for file, stamp in stamps.items():
                 if file_stamp(file) != stamp:
                     raise ModelError(f"{file} was changed while it was read; start again")
     return LoadedModel(
+        config=source.config,
+        dtype=source.dtype,
+        device=source.device,
+        weights=weights,
         model=model,
+        reason=source.reason,
+        encoder=encoder,
+        stops=stops,
         tokenizer=tokenizer,
         processor=processor,
         name=settings.served_model_name or source.name,
@@ -207,27 +276,29 @@ def load_model(
         weights_digest=digest,
         fit=fit,
         timings=timings,
+        read_modules=lambda: source.for_modules().modules(),
     )
 
 
-def load_unwritten(settings: Settings) -> PreTrainedModel:
-    """Returns a model as `load_model` does, on the CPU, but reads no weights: their memory has any numbers, and takes
-    no room as long as nothing is written there. Raises `ModelError` and `SettingsError`."""
+def unread_weights(settings: Settings) -> tuple[Weights, PreTrainedConfig] | str:
+    """Returns the weights and the configuration of a model that has a plan, or why it has none. The weights are not
+    read: their memory has any numbers, and takes no room as long as nothing is written there. Raises `ModelError` and
+    `SettingsError`."""
     source = _source(settings, lambda _line: None, lambda _step: nullcontext())
+    if source.reason:
+        return source.reason
     with _load_failures(source.path):
-        import torch
+        packing = None
+        if source.gguf is not None and source.weights == "auto":
+            packing = BegunPacking.of([], []).packing
+        return source.decoder_weights(packing, is_unread=True), source.config
 
-        from diskprefix.model.quants.quantised import replace_modules, take_matrices
 
-        parameters = None if source.gguf is None else source.gguf.parameters(source.weights, source.dtype)
-        matrices = {} if parameters is None else parameters.matrices
-        model = source.kind.skeleton(source.config).to(source.dtype)
-        replace_modules(model, {name: matrix.form for name, matrix in matrices.items()})
-        model.to_empty(device="cpu")
-        packed = {one.key: torch.empty(one.packed_shape, dtype=torch.uint8) for one in matrices.values()}
-        take_matrices(model, matrices, packed)
-        _finish(model, source)
-    return model
+def _take(weights: Weights, config: PreTrainedConfig, page_tokens: int) -> None:
+    """Begins to read all weights of a plan. Raises `ModelError` if some are missing, or have other shapes."""
+    from diskprefix.model.planned import PlanRuntime, plan_layout
+
+    PlanRuntime(weights, config, plan_layout(weights, config), page_tokens).prepare()
 
 
 def _source(
@@ -264,25 +335,30 @@ def _source(
                 from diskprefix.model.load.gguf import GgufModel
 
                 gguf = GgufModel.read(path, progress, uses_draft_layer=uses_draft_layer)
-                config, kind, files = gguf.config, gguf.kind, gguf.parts
+                whole, kind, files = gguf.config, gguf.kind, gguf.parts
             else:
                 require_plain_weights(str(path), read_config(path))
-                config = _read_config(path)
-                kind = require_served_kind(path, config)
-                if uses_draft_layer and _draft_layer_names(path, files, config):
+                whole = _read_config(path)
+                kind = require_served_kind(path, whole)
+                if uses_draft_layer and _has_draft_layer(path, files, whole):
                     kind = replace(kind, has_draft_layer=True)
-            dtype = _pick_dtype(settings.dtype, None if is_file else config)
-    return _ModelSource(
-        path=path,
-        name=name,
-        files=files,
-        gguf=gguf,
-        config=config,
-        kind=kind,
-        dtype=dtype,
-        device=device,
-        weights=weights,
-    )
+            dtype, config = _pick_dtype(settings.dtype, None if is_file else whole), kind.config_of_class(whole)
+        from diskprefix.model.self_check import known_reason
+
+        source = _ModelSource(
+            path=path,
+            name=name,
+            files=files,
+            gguf=gguf,
+            whole=whole,
+            config=config,
+            kind=kind,
+            dtype=dtype,
+            device=device,
+            weights=weights,
+            reason=known_reason(config, dtype, device),
+        )
+        return source.for_modules() if source.reason else source
 
 
 def import_model(settings: Settings) -> None:
@@ -376,23 +452,10 @@ def _load_processor(source: _ModelSource, tokenizer: PreTrainedTokenizerFast) ->
         from diskprefix.model.gguf.file_processor import make_processor
 
         make = partial(make_processor, pictures, tokenizer)
-    processor = hooks.open_pictures(source.path, source.config, problem, make)
+    processor = hooks.open_pictures(source.path, source.whole, problem, make)
     if processor is not None and processor.problem is not None:
         log.warning("this model is served for text only: %s", processor.problem)
     return processor
-
-
-def _finish(model: PreTrainedModel, source: _ModelSource) -> None:
-    """Makes a model ready to compute whose weights are there."""
-    from diskprefix.model.quants.quantised import prepare
-
-    prepare(model)
-    if source.gguf is None and model.can_generate():
-        model.generation_config = _generation_config_in(source.path)
-    elif source.gguf is not None and len(source.gguf.stops) > 1:
-        model.generation_config.eos_token_id = source.gguf.stops
-    model.requires_grad_(False)
-    model.eval()
 
 
 def _generation_config_in(folder: Path) -> GenerationConfig:
@@ -404,32 +467,13 @@ def _generation_config_in(folder: Path) -> GenerationConfig:
     return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
 
 
-def _read(source: _ModelSource, parameters: FileParameters | None) -> PreTrainedModel:
-    """Returns the model, of a `.gguf` file without what is packed. transformers puts it together."""
-    from diskprefix.model.load.parameters import Source, load_parameters
-    from diskprefix.model.quants.quantised import describe
-
-    kind, config = source.kind.model_class(source.config)
-    sources: Mapping[str, Source]
-    if parameters is not None:
-        sources = parameters.others
-        if parameters.matrices:
-            describe(config, {name: matrix.form for name, matrix in parameters.matrices.items()})
-    else:
-        names = _draft_layer_names(source.path, source.files, source.config) if source.kind.has_draft_layer else {}
-        stored = stored_tensors(source.path, source.files)
-        sources = {names.get(tensor.name, tensor.name): tensor.read for tensor in stored}
-    return load_parameters(kind, config, sources, f"the weights in {source.path}", source.dtype, source.device)
-
-
-def _draft_layer_names(folder: Path, files: Sequence[Path], config: PreTrainedConfig) -> dict[str, str]:
-    """Returns the tensors of a draft layer, with their names in the model; none where there is none that is used."""
+def _has_draft_layer(folder: Path, files: Sequence[Path], config: PreTrainedConfig) -> bool:
+    """Returns whether a folder has a draft layer that can be used."""
     text = config.get_text_config(decoder=True)
     if text.model_type not in HAVE_DRAFT_LAYER:
-        return {}
+        return False
     further = further_layers((tensor.name for tensor in stored_tensors(folder, files)), text.num_hidden_layers)
-    decoder = "model" if text is config else "model.language_model"
-    return {name: f"{decoder}.draft_layer.{own}" for name, own in further.items() if own is not None}
+    return any(own is not None for own in further.values())
 
 
 def quiet_transformers() -> None:

@@ -12,13 +12,13 @@ from diskprefix.extras.catalogue.plan_table import parts_of, step_of
 from diskprefix.grid.state_layout import read_layout
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.loader import load_model
-from diskprefix.model.planned import plan_runtime
 from diskprefix.settings import Settings
 from tests.cache_folder import USERS
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.model import tiny
+from tests.modules import plan_runtime
 
 pytestmark = pytest.mark.usefixtures("own_places")
 

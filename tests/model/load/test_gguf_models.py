@@ -15,7 +15,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from diskprefix.engine.measured_model import layout_of
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.fit import needs_of_gguf
@@ -28,6 +27,7 @@ from diskprefix.model.quants.quantised_experts import QuantisedExperts
 from diskprefix.native.library import operators
 from diskprefix.settings import Settings
 from tests.model import tiny
+from tests.modules import layout_of
 
 pytestmark = pytest.mark.usefixtures("cache")
 F32 = gguf.GGMLQuantizationType.F32
