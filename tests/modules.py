@@ -7,17 +7,17 @@ from transformers import PreTrainedModel
 from diskprefix.grid.grid_runtime import GridRuntime
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.layout import Layout
-from diskprefix.model.module_weights import weights_of_model
 from diskprefix.model.planned import NotExact, PlanRuntime, plan_layout
 from diskprefix.model.runtime import Runtime
 from diskprefix.model.self_check import check, known_reason
+from tests.model.tensor_weights import weights_of
 
 
 def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
     """Returns the layout of a model, and why it is not exact at every token, "" if it is."""
     reason = known_reason(model.config, model.dtype, model.device)
     if not reason:
-        weights = weights_of_model(model)
+        weights = weights_of(model)
         layout = plan_layout(weights, model.config)
         try:
             check(weights, model.config, layout, identity)
@@ -31,7 +31,7 @@ def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
 
 def plan_runtime(model: PreTrainedModel, layout: Layout, page_tokens: int, *, is_of_first: bool = False) -> PlanRuntime:
     """Returns the plan of a model; see `PlanRuntime`."""
-    return PlanRuntime(weights_of_model(model), model.config, layout, page_tokens, is_of_first=is_of_first)
+    return PlanRuntime(weights_of(model), model.config, layout, page_tokens, is_of_first=is_of_first)
 
 
 def runtime_of(model: PreTrainedModel, layout: Layout, page_tokens: int) -> Runtime:

@@ -22,8 +22,7 @@ from transformers import (
 )
 
 from diskprefix.model.load.draft_layer import with_draft_layer
-from diskprefix.model.quants.quantised import prepare
-from tests.model.quantising_in_place import quantise
+from tests.model.tensor_weights import QUANTS
 
 VOCAB = 400
 POSITIONS = 4096
@@ -315,12 +314,10 @@ def tiny_model(name: str, dtype: torch.dtype, *, seed: int = 0, **fields: Any) -
     return model.eval()
 
 
-def quantised_tiny_model(name: str, kind: str, device: str = "cpu") -> PreTrainedModel:
-    """`tiny_model` in bfloat16 with quants of a type of files, ready to compute."""
+def quantised_tiny_model(name: str, kind: str) -> PreTrainedModel:
+    """`tiny_model` in bfloat16, of which a plan gets the quants of a type of files."""
     model = tiny_model(name, torch.bfloat16)
-    quantise(model, kind)
-    model.to(torch.device(device))
-    prepare(model)
+    setattr(model, QUANTS, kind)
     return model
 
 

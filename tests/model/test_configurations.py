@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from diskprefix.grid.state_layout import read_layout
 from diskprefix.model.families.memory_layout import layout_of
 from diskprefix.model.families.rotary import rotary_of
-from diskprefix.model.module_weights import decoder_of
 from tests.exactness.architectures import TOWERS, WITH_DRAFT_LAYER, tiny_model
+from tests.model.tensor_weights import decoder_of
 from tests.model.test_plan import FAMILIES, NUM_TOKENS, YARN, computed, error, exact, oracle, tokens
 
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}

@@ -10,9 +10,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from diskprefix.model.load.checkpoint import stored_tensors, weight_files
 from diskprefix.model.load.folder_weights import FolderWeights
-from diskprefix.model.module_weights import weights_of_model
 from tests.exactness.architectures import tiny_model
 from tests.model.plans import logits_of
+from tests.model.tensor_weights import weights_of
 from tests.model.test_plan import FAMILIES
 
 
@@ -27,4 +27,4 @@ def test_a_folder_gives_a_plan_the_weights_that_it_gives_to_modules(
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
     weights = FolderWeights(stored_tensors(tmp_path, weight_files(tmp_path)), again.config, torch.bfloat16)
-    assert torch.equal(logits_of(weights, again.config), logits_of(weights_of_model(again), again.config))
+    assert torch.equal(logits_of(weights, again.config), logits_of(weights_of(again), again.config))

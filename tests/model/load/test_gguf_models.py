@@ -12,6 +12,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from diskprefix.model.quants.expert_matrices import matrices_of
+from diskprefix.model.quants.quantised import QuantisedLinear
+from diskprefix.model.quants.quantised_experts import QuantisedExperts
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -21,9 +24,6 @@ from diskprefix.model.load.fit import needs_of_gguf
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
 from diskprefix.model.load.gguf_rope import scale_positions
 from diskprefix.model.load.loader import load_model
-from diskprefix.model.quants.expert_matrices import matrices_of
-from diskprefix.model.quants.quantised import QuantisedLinear
-from diskprefix.model.quants.quantised_experts import QuantisedExperts
 from diskprefix.native.library import operators
 from diskprefix.settings import Settings
 from tests.model import tiny
