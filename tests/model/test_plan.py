@@ -230,12 +230,9 @@ def test_quants_whose_columns_a_file_has_in_another_order_are_not_copied() -> No
     for name in names:
         of_file = regrouped(model.get_decoder().get_submodule(name).weight, *columns)
         weights.made[name] = replace(quantised(of_file[None], "Q8_0", is_one=True), columns=columns)
-    runtime, pool = (
-        PlanRuntime(weights, model.config, layout := exact(model), PAGE_TOKENS),
-        PagePool(layout, PAGE_TOKENS),
-    )
-    rows = Rows(KVSequence(pool), tokens()[0].numpy(), NUM_TOKENS)
-    (logits,) = runtime.run([rows]).logits
+    layout = exact(model)
+    rows = Rows(KVSequence(PagePool(layout, block_size=PAGE_TOKENS)), tokens()[0].numpy(), NUM_TOKENS)
+    (logits,) = PlanRuntime(weights, model.config, layout, PAGE_TOKENS).run([rows]).logits
     assert error(torch.from_numpy(logits), oracle(model, tokens())) < 0.5
     assert not {f"{name}.weight" for name in names} & {name for name, _ in weights.named()}
 

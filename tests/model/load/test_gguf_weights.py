@@ -15,15 +15,14 @@ from diskprefix.errors import ModelError
 from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.load.gguf import GgufModel
 from diskprefix.model.load.loader import load_model
-from diskprefix.model.quants.file_matrix import MatrixPacking, in_order
+from diskprefix.model.quants.file_matrix import MatrixPacking
 from diskprefix.model.quants.forms import compiled
-from diskprefix.model.quants.forms import weights_of as numbers_of
 from diskprefix.model.slots import Slots
 from diskprefix.settings import Settings
 from tests.model import tiny
 from tests.model.load.test_gguf_models import FAMILIES, made, tensors_of, written
 from tests.model.plans import logits_of
-from tests.model.tensor_weights import TensorWeights, weights_of
+from tests.model.tensor_weights import TensorWeights, require_numbers, weights_of
 
 types = GGMLQuantizationType
 pytestmark = pytest.mark.usefixtures("cache")
@@ -38,19 +37,10 @@ def test_a_file_gives_a_plan_the_weights_that_it_gives_to_modules(family: str, t
     read, modules = GgufModel.read(file, print), load_model(Settings(model=str(file)), print).read_modules()
     plain = read.decoder_weights(torch.bfloat16)
     assert torch.equal(logits_of(plain, read.config), logits_of(weights_of(modules), modules.config))
-    packed, form = read.decoder_weights(torch.bfloat16, MatrixPacking(compiled())), SlotNames.of(read.config).experts
+    packed = read.decoder_weights(torch.bfloat16, MatrixPacking(compiled()))
     logits_of(packed, read.config)
     assert packed._quants
-    for name, one in packed._quants.items():
-        owner, _, part = name.rpartition(".")
-        if part in ("gate", "up", "down") and owner.endswith("experts"):
-            parameter = "down_proj" if part == "down" else form.first
-            expected = form.halves(parameter, plain.tensor(f"{owner}.{parameter}"))[part]
-            found = torch.stack([numbers_of(of_one, one.form) for of_one in one.packed])
-        else:
-            expected = plain.tensor(f"{name}.weight")
-            found = in_order(numbers_of(one.packed, one.form), one.columns)
-        assert torch.equal(found, expected), name
+    require_numbers(packed._quants, plain.tensor, SlotNames.of(read.config).experts)
 
 
 @pytest.mark.parametrize(
