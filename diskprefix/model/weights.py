@@ -1,7 +1,7 @@
 """The weights of a decoder by the names of its parameters in transformers, within the decoder: `layers.0.mlp.up_proj`.
 
-They come from a file (`load.gguf_weights`), a folder (`load.folder_weights`) or a dict of tensors. They stay where they
-are: a plan has their addresses.
+They come from a file (`load.gguf_weights`) or a folder (`load.folder_weights`). They stay where they are: a plan has
+their addresses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from diskprefix.errors import ModelError
 from diskprefix.model.quants.quant_form import QuantForm
 
 
@@ -92,36 +91,3 @@ class Weights(ABC):
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields what was asked for: parameters, and packed quants by the names of their modules."""
         yield from self._tensors.items()
-
-
-class TensorWeights(Weights):
-    """Weights that are in memory. `quants` has those of modules, `experts.gate` for a part of experts."""
-
-    def __init__(
-        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, quants: Mapping[str, Quants] | None = None
-    ) -> None:
-        super().__init__(dtype, has_draft_layer=any(name.startswith("draft_layer.") for name in tensors))
-        self._found, self._quants = tensors, quants or {}
-
-    def has(self, name: str) -> bool:
-        return name in self._found or name.removesuffix(".weight") in self._quants
-
-    def _read(self, name: str) -> torch.Tensor:
-        if name not in self._found:
-            raise ModelError(f"the weights lack {name}")
-        return self._found[name].detach()
-
-    def quants(self, name: str) -> Quants | None:
-        return self._quants.get(name.removesuffix(".weight"))
-
-    def expert_quants(self, name: str, form: ExpertsForm) -> Mapping[str, Quants]:
-        parts = ("gate", "up", "down") if form.has_up else ("gate", "down")
-        found = {part: self._quants[f"{name}.{part}"] for part in parts if f"{name}.{part}" in self._quants}
-        return found if len(found) == len(parts) else {}
-
-    def finish(self) -> None:
-        """All weights are in memory."""
-
-    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from super().named()
-        yield from ((name, one.packed) for name, one in self._quants.items())

@@ -1,4 +1,4 @@
-"""The compiled products with matrices, called with torch's tensors."""
+"""Matrices of the compiled products, and their rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from diskprefix.native import COLUMNS, ROWS, require
 from diskprefix.native.library import Operators, operators
 
 _MATRIX = struct.Struct("@7q 3P")
-_PRODUCT = struct.Struct("@2q P 3P 3P q P")
 _LOOKUP = struct.Struct("@q 3P q P")
-"""`Matrix`, `Product` and `Lookup` of `source/interface.h`."""
+"""`Matrix` and `Lookup` of `source/interface.h`."""
 
 _SCALES = {"float16": 0, "exponents": 1, "bytes": 2, "nibbles": 3, "shared": 4}
 _TABLE = 64
@@ -81,20 +80,6 @@ class Matrix:
 def fills_blocks(weight: torch.Tensor) -> bool:
     """Returns whether a matrix is of whole blocks."""
     return weight.ndim == 2 and weight.shape[0] % ROWS == 0 and weight.shape[1] % COLUMNS == 0
-
-
-def product(operators: Operators, rows: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    """Returns bfloat16 [.., rows of the matrix] for bfloat16 [.., columns of the matrix]. Raises `MemoryError`."""
-    require(rows.dtype is torch.bfloat16 and rows.shape[-1] == matrix.columns, rows)
-    rows = rows.contiguous()
-    out = rows.new_empty(*rows.shape[:-1], matrix.rows)
-    call = _PRODUCT.pack(
-        *(rows.numel() // matrix.columns, 1, rows.data_ptr(), matrix.address, 0, 0, out.data_ptr(), 0, 0),
-        *(torch.get_num_threads(), operators.parallel_for),
-    )
-    if operators.product(call):
-        raise MemoryError("there is no memory left for a product")
-    return out
 
 
 def rows_of(operators: Operators, matrix: Matrix, ids: torch.Tensor) -> torch.Tensor:

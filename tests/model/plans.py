@@ -20,13 +20,13 @@ _NUM_TOKENS = 40
 
 
 def logits_of(
-    weights: Weights, config: PreTrainedConfig, *, _NUM_TOKENS: int = 40, with_draft: bool = False
+    weights: Weights, config: PreTrainedConfig, token_ids: np.ndarray | None = None, *, with_draft: bool = False
 ) -> torch.Tensor:
-    """The logits of made-up tokens, float32 [tokens, vocab]."""
+    """The logits of tokens, or of made-up ones, float32 [tokens, vocab]."""
     layout = replace(layout_of(config, weights.dtype, with_draft_layer=with_draft), exact_at="token", packs=True)
     runtime = PlanRuntime(weights, config, layout, _PAGE_TOKENS)
     runtime.prepare()
     weights.finish()
-    ids = np.random.default_rng(0).integers(0, layout.vocab_size, _NUM_TOKENS)
+    ids = np.random.default_rng(0).integers(0, layout.vocab_size, _NUM_TOKENS) if token_ids is None else token_ids
     sequence = KVSequence(PagePool(layout, block_size=_PAGE_TOKENS))
-    return torch.from_numpy(runtime.run([Rows(sequence, ids, _NUM_TOKENS)]).logits[0])
+    return torch.from_numpy(runtime.run([Rows(sequence, ids, len(ids))]).logits[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import gguf
@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from diskprefix.errors import ModelError
 from diskprefix.model.families.slot_names import SlotNames
+from diskprefix.model.quants.file_matrix import in_order
 from diskprefix.model.quants.forms import compiled
+from diskprefix.model.quants.forms import weights_of as numbers_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.model.slots import HEAD
 from diskprefix.model.weights import ExpertsForm, Quants, Weights
@@ -85,6 +87,19 @@ def quantised(weights: torch.Tensor, kind: str, *, is_one: bool = False) -> Quan
         found.append(torch.empty(form.packed_shape(*weight.shape), dtype=torch.uint8))
         pack(compiled(), kind, torch.from_numpy(content), None, found[-1])
     return Quants(found[0] if is_one else torch.stack(found), form)
+
+
+def require_numbers(quants: Mapping[str, Quants], tensor: Callable[[str], torch.Tensor], form: ExpertsForm) -> None:
+    """Requires that quants have the numbers of the parameters that `tensor` returns by their names."""
+    for name, one in quants.items():
+        owner, _, part = name.rpartition(".")
+        if owner.endswith("experts") and part in ("gate", "up", "down"):
+            parameter = "down_proj" if part == "down" else form.first
+            expected = form.halves(parameter, tensor(f"{owner}.{parameter}"))[part]
+            found = torch.stack([numbers_of(packed, one.form) for packed in one.packed])
+        else:
+            expected, found = tensor(f"{name}.weight"), in_order(numbers_of(one.packed, one.form), one.columns)
+        assert torch.equal(found, expected), name
 
 
 def decoder_of(model: PreTrainedModel) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from diskprefix.model.gguf.encoders import PictureSettings
     from diskprefix.model.load.gguf_weights import GgufWeights
     from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
-    from diskprefix.model.quants.file_parameters import FileParameters
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,13 +84,13 @@ class GgufModel:
             pictures=pictures,
         )
 
-    def parameters(self, kind: ModelKind, dtype: torch.dtype) -> FileParameters:
-        """Returns what the parameters of the model's modules are made of, or of those of its encoder. Raises
-        `ModelError` if the file lacks tensors, or has others, or some of other shapes."""
-        from diskprefix.model.quants.file_parameters import FileParameters
+    def parameters(self, kind: ModelKind, dtype: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
+        """Returns what makes the parameters of the model's modules, or of those of its encoder. Raises `ModelError` if
+        the file lacks tensors, or has others."""
+        from diskprefix.model.load.gguf_weights import parameters_of
 
         tensors = [tensor for tensor in self.tensors if not kind.is_encoder or tensor.name.startswith(OF_ENCODERS)]
-        return FileParameters(kind.skeleton(self.config), self.architecture, tensors, "native", dtype)
+        return parameters_of(kind.skeleton(self.config), self.architecture, tensors, dtype)
 
     def without_draft_layer(self) -> GgufModel:
         """Returns the model without its draft layer."""

@@ -1,25 +1,30 @@
-"""The weights of a `.gguf` file.
+"""The weights of a `.gguf` file, for a plan or for modules of transformers.
 
 Matrices whose quants are computed with as they are stay matrices of the file (`quants.file_matrix`), and are packed on
-other threads. All others are made when they are asked for. Nothing here needs transformers.
+other threads. All others, and the parameters of modules, are made when they are asked for. Nothing here needs
+transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 import torch
 
 from diskprefix.errors import ModelError
-from diskprefix.model.families.slot_names import kept_in_float32
+from diskprefix.model.families.slot_names import SlotNames, kept_in_float32
 from diskprefix.model.gguf.architecture import Architecture, SourcedParameter
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.memory import LargePages
 from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking, in_order
 from diskprefix.model.weights import ExpertsForm, Quants, Weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _EXPANSION = "kv_b_proj"
 """The matrix of latent attention that is multiplied from both sides. It is small, and no quants of it are kept."""
@@ -115,18 +120,20 @@ class GgufWeights(Weights):
         return part.rows(self._config, numbers)
 
     def _read(self, name: str) -> torch.Tensor:
-        part, config = self._part(name), self._config
-        dtype = self._dtype_of(name)
+        part = self._part(name)
         self._used |= {tensor.name for tensor in part.tensors}
         if self._is_unread:
-            return torch.empty(self._made(part, [_nothing(tensor) for tensor in part.tensors]).shape, dtype=dtype)
+            shape = self._made(part, [_nothing(tensor) for tensor in part.tensors]).shape
+            return torch.empty(shape, dtype=self._dtype_of(name))
+        return self._places.put(self.parameter(name, part))
+
+    def parameter(self, name: str, part: SourcedParameter) -> torch.Tensor:
+        """Returns a parameter. Raises `ModelError` if the file is cut short, `OSError`."""
+        columns, dtype = part.columns(self._config), self._dtype_of(name)
         if part.is_matrix and dtype is torch.bfloat16:
-            matrix = FileMatrix.of(self._rows(part), part.tensors, part.columns(config))
-            made = matrix.dequantised()
-        else:
-            found = self._made(part, [self._content(tensor) for tensor in part.tensors])
-            made = in_order(torch.from_numpy(np.ascontiguousarray(found)).to(dtype), part.columns(config))
-        return self._places.put(made)
+            return FileMatrix.of(self._rows(part), part.tensors, columns).dequantised()
+        found = self._made(part, [self._content(tensor) for tensor in part.tensors])
+        return in_order(torch.from_numpy(np.ascontiguousarray(found)).to(dtype), columns)
 
     def _made(self, part: SourcedParameter, contents: Sequence[np.ndarray]) -> np.ndarray:
         """Returns a parameter in float32."""
@@ -155,3 +162,33 @@ def _stays(matrix: FileMatrix, dims: int) -> bool:
 def _nothing(tensor: FileTensor) -> np.ndarray:
     """Returns numbers of the shape of a tensor that take no memory."""
     return np.broadcast_to(np.float32(0), tensor.shape)
+
+
+def parameters_of(
+    model: PreTrainedModel, architecture: Architecture, tensors: Sequence[FileTensor], dtype: torch.dtype
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Returns what makes each parameter of `model`, which has no weights. It raises `ModelError` for another shape and
+    a file that is cut short, `OSError`. Raises `ModelError` if the file lacks tensors, or has others."""
+    weights, tied = GgufWeights(architecture, model.config, tensors, dtype), model.all_tied_weights_keys
+    parameters = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    is_turned = SlotNames.of(model.config.get_text_config(decoder=True)).experts.is_turned
+    return {
+        name: partial(_module_parameter, weights, name, part, parameters[name], is_turned and ".experts." in name)
+        for name, part in architecture.parts_of(parameters, {tensor.name: tensor for tensor in tensors}).items()
+    }
+
+
+def _module_parameter(
+    weights: GgufWeights, name: str, part: SourcedParameter, parameter: torch.Tensor, is_turned: bool
+) -> torch.Tensor:
+    made = weights.parameter(name, part)
+    if is_turned and made.ndim == 3:
+        made = made.transpose(1, 2)
+    if parameter.ndim == 1 and made.numel() == len(parameter):
+        return made.flatten()
+    found, expected = ([size for size in shape if size > 1] for shape in (made.shape, parameter.shape))
+    if found != expected:
+        raise ModelError(
+            f"the model takes {tuple(parameter.shape)} where the file has {tuple(made.shape)}: {part.names}"
+        )
+    return made.reshape(parameter.shape)

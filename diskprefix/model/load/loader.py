@@ -155,7 +155,7 @@ class _ModelSource:
             if self.gguf is None:
                 sources = {tensor.name: tensor.read for tensor in stored_tensors(self.path, self.files)}
             else:
-                sources = self.gguf.parameters(kind, self.dtype).others
+                sources = self.gguf.parameters(kind, self.dtype)
             of, weights = kind.model_class(self.whole), f"the weights in {self.path}"
             model = load_parameters(of, self.config, sources, weights, self.dtype, self.device)
         return model.requires_grad_(False).eval()

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3_5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5ForConditionalGeneration
 from transformers.modeling_layers import MtpModel
 
 from diskprefix.errors import ModelError
-from diskprefix.grid.state_layout import read_layout
 from diskprefix.kv.pages import PagePool
+from diskprefix.model.load.gguf_weights import GgufWeights
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.quants.expert_matrices import is_mixture, matrices_of
-from diskprefix.model.quants.quantised import QuantisedLinear
-from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
+from diskprefix.model.planned import plan_layout
+from diskprefix.model.weights import ExpertsForm, Weights
 from diskprefix.native.library import operators
 from diskprefix.settings import Settings
 from tests.model import tiny
+from tests.model.tensor_weights import require_numbers
 from tools.benchmarks.file_models import CASES, DENSE
 
 pytestmark = [
@@ -34,6 +34,7 @@ pytestmark = [
 ]
 
 LAYERS, HEADS, KV_HEADS, WIDTH, ROTARY, LATENT = 2, 4, 2, 32, 8, 32
+LAYER = "draft_layer."
 State = dict[str, torch.Tensor]
 Values = dict[str, Any]
 SMALL: Values = {
@@ -185,20 +186,15 @@ def loaded(path: Path, lines: list[str] | None = None, **settings: Any) -> Loade
     return load_model(Settings(model=str(path), **settings), ([] if lines is None else lines).append)
 
 
-def draft_layer(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The parameters of the layer as they are computed with; those of experts by matrix."""
-    found = State()
-    for name, module in model.get_decoder().draft_layer.named_modules():
-        if isinstance(module, QuantisedExperts):
-            found |= {f"{name}.{part}": matrix.weight for part, matrix in module.parts().items()}
-        elif is_mixture(module):
-            found |= {f"{name}.{part}": weight for part, (weight, _) in matrices_of(module).items()}
-        elif not isinstance(module, QuantisedMatrices):
-            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            found |= {f"{name}.{part}": tensor for part, tensor in own if part != "packed"}
-            if isinstance(module, QuantisedLinear):
-                found[f"{name}.weight"] = module.weight
-    return found
+def weights_in(loaded: LoadedModel) -> Weights:
+    assert loaded.weights is not None
+    return loaded.weights
+
+
+def draft_layer(loaded: LoadedModel) -> State:
+    """The weights of the layer that a plan has: parameters, and packed quants."""
+    of_layer = {name: tensor for name, tensor in weights_in(loaded).named() if name.startswith(LAYER)}
+    return {name.removeprefix(LAYER): tensor for name, tensor in of_layer.items()}
 
 
 def require_equal(found: State, expected: State) -> None:
@@ -212,27 +208,22 @@ def test_a_folder_and_a_file_give_the_same_layer(family: str, tmp_path: Path) ->
     folder = write_folder(tmp_path / "tiny", family)
     file = write_file(tmp_path / "tiny.gguf", folder, family)
     of_folder, of_file = loaded(folder), loaded(file, weights="native", dtype="float32")
-    require_equal(draft_layer(of_file.model), draft_layer(of_folder.model))
-    layer = of_folder.model.get_decoder().draft_layer
+    require_equal(draft_layer(of_file), draft_layer(of_folder))
     joining = (one for name, one in load_file(folder / "model.safetensors").items() if re.search(r"eh_proj|fc\.", name))
-    assert torch.equal(layer.eh_proj.weight, next(joining))
-    assert layer.mtp_block.self_attn.layer_idx == LAYERS
-    assert layer.mtp_block.self_attn.config is of_folder.model.config
+    assert torch.equal(draft_layer(of_folder)["eh_proj.weight"], next(joining))
     for one in (of_folder, of_file):
-        parameters = (*one.model.parameters(), *one.model.buffers())
-        taken = sum({part.data_ptr(): part.nbytes for part in parameters}.values())
+        taken = sum({part.data_ptr(): part.nbytes for _, part in weights_in(one).named()}.values())
         assert one.fit.needs.weights_bytes == pytest.approx(taken, rel=0.01)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quants_of_the_layer_stay_as_the_file_has_them(family: str, tmp_path: Path) -> None:
     file = write_file(tmp_path / "tiny.gguf", write_folder(tmp_path / "tiny", family), family, "Q8_0")
-    model = loaded(file).model
-    kept = {
-        name for name, module in model.get_decoder().draft_layer.named_modules() if isinstance(module, QuantisedLinear)
-    }
-    assert kept >= {"eh_proj", "mtp_block.self_attn.o_proj"}
-    require_equal(draft_layer(model), draft_layer(loaded(file, weights="native").model))
+    weights, plain = weights_in(loaded(file)), weights_in(loaded(file, weights="native"))
+    assert isinstance(weights, GgufWeights)
+    kept = {name: one for name, one in weights._quants.items() if name.startswith(LAYER)}
+    assert {*kept} >= {f"{LAYER}eh_proj", f"{LAYER}mtp_block.self_attn.o_proj"}
+    require_numbers(kept, plain.tensor, ExpertsForm())
 
 
 @pytest.mark.parametrize("family", ["deepseek2/v3", "glm4moe"])
@@ -242,8 +233,7 @@ def test_the_layer_is_the_one_that_transformers_loads(family: str, tmp_path: Pat
     # transformers knows the layer by its number in the models of the hub.
     main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\."]
     expected = MtpModel.from_pretrained(main).layers[0].state_dict()
-    found = loaded(folder).model.get_decoder().draft_layer.state_dict()
-    require_equal(found, expected)
+    require_equal(draft_layer(loaded(folder)), expected)
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"])
@@ -259,10 +249,7 @@ def test_the_layer_of_a_model_with_pictures_is_a_part_of_its_decoder(name: str, 
     tiny.tokenizer().save_pretrained(tmp_path / "whole")
     save_file(whole.state_dict() | parts, tmp_path / "whole/model.safetensors", {"format": "pt"})
     (tmp_path / "whole/config.json").write_text(json.dumps(config.to_dict() | {"architectures": [name]}))
-    found = loaded(tmp_path / "whole").model
-    assert type(found).__name__ == name
-    assert type(found.get_decoder().draft_layer.mtp_block).__name__ == "Qwen3_5DecoderLayer"
-    require_equal(draft_layer(found), draft_layer(loaded(folder).model))
+    require_equal(draft_layer(loaded(tmp_path / "whole")), draft_layer(loaded(folder)))
 
 
 @pytest.mark.parametrize("family", ["qwen35moe", "deepseek2/v3", "mimo2"])
@@ -274,12 +261,12 @@ def test_what_is_not_wanted_takes_no_memory(family: str, tmp_path: Path, monkeyp
     lines = list[str]()
     for one, other in zip(wanted, (folder, file), strict=True):
         plain = loaded(other, lines, dtype="float32")
-        assert not hasattr(plain.model.get_decoder(), "draft_layer")
         assert plain.fit.needs.weights_bytes < one.fit.needs.weights_bytes
-        others = {name: tensor for name, tensor in one.model.state_dict().items() if "draft_layer" not in name}
-        require_equal(plain.model.state_dict(), others)
-        for model, state in ((one.model, one.fit.needs.state), (plain.model, plain.fit.needs.state)):
-            pool = PagePool(read_layout(model, with_draft_layer=True), block_size=256)
+        others = {name: tensor for name, tensor in weights_in(one).named() if not name.startswith(LAYER)}
+        require_equal(dict(weights_in(plain).named()), others)
+        for found in (one, plain):
+            pool = PagePool(plan_layout(weights_in(found), found.config), block_size=256)
+            state = found.fit.needs.state
             for num_tokens in (100, 1000, 5000):
                 assert pool.sequence_bytes(num_tokens) == state.num_bytes(num_tokens)
     assert any("of its blocks predict further tokens, which is not used" in line for line in lines)
@@ -296,7 +283,7 @@ def test_a_checkpoint_that_counts_the_layer_and_lacks_it_is_served_without(tmp_p
     changed(folder, lambda state: [state.pop(name) for name in [*state] if f"layers.{LAYERS}." in name])
     lines = list[str]()
     for one in (folder, write_file(tmp_path / "tiny.gguf", folder, "glm4moe")):
-        assert not hasattr(loaded(one, lines).model.get_decoder(), "draft_layer")
+        assert not weights_in(loaded(one, lines)).has_draft_layer
     assert "tiny.gguf: 1 of its blocks predict further tokens, which is not used" in lines
 
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load import loader
-from diskprefix.model.load.fingerprint import Fingerprint
-from diskprefix.model.load.loader import load_model
-from diskprefix.model.quants import file_parameters
-from diskprefix.model.quants.quantised import in_decoder
-from diskprefix.native.library import operators
+from diskprefix.model.load.gguf_weights import GgufWeights
+from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.settings import Settings
 from tests.model import tiny
 from tests.model.tiny import read_file
@@ -31,8 +27,8 @@ def gguf(tmp_path: Path) -> Path:
 
 def test_a_gguf_becomes_a_model_with_its_weights_tokenizer_and_template(gguf: Path) -> None:
     source, found = tiny._tensors(0), read_file(gguf)
-    state = found.model.state_dict()
-    for ours, theirs in (("model.embed_tokens", "token_embd"), ("lm_head", "output"), ("model.norm", "output_norm")):
+    state = contents_of(found)
+    for ours, theirs in (("embed_tokens", "token_embd"), ("lm_head", "output"), ("norm", "output_norm")):
         expected = torch.from_numpy(source[f"{theirs}.weight"]).to(torch.bfloat16)
         assert torch.equal(state[f"{ours}.weight"], expected)
     assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
@@ -45,11 +41,11 @@ def test_a_gguf_becomes_a_model_with_its_weights_tokenizer_and_template(gguf: Pa
 
 
 def test_all_stop_tokens_of_the_file_end_a_reply(gguf: Path) -> None:
-    assert read_file(gguf).model.generation_config.eos_token_id == [2, 0]
+    assert read_file(gguf).stops == [2, 0]
 
 
 def test_a_file_in_float32_is_computed_so(gguf: Path) -> None:
-    state = load_model(Settings(model=str(gguf), dtype="float32"), print).model.state_dict()
+    state = contents_of(load_model(Settings(model=str(gguf), dtype="float32"), print))
     assert torch.equal(state["lm_head.weight"], torch.from_numpy(tiny._tensors(0)["output.weight"]))
 
 
@@ -61,17 +57,6 @@ def test_a_model_is_known_by_the_content_of_its_file(gguf: Path, tmp_path: Path)
     digest = read_file(gguf).weights_digest
     assert read_file(elsewhere).weights_digest == digest
     assert read_file(tiny.write_gguf(elsewhere, seed=1)).weights_digest != digest
-
-
-def test_which_matrices_keep_their_quants_is_part_of_the_identity(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
-    own, found = in_decoder, set()
-    for count in (0, 20):
-        monkeypatch.setattr(file_parameters, "in_decoder", lambda model, count=count: [*own(model)][count:])
-        found.add(Fingerprint.of((one := read_file(file, "auto")).model, one.weights_digest).quantisation)
-    assert len(found) == (2 if operators() else 1)
 
 
 def test_a_start_writes_nothing_and_prints_nothing_but_its_own_line(
@@ -89,27 +74,28 @@ def test_any_part_of_a_split_gguf_names_the_model_of_all_parts(tmp_path: Path) -
     whole = read_file(tiny.write_gguf(parts[0].with_name("tiny.gguf"), quantised="Q4_0"), "auto")
     found = [read_file(part, "auto") for part in parts]
     assert len({one.weights_digest for one in found}) == 1
-    expected = contents_of(whole.model)
+    expected = contents_of(whole)
     for one in found:
-        state = contents_of(one.model)
+        state = contents_of(one)
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-def contents_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict(model.named_parameters()) | dict(model.named_buffers())
+def contents_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    assert loaded.weights is not None
+    return dict(loaded.weights.named())
 
 
 def replaced(patch: pytest.MonkeyPatch, file: Path) -> None:
     """The file is another one once its tensors are known."""
-    own = file_parameters.FileParameters._made
+    own = GgufWeights._read
 
-    def replace_and_make(self: Any, *args: Any) -> torch.Tensor:
+    def replace_and_read(self: GgufWeights, name: str) -> torch.Tensor:
         shutil.copyfile(file, file.with_name("other"))
         file.with_name("other").replace(file)
-        return own(self, *args)
+        return own(self, name)
 
-    patch.setattr(file_parameters.FileParameters, "_made", replace_and_make)
+    patch.setattr(GgufWeights, "_read", replace_and_read)
 
 
 def no_memory(patch: pytest.MonkeyPatch, _: Path) -> None:

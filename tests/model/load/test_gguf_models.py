@@ -18,16 +18,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.fit import needs_of_gguf
+from diskprefix.model.load.gguf import GgufModel
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
 from diskprefix.model.load.gguf_rope import scale_positions
 from diskprefix.model.load.loader import load_model
-from diskprefix.model.quants.expert_matrices import matrices_of
-from diskprefix.model.quants.quantised import QuantisedLinear
-from diskprefix.model.quants.quantised_experts import QuantisedExperts
+from diskprefix.model.planned import plan_layout
+from diskprefix.model.quants.file_matrix import MatrixPacking
+from diskprefix.model.quants.forms import compiled
+from diskprefix.model.self_check import check
+from diskprefix.model.weights import ExpertsForm
 from diskprefix.native.library import operators
 from diskprefix.settings import Settings
-from tests.model import tiny
-from tests.modules import layout_of
+from tests.model import plans, tiny
+from tests.model.tensor_weights import require_numbers
 
 pytestmark = pytest.mark.usefixtures("cache")
 F32 = gguf.GGMLQuantizationType.F32
@@ -218,8 +221,9 @@ def is_quantised(name: str, tensor: torch.Tensor) -> bool:
     return tensor.ndim > 1 and tensor.shape[-1] % 32 == 0 and "ffn_gate_inp" not in name
 
 
-def loaded(file: Path, weights: str = "native") -> PreTrainedModel:
-    return load_model(Settings(model=str(file), weights=weights), lambda _: None).model
+def loaded(file: Path) -> PreTrainedModel:
+    """As modules of transformers."""
+    return load_model(Settings(model=str(file)), lambda _: None).read_modules()
 
 
 def logits_of(model: PreTrainedModel) -> torch.Tensor:
@@ -468,26 +472,21 @@ def test_a_file_of_deepseek_gives_the_parameters_and_logits_of_the_model(
     model = deepseek(kind)
     expected = dequantised(model, is_split=is_split)
     file = write(tmp_path / "tiny.gguf", model, is_split=is_split)
-    plain = loaded(file, "native")
+    plain, state = loaded(file), expected.state_dict()
     assert type(plain) is type(expected)
-    state = plain.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in expected.state_dict().items())
+    assert all(torch.equal(plain.state_dict()[name], tensor) for name, tensor in state.items())
     assert torch.equal(logits_of(plain), logits_of(expected))
-    served = loaded(file, "auto")
-    kept = {name: module for name, module in served.named_modules() if isinstance(module, QuantisedLinear)}
-    assert {name.rpartition(".")[2] for name in kept} >= {"kv_a_proj_with_mqa", "o_proj", "down_proj"}
-    assert "model.layers.0.self_attn.kv_b_proj" not in kept
-    for name, module in kept.items():
-        assert torch.equal(module.weight, expected.get_submodule(name).weight), name
-    mixtures = {name: module for name, module in served.named_modules() if isinstance(module, QuantisedExperts)}
-    assert len(mixtures) == (0 if kind == "dense" else 2)
-    for name, mixture in mixtures.items():
-        for part, (weight, _) in matrices_of(expected.get_submodule(name)).items():
-            assert torch.equal(mixture.parts()[part].weight, weight), name
+    served = GgufModel.read(file, print).decoder_weights(torch.bfloat16, MatrixPacking(compiled()))
     # All of the difference is rounding to bfloat16, of which transformers has as much on the same numbers.
     exact = logits_of(copy.deepcopy(expected).float())
-    assert distance(logits_of(served), exact) < 1.5 * distance(logits_of(expected), exact)
-    taken = sum({part.data_ptr(): part.nbytes for part in (*served.parameters(), *served.buffers())}.values())
+    found = plans.logits_of(served, expected.config, np.arange(5, 85))
+    assert distance(found, exact) < 1.5 * distance(logits_of(expected), exact)
+    kept = served._quants
+    assert {name.rpartition(".")[2] for name in kept} >= {"kv_a_proj_with_mqa", "o_proj", "down_proj"}
+    assert "layers.0.self_attn.kv_b_proj" not in kept
+    assert len([name for name in kept if name.endswith(".experts.gate")]) == (0 if kind == "dense" else 2)
+    require_numbers(kept, lambda name: state[name if name in state else f"model.{name}"], ExpertsForm())
+    taken = sum({part.data_ptr(): part.nbytes for _, part in served.named()}.values())
     assert needs_of_gguf(file, "auto").weights_bytes == pytest.approx(taken, rel=0.02)
 
 
@@ -502,12 +501,13 @@ def test_a_file_of_deepseek_gives_the_parameters_and_logits_of_the_model(
 def test_what_no_model_computes_is_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = write(tmp_path / "tiny.gguf", deepseek("V2-Lite"), values=values)
     with pytest.raises(ModelError, match=message):
-        loaded(file, "native")
+        loaded(file)
 
 
 def test_latent_attention_of_a_file_is_exact_at_every_token(tmp_path: Path) -> None:
     if operators() is None:
         pytest.skip("no compiled operators")
-    model = loaded(write(tmp_path / "tiny.gguf", deepseek("V3")), "auto")
-    layout, reason = layout_of(model)
-    assert (layout.exact_at, reason) == ("token", "")
+    file = write(tmp_path / "tiny.gguf", deepseek("V3"))
+    served = load_model(Settings(model=str(file)), lambda _: None)
+    assert served.weights is not None
+    check(served.weights, served.config, plan_layout(served.weights, served.config))

@@ -14,14 +14,15 @@ from transformers import LlamaConfig
 from diskprefix.errors import ModelError
 from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.load.gguf import GgufModel
+from diskprefix.model.load.loader import load_model
 from diskprefix.model.quants.file_matrix import MatrixPacking
 from diskprefix.model.quants.forms import compiled
 from diskprefix.model.slots import Slots
-from diskprefix.model.weights import TensorWeights
+from diskprefix.settings import Settings
 from tests.model import tiny
-from tests.model.load.test_gguf_models import FAMILIES, loaded, made, tensors_of, written
+from tests.model.load.test_gguf_models import FAMILIES, made, tensors_of, written
 from tests.model.plans import logits_of
-from tests.model.tensor_weights import weights_of
+from tests.model.tensor_weights import TensorWeights, require_numbers, weights_of
 
 types = GGMLQuantizationType
 pytestmark = pytest.mark.usefixtures("cache")
@@ -32,12 +33,14 @@ def test_a_file_gives_a_plan_the_weights_that_it_gives_to_modules(family: str, t
     architecture, model_type, sizes, values = FAMILIES[family]
     model = made(model_type, sizes)
     tensors = tensors_of(model, architecture)
-    for weights, kind in (("native", types.F32), ("auto", types.Q8_0)):
-        file = written(tmp_path / f"{weights}.gguf", architecture, model.config, values, tensors, kind)
-        read, packing = GgufModel.read(file, print), MatrixPacking(compiled()) if weights == "auto" else None
-        modules = loaded(file, weights)
-        found = logits_of(read.decoder_weights(torch.bfloat16, packing), read.config)
-        assert torch.equal(found, logits_of(weights_of(modules), modules.config))
+    file = written(tmp_path / "tiny.gguf", architecture, model.config, values, tensors, types.Q8_0)
+    read, modules = GgufModel.read(file, print), load_model(Settings(model=str(file)), print).read_modules()
+    plain = read.decoder_weights(torch.bfloat16)
+    assert torch.equal(logits_of(plain, read.config), logits_of(weights_of(modules), modules.config))
+    packed = read.decoder_weights(torch.bfloat16, MatrixPacking(compiled()))
+    logits_of(packed, read.config)
+    assert packed._quants
+    require_numbers(packed._quants, plain.tensor, SlotNames.of(read.config).experts)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load import loader
@@ -25,13 +24,12 @@ from diskprefix.model.load.gguf_file import read_tensors
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.loader import BegunPacking, begin_packing, load_model
 from diskprefix.model.quants import file_matrix as module
-from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
+from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking, in_order
 from diskprefix.model.quants.forms import weights_of as weights_of_packed
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.model.quants.quantised import QuantisedLinear, take_matrices
 from diskprefix.native.library import Operators, operators
 from diskprefix.settings import Settings
-from tests.model import tiny
+from tests.model import plans, tiny
 
 pytestmark = pytest.mark.usefixtures("cache")
 COLUMNS = 64
@@ -104,15 +102,8 @@ def test_columns_in_another_order_keep_their_quants(tensors: list[FileTensor], c
     matrix = FileMatrix.of(np.arange(32), tensors[:1], columns)
     expected = weights.view(32, 4, 2, 8).transpose(1, 2).flatten(1)
     assert torch.equal(matrix.dequantised(), expected)
-    module = QuantisedLinear(nn.Linear(COLUMNS, 32, bias=False, dtype=torch.bfloat16), matrix.form)
-    packing = MatrixPacking(compiled)
-    packing.add([matrix])
-    take_matrices(nn.ModuleDict({"out": module}), {"out": matrix}, packing.finish())
-    module.prepare()
-    assert torch.equal(module.weight, expected)
-    rows = torch.randn(1, 5, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
-    torch.testing.assert_close(module(rows).float(), rows.float() @ expected.float().T, rtol=0.02, atol=0.1)
-    assert module.matrix is None, "whatever multiplies with it would have to move the rows"
+    packed = packed_alone(compiled, matrix)
+    assert torch.equal(in_order(weights_of_packed(packed, matrix.form), columns), expected)
 
 
 def test_a_file_that_was_cut_short_is_refused(tensors: list[FileTensor]) -> None:
@@ -167,12 +158,19 @@ def test_all_that_is_wanted_is_packed_as_alone(
     num_helpers: int, file: Path, compiled: Operators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_num_helpers", lambda: num_helpers)
-    wanted = GgufModel.read(file, print).parameters("auto", torch.bfloat16).matrices.values()
-    assert {matrix.order is None for matrix in wanted} == {True, False}
+    wanted, own = list[FileMatrix](), MatrixPacking.take
+
+    def take(self: MatrixPacking, matrix: FileMatrix) -> torch.Tensor:
+        wanted.append(matrix)
+        return own(self, matrix)
+
+    monkeypatch.setattr(MatrixPacking, "take", take)
     packing = MatrixPacking(compiled)
     packing.add(begun := whole_matrices(file))
+    read = GgufModel.read(file, print)
+    plans.logits_of(read.decoder_weights(torch.bfloat16, packing), read.config)
+    assert {matrix.order is None for matrix in wanted} == {True, False}
     assert {matrix.key for matrix in begun} == {matrix.key for matrix in wanted if matrix.order is None}
-    packing.add(wanted)
     found = packing.finish()
     assert found.keys() == {matrix.key for matrix in wanted}
     for matrix in wanted:
@@ -198,7 +196,8 @@ def test_a_load_that_fails_leaves_no_thread(file: Path, monkeypatch: pytest.Monk
 
 def parameters(model: Path, begun: BegunPacking | None) -> list[torch.Tensor]:
     loaded = load_model(Settings(model=str(model)), print, begun=begun)
-    return [tensor.clone() for tensor in (*loaded.model.parameters(), *loaded.model.buffers())]
+    assert loaded.weights is not None
+    return [tensor.clone() for _, tensor in loaded.weights.named()]
 
 
 def test_a_model_whose_packing_was_begun_is_the_same_and_that_of_another_file_is_not_used(file: Path) -> None:
