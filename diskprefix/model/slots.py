@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from itertools import count, takewhile
 
 import torch
@@ -60,12 +60,14 @@ class Slots:
 
     def _tensor(self, name: str) -> torch.Tensor | None:
         """Returns a tensor by its usual name, None if there is none."""
-        path = self._path(name)
-        return self._weights.tensor(path) if self._weights.has(path) else None
+        path, has = self._path(name), self._names.has(self._parted(name)[1])
+        return self._weights.tensor(path) if (self._weights.has(path) if has is None else has) else None
 
-    def _bias(self, path: str) -> torch.Tensor | None:
-        has_bias = self._weights.has(f"{path}.bias")
-        return self._weights.tensor(f"{path}.bias") if has_bias else None
+    def _bias(self, name: str, path: str = "") -> torch.Tensor | None:
+        """Returns the bias of a module by its usual name. `path` is the real name of a part of it."""
+        bias, modules = f"{path or self._path(name)}.bias", self._names.with_bias
+        has_bias = self._weights.has(bias) if modules is None else modules.fullmatch(self._parted(name)[1])
+        return self._weights.tensor(bias) if has_bias else None
 
     def has(self, name: str) -> bool:
         """Returns whether there is a module or tensor."""
@@ -73,18 +75,22 @@ class Slots:
         return self._weights.has(f"{path}.weight") or self._weights.has(path)
 
     def matrix(self, name: str, *, is_float: bool = False) -> Matrix | DenseMatrix:
-        """Returns the matrix of a product, if it is so in float32."""
+        """Returns the matrix of a product, if it is so in float32. Raises `ValueError` for a bias of other rows."""
         dtype = torch.float32 if is_float else self._weights.dtype
-        return self._matrix(self._path(name), dtype, is_turned=self._names.has_turned_matrices)
+        return self._matrix(self._path(name), self._bias(name), dtype, is_turned=self._names.has_turned_matrices)
 
-    def _matrix(self, path: str, dtype: torch.dtype, *, is_turned: bool = False) -> Matrix | DenseMatrix:
-        weights, bias = self._weights, self._bias(path)
+    def _matrix(
+        self, path: str, bias: torch.Tensor | None, dtype: torch.dtype, *, is_turned: bool = False
+    ) -> Matrix | DenseMatrix:
+        weights = self._weights
         quants = weights.quants(f"{path}.weight") if dtype is torch.bfloat16 else None
         if quants is not None and quants.columns is None:
-            return matrix_of(quants.packed, quants.form, bias)
+            return _with_bias(matrix_of(quants.packed, quants.form, bias), bias)
         weight = weights.tensor(f"{path}.weight", is_turned=is_turned)
         if weight.dtype is dtype is torch.bfloat16 and fills_blocks(weight):
-            return Matrix(weight, (weight.shape[0], weight.shape[1]), bias=bias)
+            return _with_bias(Matrix(weight, (weight.shape[0], weight.shape[1]), bias=bias), bias)
+        if bias is not None and len(bias) != len(weight):
+            raise ValueError("a bias of other rows")
         return DenseMatrix(_weight(weight, dtype), None if bias is None else _weight(bias, torch.float32))
 
     def regrouped(self, name: str) -> tuple[Matrix | DenseMatrix, tuple[int, int, int] | None]:
@@ -92,7 +98,7 @@ class Slots:
         path = self._path(name)
         quants = self._weights.quants(f"{path}.weight") if self._weights.dtype is torch.bfloat16 else None
         if quants is not None:
-            return matrix_of(quants.packed, quants.form, self._bias(path)), quants.columns
+            return _with_bias(matrix_of(quants.packed, quants.form, bias := self._bias(name)), bias), quants.columns
         return self.matrix(name), None
 
     def numbers(self, name: str) -> Weight | None:
@@ -107,7 +113,7 @@ class Slots:
     def convolution(self, name: str) -> tuple[Weight, Weight | None]:
         """Returns the weights [channels, kernel] of a convolution of each channel alone, and its bias."""
         path, dtype = self._path(name), self._weights.dtype
-        weight, bias = self._weights.tensor(f"{path}.weight"), self._bias(path)
+        weight, bias = self._weights.tensor(f"{path}.weight"), self._bias(name)
         return _weight(weight.flatten(1), dtype), None if bias is None else _weight(bias, dtype)
 
     def decays(self, name: str, each: int = 1) -> Weight:
@@ -124,7 +130,7 @@ class Slots:
         return float(self._weights.tensor(self._path(name)))
 
     def experts(self, name: str) -> PackedExperts | DenseExperts:
-        """Returns the experts of a mixture."""
+        """Returns the experts of a mixture. Raises `ValueError` if they are not as many as the configuration says."""
         path, weights, form = self._path(name), self._weights, self._names.experts
         names = form.first, "down_proj"
         biases = [weights.tensor(f"{path}.{one}_bias") for one in names] if form.has_bias else []
@@ -139,8 +145,10 @@ class Slots:
                 ]
                 for part, quants in found.items()
             }
+            self._require_all(*packed.values(), *of_experts.values())
             return PackedExperts(packed["gate"], packed.get("up", []), packed["down"])
         first, last = (weights.tensor(f"{path}.{one}") for one in names)
+        self._require_all(first, last, *biases)
         is_turned = form.is_turned and weights.turns_experts
         if is_short and not is_turned and first.dtype is last.dtype is torch.bfloat16:
             halves = form.halves(form.first, first) | {"down": last}
@@ -156,10 +164,15 @@ class Slots:
             turns_about=form.turns_about,
         )
 
+    def _require_all(self, *of_experts: Sized) -> None:
+        expected = self._names.num_experts
+        if expected is not None and any(len(one) != expected for one in of_experts):
+            raise ValueError("other experts")
+
     def head(self) -> Matrix | DenseMatrix:
         """Returns the matrix of the logits."""
         path = HEAD if self._weights.has(f"{HEAD}.weight") else self._path("embed_tokens")
-        return self._matrix(path, self._weights.dtype)
+        return self._matrix(path, self._bias(HEAD), self._weights.dtype)
 
     def table(self, name: str) -> Matrix | DenseMatrix:
         """Returns a matrix whose rows are looked up."""
@@ -186,11 +199,11 @@ class Slots:
     def norm(self, name: str) -> WeightedNorm:
         """Returns a norm."""
         path, (kind, epsilon) = self._path(name), self._norm
-        weights = [_of_norm(weight, bias, kind) for weight, bias in self._of_norms(path)]
+        weights = [_of_norm(weight, bias, kind) for weight, bias in self._of_norms(name, path)]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return WeightedNorm(_weight(weight, self._weights.dtype), _NORMS[kind], self._epsilon(name, epsilon))
 
-    def _of_norms(self, path: str) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    def _of_norms(self, name: str, path: str) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Returns the weights and biases of a norm, of each of its heads. Some norms of hidden states have none."""
         weights = self._weights
         if self._names.has_plain_norms:
@@ -198,7 +211,7 @@ class Slots:
         if not weights.has(f"{path}.weight") and weights.has(path):
             return [(weights.tensor(path), None)]
         paths = takewhile(lambda head: weights.has(f"{head}.weight"), (f"{path}.norms.{i}" for i in count()))
-        return [(weights.tensor(f"{one}.weight"), self._bias(one)) for one in [*paths] or [path]]
+        return [(weights.tensor(f"{one}.weight"), self._bias(name, one)) for one in [*paths] or [path]]
 
     def _epsilon(self, name: str, epsilon: float) -> float:
         """Returns the epsilon of a norm, which has one of its own in some models."""
@@ -215,6 +228,13 @@ class Slots:
         """Returns a norm without weights."""
         kind, epsilon = self._norm
         return WeightedNorm(_weight(torch.ones(width), self._weights.dtype), _NORMS[kind], epsilon)
+
+
+def _with_bias(matrix: Matrix, bias: torch.Tensor | None) -> Matrix:
+    """Returns a matrix. Raises `ValueError` if its bias has other rows."""
+    if bias is not None and len(bias) != matrix.rows:
+        raise ValueError("a bias of other rows")
+    return matrix
 
 
 def _of_norm(weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind) -> torch.Tensor:

@@ -84,6 +84,10 @@ class Weights(ABC):
         all of them have some."""
         return {}
 
+    def origin(self, name: str) -> str:
+        """Returns what the tensors of a parameter are called where they come from."""
+        return name
+
     @abstractmethod
     def finish(self) -> None:
         """Returns when all weights are in memory that were asked for. Raises what reading raises."""

@@ -65,7 +65,7 @@ def _layer(
     else:
         heads, key_dim, value_dim = _heads(config, number, kind)
     # Keys and values of a single head are in one row, if they have other sizes.
-    is_latent = heads == 1 and key_dim != value_dim
+    is_latent = (heads == 1 and key_dim != value_dim) or getattr(config, "kv_lora_rank", None) is not None
     parts = [("latent", key_dim + value_dim)] if is_latent else [("keys", key_dim), ("values", value_dim)]
     rows = [TensorSpec(number, part, heads, dim, dtype, window) for part, dim in parts]
     latent_dim = key_dim if is_latent else 0

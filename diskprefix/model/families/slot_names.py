@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from diskprefix.model.families.mixture_types import first_of
+from diskprefix.model.families.optional_weights import has_tensor, modules_with_bias
 from diskprefix.model.weights import ExpertsForm
 
 _BIAS_OF_ROUTER = "mlp.gate.e_score_correction_bias"
@@ -198,6 +202,11 @@ class SlotNames:
     epsilons: Mapping[str, float]
     has_plain_norms: bool
     has_turned_matrices: bool
+    with_bias: re.Pattern[str] | None = None
+    """The modules that have biases, by their usual names; None if the weights decide."""
+    has: Callable[[str], bool | None] = lambda _name: None
+    """Returns whether there is a tensor, by its usual name; None if the weights decide."""
+    num_experts: int | None = None
 
     @classmethod
     def of(cls, config: Any) -> SlotNames:
@@ -210,6 +219,9 @@ class SlotNames:
             epsilons=_EPSILONS.get(kind, {}),
             has_plain_norms=kind in ("nanochat", "olmo"),
             has_turned_matrices=kind == "gpt2",
+            with_bias=modules_with_bias(config),
+            has=partial(has_tensor, config),
+            num_experts=first_of(config, "num_experts num_local_experts n_routed_experts moe_num_experts", None),
         )
 
 

@@ -89,16 +89,18 @@ class FolderWeights(Weights):
     ) -> None:
         super().__init__(dtype, has_draft_layer=has_draft_layer)
         self._config, self._is_unread = config.get_text_config(decoder=True), is_unread
+        self._is_tied = getattr(self._config, "tie_word_embeddings", config.tie_word_embeddings)
         self._form = SlotNames.of(self._config).experts
+        self._folder = tensors[0].file.parent if tensors else "the folder"
         self._in_float32 = kept_in_float32(config)
         self._places = LargePages()
         further = further_layers((tensor.name for tensor in tensors), self._config.num_hidden_layers)
         own = {name: f"draft_layer.{of_draft}" for name, of_draft in further.items() if of_draft is not None}
         self._found = {self._own_name(own.get(tensor.name, tensor.name)): tensor for tensor in tensors}
-        embeddings = f"{SlotNames.of(self._config).own.get('embed_tokens', 'embed_tokens')}.weight"
+        self._embeddings = embeddings = f"{SlotNames.of(self._config).own.get('embed_tokens', 'embed_tokens')}.weight"
         ends = [name for name in self._found if name == embeddings or name.endswith(f".{embeddings}")]
         if not ends:
-            raise ModelError(f"the weights lack {embeddings}")
+            raise ModelError(f"{self._folder} lacks {embeddings}")
         prefix = min(ends, key=len).removesuffix(embeddings)
         self._found = {name.removeprefix(prefix): tensor for name, tensor in self._found.items()}
 
@@ -110,7 +112,13 @@ class FolderWeights(Weights):
         return f"{HEAD}.{end}" if head.rpartition(".")[2] in _HEADS else name
 
     def has(self, name: str) -> bool:
-        return bool(self._parts(name))
+        if name != f"{HEAD}.weight" or not self._is_tied:
+            return name == f"{HEAD}.weight" or bool(self._parts(name))
+        # A file that has the tied matrix twice may have two.
+        return name in self._found and not torch.equal(self.tensor(self._embeddings), self.tensor(name))
+
+    def origin(self, name: str) -> str:
+        return " and ".join(part.name for of_one in self._parts(name) for part in of_one)
 
     def finish(self) -> None:
         """All weights are in memory."""
@@ -147,7 +155,7 @@ class FolderWeights(Weights):
     def _read(self, name: str) -> torch.Tensor:
         parts, experts = self._parts(name), _EXPERTS.fullmatch(name)
         if not parts:
-            raise ModelError(f"the weights lack {name}")
+            raise ModelError(f"{self._folder} lacks {name}")
         dim = 0 if experts is None else -2
         shape = [*parts[0][0].shape]
         if len(parts[0]) > 1:
@@ -156,17 +164,20 @@ class FolderWeights(Weights):
         whole = [len(parts), *shape] if is_stacked else shape
         is_float32 = any(part in name for part in self._in_float32)
         dtype = torch.float32 if is_float32 else self.dtype
+        for part, first in ((part, first) for of_one in parts for part, first in zip(of_one, parts[0], strict=True)):
+            across = [size for at, size in enumerate(part.shape) if at != dim % len(shape)]
+            expected = [size for at, size in enumerate(shape) if at != dim % len(shape)]
+            if part.shape != first.shape or across != expected:
+                raise ModelError(f"the weights of {name} do not fit together: {part.name} is {part.shape}")
         if self._is_unread:
             return self._turned(name, torch.empty(whole, dtype=dtype))
         found = self._places.take(prod(whole) * dtype.itemsize).view(dtype).view(whole)
         for place, of_one in zip(found if is_stacked else [found], parts, strict=True):
-            first = 0
+            row = 0
             for part in of_one:
-                to = place if len(of_one) == 1 else place.narrow(dim, first, part.shape[dim])
-                if to.shape != part.shape:
-                    raise ModelError(f"the weights of {name} do not fit together: {part.name} is {part.shape}")
+                to = place if len(of_one) == 1 else place.narrow(dim, row, part.shape[dim])
                 to.copy_(part.read())
-                first += 0 if len(of_one) == 1 else part.shape[dim]
+                row += 0 if len(of_one) == 1 else part.shape[dim]
         return self._turned(name, found)
 
     def _turned(self, name: str, found: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,12 @@ class GgufModel:
         from diskprefix.model.load.gguf_weights import GgufWeights
 
         own = [tensor for tensor in self.tensors if not tensor.name.startswith(OF_ENCODERS)]
-        return GgufWeights(self.architecture, self.config, own, dtype, packing, is_unread=is_unread)
+        has_draft_layer = self.kind.has_draft_layer
+        return GgufWeights(
+            *(self.architecture, self.config, own, dtype, packing),
+            has_draft_layer=has_draft_layer,
+            is_unread=is_unread,
+        )
 
     def digest(self) -> str:
         """Returns the identity of the content of the file's parts. Raises `OSError`."""

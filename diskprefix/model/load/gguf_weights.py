@@ -44,9 +44,10 @@ class GgufWeights(Weights):
         dtype: torch.dtype,
         packing: MatrixPacking | None = None,
         *,
+        has_draft_layer: bool = False,
         is_unread: bool = False,
     ) -> None:
-        super().__init__(dtype, has_draft_layer=any(".nextn." in tensor.name for tensor in tensors))
+        super().__init__(dtype, has_draft_layer=has_draft_layer)
         self._architecture, self._config, self._packing, self._is_unread = architecture, config, packing, is_unread
         self._found = {tensor.name: tensor for tensor in tensors}
         self._prefix = "model." if architecture.encoder is None else architecture.encoder.text
@@ -57,7 +58,8 @@ class GgufWeights(Weights):
 
     def has(self, name: str) -> bool:
         if name == "lm_head.weight":
-            return not self._config.get_text_config(decoder=True).tie_word_embeddings
+            whole = self._config
+            return not getattr(whole.get_text_config(decoder=True), "tie_word_embeddings", whole.tie_word_embeddings)
         try:
             self._part(name)
         except ModelError:
@@ -86,6 +88,9 @@ class GgufWeights(Weights):
         if not all(_stays(matrix, 3) for matrix in found.values()):
             return {}
         return {half: self._kept(f"{name}.{half}", matrix) for half, matrix in found.items()}
+
+    def origin(self, name: str) -> str:
+        return self._part(name).names
 
     def finish(self) -> None:
         """Raises `ModelError` if nothing has taken a tensor of the file, or for one that is cut short, `OSError`."""

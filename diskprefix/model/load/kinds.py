@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.draft_layer import with_draft_layer
 from diskprefix.model.load.imports import without_tracer
 
 if TYPE_CHECKING:
@@ -41,11 +42,13 @@ class ModelKind:
         return config.get_text_config() if is_text else config
 
     def skeleton(self, config: PreTrainedConfig) -> PreTrainedModel:
-        """Returns a model with this configuration in bfloat16, without weights: it is on torch's meta device."""
+        """Returns a model with this configuration in bfloat16, without weights: it is on torch's meta device. It has
+        a draft layer if the kind has one."""
         import torch
         from transformers.initialization import no_init_weights
 
         found = self.model_class(config)
+        found = with_draft_layer(found) if self.has_draft_layer else found
         with without_tracer(), torch.device("meta"), no_init_weights():
             return found._from_config(self.config_of_class(config), dtype=torch.bfloat16)
 

@@ -137,6 +137,34 @@ class _ModelSource:
         tensors, has_draft_layer = stored_tensors(self.path, self.files), self.kind.has_draft_layer
         return FolderWeights(tensors, self.config, self.dtype, has_draft_layer=has_draft_layer, is_unread=is_unread)
 
+    def take(self, weights: Weights, page_tokens: int) -> None:
+        """Begins to read all weights of a plan. Raises `ModelError` if some are missing, or have other shapes."""
+        from diskprefix.kv.layout import is_out_of_memory
+        from diskprefix.model.planned import PlanRuntime, plan_layout
+
+        try:
+            PlanRuntime(weights, self.config, plan_layout(weights, self.config), page_tokens).prepare()
+        except Exception as error:
+            if not isinstance(error, DiskPrefixError | OSError) and not is_out_of_memory(error):
+                self._require_shapes()
+            raise
+
+    def _require_shapes(self) -> None:
+        """Raises `ModelError` if a parameter of the decoder has another shape than transformers' class gives it."""
+        from diskprefix.model.slots import HEAD
+
+        weights, model = self.decoder_weights(None, is_unread=True), self.kind.skeleton(self.whole)
+        decoder = model.get_decoder()
+        parameters = {**getattr(decoder, "model", decoder).state_dict()}
+        if weights.has(f"{HEAD}.weight"):
+            parameters[f"{HEAD}.weight"] = model.get_output_embeddings().weight
+        for name, parameter in parameters.items():
+            expected, found = ([size for size in one.shape if size > 1] for one in (parameter, weights.tensor(name)))
+            is_turned = not weights.turns_experts and sorted(expected) == sorted(found)
+            if found != expected and not is_turned:
+                told = f"the model takes {expected} where the file has {found}: {weights.origin(name)}"
+                raise ModelError(f"{self.path}: {told}")
+
     def for_modules(self) -> _ModelSource:
         """Returns the source of a model that computes by modules: without its draft layer and without quants."""
         if self.kind.has_draft_layer:
@@ -245,7 +273,7 @@ def load_model(
                     failing.callback(begun.packing.stop)
                 weights = source.decoder_weights(None if begun is None else begun.packing)
                 # Packing goes on beside digest and tokenizer.
-                _take(weights, source.config, settings.block_size)
+                source.take(weights, settings.block_size)
         with clock("digest"), _load_failures(source.path):
             digest = source.digest()
         with clock("tokenizer"):
@@ -292,13 +320,6 @@ def unread_weights(settings: Settings) -> tuple[Weights, PreTrainedConfig] | str
         if source.gguf is not None and source.weights == "auto":
             packing = BegunPacking.of([], []).packing
         return source.decoder_weights(packing, is_unread=True), source.config
-
-
-def _take(weights: Weights, config: PreTrainedConfig, page_tokens: int) -> None:
-    """Begins to read all weights of a plan. Raises `ModelError` if some are missing, or have other shapes."""
-    from diskprefix.model.planned import PlanRuntime, plan_layout
-
-    PlanRuntime(weights, config, plan_layout(weights, config), page_tokens).prepare()
 
 
 def _source(

@@ -31,7 +31,7 @@ Q, NORM = "blk.0.attn_q.weight", "blk.1.ffn_norm.weight"
 
 # A tensor that gets another shape, is added or (None) left out, and what is said. `test_gguf_refusals.py` has more.
 OF_TENSORS: list[tuple[str, tuple[int, ...] | None, str]] = [
-    ("blk.0.attn_q.bias", (64,), "the file lacks the tensor blk.0.attn_k.bias"),
+    ("blk.0.attn_q.bias", (64,), "the file lacks the tensor blk.0.attn_output.bias"),
     ("blk.2.attn_q.weight", (64, 64), "takes these tensors of the file: blk.2.attn_q"),
     (NORM, None, "the file lacks the tensor blk.1.ffn_norm.weight"),
     ("token_embd.weight", None, "the file lacks the tensor token_embd.weight"),

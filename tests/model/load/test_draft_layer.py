@@ -294,11 +294,11 @@ DAMAGED = ("eh_proj.weight", "hnorm.weight", "self_attn.q_proj.bias", "mlp.exper
 def test_a_folder_with_a_part_of_the_layer_is_refused(name: str, tmp_path: Path) -> None:
     folder, name = write_folder(tmp_path / "tiny", "glm4moe"), f"model.layers.{LAYERS}.{name}"
     changed(folder, lambda state: state.update({name: state[name][1:].clone()}))
-    with pytest.raises(ModelError, match="draft_layer") as refused:
+    with pytest.raises(ModelError, match=r"draft_layer|layers\.2\.") as refused:
         loaded(folder)
     assert "\n" not in refused.value.message
     changed(folder, lambda state: state.pop(name))
-    with pytest.raises(ModelError, match="draft_layer") as refused:
+    with pytest.raises(ModelError, match=r"draft_layer|layers\.2\.") as refused:
         loaded(folder)
     assert "\n" not in refused.value.message
 

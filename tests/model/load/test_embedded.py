@@ -155,14 +155,14 @@ def test_the_embedded_model_answers_sensibly_and_cuts_text_as_it_was_trained() -
     loaded = load_model(Settings(), print)
     assert loaded.name == EMBEDDED.name
     assert loaded.origin.parent.name == EMBEDDED.requirement
-    assert loaded.model.dtype is torch.bfloat16
-    assert loaded.model.config.max_position_embeddings == 8192
+    assert loaded.dtype is torch.bfloat16
+    assert loaded.config.max_position_embeddings == 8192
     # <|im_end|>, and <|endoftext|>, which the file does not name.
-    assert (loaded.tokenizer.eos_token_id, loaded.model.generation_config.eos_token_id) == (2, [2, 0])
+    assert (loaded.tokenizer.eos_token_id, loaded.stops) == (2, [2, 0])
     messages = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
     prompt = loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
     with torch.inference_mode():
-        reply = loaded.model.generate(**prompt, max_new_tokens=12, do_sample=False)
+        reply = loaded.read_modules().generate(**prompt, max_new_tokens=12, do_sample=False)
     assert "Paris" in loaded.tokenizer.decode(reply[0, prompt["input_ids"].shape[1] :])
     # One token for the blank line before a digit, one for the spaces: so SmolLM2's own tokenizer does it.
     assert [loaded.tokenizer.decode([i]) for i in loaded.tokenizer("a\n\n1  23")["input_ids"]] == [

@@ -13,18 +13,20 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load import loader, tokenizer
 from diskprefix.model.load.checkpoint import weight_files_of
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fingerprint import weights_digest
+from diskprefix.model.load.folder_weights import FolderWeights
 from diskprefix.model.load.loader import LoadedModel, load_model, load_tokenizer
 from diskprefix.model.load.named_model import name_faster, require_named
 from diskprefix.settings import Settings
 from tests.model import tiny
 from tests.model.hub import fake_hub
+from tests.model.plans import logits_of
+from tests.model.tensor_weights import weights_of
 
 REPOSITORY = Path(__file__).parents[3]
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -45,9 +47,11 @@ def refusal(model: object, **settings: Any) -> str:
 def test_a_local_folder_loads_ready_to_serve(folder: Path) -> None:
     loaded = load(folder)
     assert loaded.name == "tiny-llama"
-    assert not loaded.model.training
-    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
-    assert loaded.model.device == torch.device("cpu")
+    assert loaded.model is None
+    assert loaded.device == torch.device("cpu")
+    modules = loaded.read_modules()
+    assert not modules.training
+    assert not any(parameter.requires_grad for parameter in modules.parameters())
     assert loaded.weights_digest == weights_digest([folder / "model.safetensors"])
     assert set(loaded.timings) == {"source", "imports", "digest", "tokenizer", "weights"}
     text = loaded.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
@@ -92,15 +96,18 @@ def test_each_file_that_the_index_names_is_in_the_digest(name: str, tmp_path: Pa
 
 def test_a_loaded_model_no_longer_depends_on_its_file(folder: Path) -> None:
     loaded = load(folder)
+    expected = logits_of(weights_of(tiny.llama()), loaded.config)
     with (folder / "model.safetensors").open("r+b") as file:
         file.write(bytes((folder / "model.safetensors").stat().st_size))
-    ids = torch.arange(40).reshape(1, -1)
-    with torch.inference_mode():
-        assert torch.equal(loaded.model(ids).logits, tiny.llama()(ids).logits)
+    assert loaded.weights is not None
+    assert torch.equal(logits_of(loaded.weights, loaded.config), expected)
 
 
 def test_tied_weights_stay_one_tensor(tmp_path: Path) -> None:
-    model = load(tiny.write_folder(tmp_path / "m", tie_word_embeddings=True)).model
+    loaded = load(tiny.write_folder(tmp_path / "m", tie_word_embeddings=True))
+    assert loaded.weights is not None
+    assert not loaded.weights.has("lm_head.weight")
+    model: Any = loaded.read_modules()
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
@@ -124,17 +131,18 @@ def test_a_folder_is_found_by_any_path_to_it_and_served_by_its_name_or_the_chose
 def test_the_dtype_is_the_models_own_unless_another_is_chosen(own: str | None, tmp_path: Path) -> None:
     folder = tiny.write_folder(tmp_path / "m", dtype=getattr(torch, own or "float32"))
     edit_config(folder, dtype=own)
-    assert load(folder).model.dtype is getattr(torch, own or "float32")
-    assert load(folder, dtype="float16").model.dtype is torch.float16
+    assert load(folder).dtype is getattr(torch, own or "float32")
+    assert load(folder, dtype="float16").dtype is torch.float16
 
 
 def test_weights_in_several_files_are_one_model(tmp_path: Path, folder: Path) -> None:
     tiny.llama().save_pretrained(tmp_path / "m", max_shard_size="40KB")
     tiny.tokenizer().save_pretrained(tmp_path / "m")
     assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1
-    ids = torch.arange(9).reshape(1, -1)
-    with torch.inference_mode():
-        assert torch.equal(load(tmp_path / "m").model(ids).logits, load(folder).model(ids).logits)
+    found, expected = (load(one) for one in (tmp_path / "m", folder))
+    assert found.weights is not None
+    assert expected.weights is not None
+    assert torch.equal(logits_of(found.weights, found.config), logits_of(expected.weights, expected.config))
 
 
 def test_loading_prints_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -221,8 +229,8 @@ DEFECTS: list[tuple[Callable[[Path], object], str]] = [
         "weights quantised with gptq are not served; take a .gguf file of the model",
     ),
     (cut_weights, "model.safetensors is damaged or cut short"),
-    (drop_tensor, "lack 1 tensors of the model, for example model.layers.1.mlp.up_proj.weight"),
-    (reshape_tensor, "do not match its config.json: model.norm.weight is (7,), not (32,)"),
+    (drop_tensor, "tiny-llama lacks layers.1.mlp.up_proj.weight"),
+    (reshape_tensor, "the model takes [32] where the file has [7]: model.norm.weight"),
     (drop_tokenizer, "there is no tokenizer.json"),
     (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot read the tokenizer"),
 ]
@@ -303,7 +311,7 @@ def test_a_model_that_does_not_fit_is_refused_before_loading_with_both_figures(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "available_bytes", lambda _: 4096)
-    monkeypatch.setattr(loader, "_read", None)
+    monkeypatch.setattr(loader._ModelSource, "decoder_weights", None)
     message = refusal(folder, dtype="float32")
     assert message.startswith("tiny-llama as float32 on cpu does not fit: about ")
     assert "of memory needed (weights in float32 " in message
@@ -324,7 +332,7 @@ def test_memory_that_runs_out_while_loading_is_one_line(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(FolderWeights, "_read", fail)
     assert "tiny-llama does not fit in memory" in refusal(folder)
 
 
