@@ -29,7 +29,7 @@ def main(plan_file: str, out_file: str) -> None:
     plan = json.loads(Path(plan_file).read_text())
     mixture = plan.get("mixture")
     if mixture and mixture.endswith(".gguf"):
-        model = load_model(Settings(model=mixture, weights="auto"), lambda _line: None).model
+        model = load_model(Settings(model=mixture), lambda _line: None).read_modules()
     else:
         model = quantised_tiny_model(mixture, "Q4_1") if mixture else tiny_llama(getattr(torch, plan["dtype"]))
     settings = tiny_settings(Path(plan["folder"]), block_size=plan.get("block_size", BLOCK))

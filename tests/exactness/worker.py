@@ -68,7 +68,7 @@ def load(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
         model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).eval()
     else:
         loaded = load_model(Settings(model=job.model, device=job.device, dtype=job.dtype), print)
-        return loaded.model, _text(loaded.tokenizer), {}
+        return loaded.read_modules(), _text(loaded.tokenizer), {}
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     return model, lambda seed, count: as_token_ids(np.random.default_rng(seed).integers(3, vocab_size, count)), {}
 

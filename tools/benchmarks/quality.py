@@ -40,11 +40,11 @@ def texts_of(folder: Path, count: int, characters: int) -> list[str]:
 def measured(model: str, weights: str, texts: Sequence[str], tokens: int) -> tuple[float, list[int]]:
     """Returns the perplexity of a model in one form, and its most likely tokens."""
     loaded = load_model(Settings(model=model, weights=weights), real.print_report)
-    losses: list[torch.Tensor] = []
+    decoder, losses = loaded.read_modules(), list[torch.Tensor]()
     likely: list[int] = []
     for text in texts:
         ids = torch.tensor(loaded.tokenizer(text)["input_ids"][:tokens])
-        logits = loaded.model(input_ids=ids[None], use_cache=False).logits[0].float()
+        logits = decoder(input_ids=ids[None], use_cache=False).logits[0].float()
         losses.append(torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none"))
         likely += logits.argmax(-1).tolist()
     return math.exp(float(torch.cat(losses).double().mean())), likely

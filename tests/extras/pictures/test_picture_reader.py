@@ -107,8 +107,9 @@ def test_a_picture_is_what_the_models_own_processor_makes_of_it(loaded: LoadedMo
     assert all(torch.equal(tensor, expected[name]) for name, tensor in prepared.items())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in picture.shape.items())
     assert ("image_grid_thw" in picture.shape) == ("image_grid_thw" in expected)
+    assert loaded.encoder is not None
     with torch.inference_mode():
-        rows = loaded.model.get_image_features(**prepared).pooler_output
+        rows = loaded.encoder.get_image_features(**prepared).pooler_output
     rows = torch.cat([row.flatten(0, -2) for row in rows]) if isinstance(rows, list | tuple) else rows.flatten(0, -2)
     assert len(rows) == picture.num_tokens
 
@@ -372,7 +373,7 @@ def test_a_multimodal_model_without_its_weights_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize("step", [16, 48])
 def test_text_in_steps_is_text_in_one_pass(loaded: LoadedModel, step: int) -> None:
     """Positions are right from the second step on, also where the model computes them in three axes."""
-    model: Any = loaded.model
+    model: Any = loaded.read_modules()
     ids = torch.randint(3, 400, (1, 150), generator=torch.Generator().manual_seed(step))
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
