@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from diskprefix.extras.catalogue.plan_table import parts_of, step_of
-from diskprefix.grid.state_layout import read_layout
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.loader import load_model
+from diskprefix.model.planned import PlanRuntime, plan_layout
 from diskprefix.settings import Settings
 from tests.cache_folder import USERS
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.model import tiny
-from tests.modules import plan_runtime
+from tests.model.tensor_weights import weights_of
 
 pytestmark = pytest.mark.usefixtures("own_places")
 
@@ -65,10 +65,13 @@ def test_a_mixture_is_shown_with_one_layer_of_each_kind(run: Run, tmp_path: Path
 
 
 def test_layers_that_differ_in_the_forms_of_weights_alone_are_one_kind() -> None:
-    model, other = (quantised_tiny_model("llama", form) for form in ("Q8_0", "Q4_0"))
-    model.get_decoder().layers[1].mlp = other.get_decoder().layers[1].mlp
-    plan = plan_runtime(model, read_layout(model), 16)._plan_for(1, with_hidden=True)
-    _, layers, _ = parts_of(plan, model)
+    model = quantised_tiny_model("llama", "Q8_0")
+    weights, other = (weights_of(one) for one in (model, quantised_tiny_model("llama", "Q4_0")))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        assert other.quants(f"layers.1.mlp.{name}.weight") is not None
+    weights.made |= other.made
+    plan = PlanRuntime(weights, model.config, plan_layout(weights, model.config), 16)._plan_for(1, with_hidden=True)
+    _, layers, _ = parts_of(plan, weights)
     assert layers["layers"] == [0, 1]
     forms = {weight["name"]: weight["forms"] for one in layers["operations"] for weight in one["weights"]}
     assert forms["q_proj"] == ["Q8_0"]
@@ -79,9 +82,11 @@ def test_a_plan_of_unread_weights_is_that_of_the_loaded_model(tmp_path: Path) ->
     tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
     for path in (tmp_path / "tiny.gguf", written(tmp_path / "made", "gpt_oss")):
         settings = Settings(model=str(path))
-        model = load_model(settings, lambda _line: None).model
-        plan = plan_runtime(model, read_layout(model), settings.block_size).plan
-        assert step_of(settings) == {"reason": "", "parts": parts_of(plan, model)}
+        loaded = load_model(settings, lambda _line: None)
+        weights = loaded.weights
+        assert weights is not None
+        plan = PlanRuntime(weights, loaded.config, plan_layout(weights, loaded.config), settings.block_size).plan
+        assert step_of(settings) == {"reason": "", "parts": parts_of(plan, weights)}
 
 
 @pytest.mark.parametrize(
