@@ -14,6 +14,7 @@ from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids, picture_ids
 from diskprefix.values import Picture
 from tests.exactness.jobs import Job, Lengths, MakeTokens
+from tests.model.tensor_weights import modules_of
 from tests.runner import Pictures
 from tests.server.picture_models import VISION_MODELS, image_bytes, write_lfm2_vl
 
@@ -32,7 +33,7 @@ def load_pictured(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
     if not folder.exists():
         PICTURED[job.name](folder)
     loaded = load_model(Settings(model=str(folder), dtype=job.dtype), print)
-    config, reader = loaded.model.config, loaded.processor
+    config, reader = loaded.config, loaded.processor
     if reader is None or reader.problem is not None:
         pictures = [_without_processor(number) for number in range(len(FILES))]
     else:
@@ -53,7 +54,7 @@ def load_pictured(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
                 token_ids[at : at + len(part)] = part
         return token_ids
 
-    return loaded.model, make, {int(picture_ids(picture.name, 1)[0]): picture for picture in pictures}
+    return modules_of(loaded), make, {int(picture_ids(picture.name, 1)[0]): picture for picture in pictures}
 
 
 def _without_processor(number: int) -> Picture:

@@ -94,7 +94,7 @@ def fetched(name: str, report: Report) -> Path:
 
     def build(work: Path) -> Path:
         loaded, made = load_model(Settings(model=str(file), weights="native"), report), work / "made"
-        loaded.model.save_pretrained(made)
+        loaded.read_modules().save_pretrained(made)
         loaded.tokenizer.save_pretrained(made)
         return made
 

@@ -172,7 +172,7 @@ def test_what_a_published_configuration_leaves_out_is_in_the_matrices(
 
 def test_the_state_of_a_file_is_that_of_its_model(tmp_path: Path) -> None:
     file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
-    config = tiny.read_file(file).model.config.to_dict()
+    config = tiny.read_file(file).config.to_dict()
     assert needs_of_gguf(file, "auto").state == state_of([], config, 2)
 
 

@@ -93,8 +93,9 @@ def test_loading_takes_the_memory_of_the_weights_and_of_a_layer_of_experts(
 
 
 def test_weights_lie_side_by_side_and_begin_with_a_line(tmp_path: Path) -> None:
-    model = load(tiny.write_folder(tmp_path / "m")).model
-    tensors = sorted(model.parameters(), key=torch.Tensor.data_ptr)
+    weights = load(tiny.write_folder(tmp_path / "m")).weights
+    assert weights is not None
+    tensors = sorted((tensor for _, tensor in weights.named()), key=torch.Tensor.data_ptr)
     assert all(tensor.data_ptr() % LINE_BYTES == 0 for tensor in tensors)
     assert tensors[-1].data_ptr() - tensors[0].data_ptr() < sum(tensor.nbytes + LINE_BYTES for tensor in tensors)
 
@@ -109,24 +110,20 @@ def test_what_is_wrong_while_parameters_are_made_is_said(tmp_path: Path) -> None
     name = "model.layers.0.mlp.experts.1.down_proj.weight"
     weights = load_file(file)
     save_file(weights | {name: weights[name][:-1].contiguous()}, file, {"format": "pt"})
-    with pytest.raises(
-        ModelError, match=r"cannot load the model in .*: model.layers.0.mlp.experts.down_proj.*equal size"
-    ):
+    with pytest.raises(ModelError, match=rf"layers\.0\.mlp\.experts\.down_proj .*{name}"):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("is_same", [True, False])
-def test_a_file_that_has_tied_weights_twice_has_them_tied_if_they_are_equal(is_same: bool, tmp_path: Path) -> None:
+def test_a_file_that_has_tied_weights_twice_has_both(tmp_path: Path) -> None:
     folder = tiny.write_folder(tmp_path / "m", tie_word_embeddings=True)
-    weights = load_file(folder / "model.safetensors")
-    embeddings = weights["model.embed_tokens.weight"]
-    weights["lm_head.weight"] = embeddings.clone()
-    weights["lm_head.weight"][-1, -1] += 0 if is_same else 1
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    model = load(folder).model
-    assert torch.equal(model.model.embed_tokens.weight, embeddings)
-    assert torch.equal(model.lm_head.weight, weights["lm_head.weight"])
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_same
+    stored = load_file(folder / "model.safetensors")
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    stored["lm_head.weight"][-1, -1] += 1
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    weights = load(folder).weights
+    assert weights is not None
+    assert torch.equal(weights.tensor("embed_tokens.weight"), stored["model.embed_tokens.weight"])
+    assert torch.equal(weights.tensor("lm_head.weight"), stored["lm_head.weight"])
 
 
 @pytest.mark.parametrize("problem", ["written", "cut"])
