@@ -373,7 +373,7 @@ def test_a_multimodal_model_without_its_weights_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize("step", [16, 48])
 def test_text_in_steps_is_text_in_one_pass(loaded: LoadedModel, step: int) -> None:
     """Positions are right from the second step on, also where the model computes them in three axes."""
-    model: Any = loaded.model
+    model: Any = loaded.read_modules()
     ids = torch.randint(3, 400, (1, 150), generator=torch.Generator().manual_seed(step))
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
