@@ -21,7 +21,6 @@ from diskprefix.errors import ModelError
 from diskprefix.model.load.fit import needs_of_gguf
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.load.projector import preferred_projectors
-from diskprefix.native.library import operators
 from diskprefix.settings import Settings
 from tests.model import tiny
 from tests.model.load.test_gguf_models import BASE, EPSILON, HEADS, KV_HEADS, RMS, filled, paired, rope, written
@@ -273,10 +272,12 @@ def test_a_model_of_two_files_has_the_parameters_and_logits_of_the_model(name: s
     model, lines = made(family), list[str]()
     found = loaded(write_model(tmp_path, family, model), lines, dtype="float32")
     assert "pictures are encoded by mmproj-F32.gguf" in lines
-    expected, state = model.state_dict(), found.model.state_dict()
-    assert state.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(state[name], expected[name])] == []
-    assert torch.equal(logits_of(found.model, found), logits_of(model, found))
+    modules, encoder, expected = found.read_modules(), found.encoder, model.state_dict()
+    assert encoder is not None
+    assert modules.state_dict().keys() == expected.keys() > encoder.state_dict().keys()
+    for state in (modules.state_dict(), encoder.state_dict()):
+        assert [name for name in state if not torch.equal(state[name], expected[name])] == []
+    assert torch.equal(logits_of(modules, found), logits_of(model, found))
     assert vars(found.processor)["_processor"].image_processor.image_mean == pytest.approx([0.5, 0.4, 0.3])
 
 
@@ -293,12 +294,12 @@ def test_the_text_keeps_its_quants_beside_an_encoder_in_bfloat16_and_both_count(
     encoder = write_encoder(tmp_path / "mmproj-Q8_0.gguf", smol[0], encoder_tensors(*smol), "Q8_0")
     (tmp_path / "mmproj-F32.gguf").unlink()
     found = loaded(file)
-    state = found.model.state_dict()
-    assert {state[name].dtype for name in state} <= {torch.bfloat16, torch.uint8}
-    kept = {type(one).__name__ for one in found.model.model.text_model.modules() if "Quant" in type(one).__name__}
-    assert kept == ({"QuantisedLinear"} if operators() else set())
-    assert not [one for one in found.model.model.vision_model.modules() if "Quant" in type(one).__name__]
-    taken = {id(one): one.nbytes for one in (*found.model.parameters(), *found.model.buffers())}
+    assert found.weights is not None
+    assert found.encoder is not None
+    of_text, of_encoder = [one for _, one in found.weights.named()], [*found.encoder.parameters()]
+    assert {one.dtype for one in of_text} == {torch.bfloat16, torch.uint8}
+    assert {one.dtype for one in of_encoder} == {torch.bfloat16}
+    taken = {one.data_ptr(): one.nbytes for one in (*of_text, *of_encoder)}
     assert needs_of_gguf(file, "auto").weights_bytes == pytest.approx(sum(taken.values()), rel=0.02)
     with_encoder = needs_of_gguf(file, "auto").weights_bytes
     encoder.unlink()
@@ -318,7 +319,7 @@ def test_a_model_without_its_encoder_is_one_of_text_and_another_encoder_makes_an
     (tmp_path / "mmproj-F32.gguf").unlink()
     text = loaded(file)
     assert len({digest, other.weights_digest, text.weights_digest}) == 3
-    assert (text.processor, type(text.model).__name__) == (None, "LlamaForCausalLM")
+    assert (text.processor, text.encoder, text.config.model_type) == (None, None, "llama")
 
 
 def test_of_several_encoders_the_one_named_like_the_model_is_taken_then_the_best_form() -> None:
@@ -354,7 +355,7 @@ def test_files_of_old_converters_have_the_matrices_of_a_feed_forward_part_by_eac
     other = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
     swapped = {re.sub("ffn_(up|down)", lambda part: other[part[0]], name): one for name, one in tensors.items()}
     write_encoder(tmp_path / "mmproj-F32.gguf", smol[0], swapped, vision__feed_forward_length=0)
-    state, expected = loaded(file, dtype="float32").model.state_dict(), smol[1].state_dict()
+    state, expected = loaded(file, dtype="float32").read_modules().state_dict(), smol[1].state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
@@ -421,8 +422,8 @@ def test_an_encoder_that_is_cut_short_and_a_vocabulary_without_its_token_are_ref
     file = write_model(tmp_path, family, model)
     file.write_bytes(file.read_bytes().replace(b"<image_soft_token>", b"<image_hard_token>"))
     found = loaded(file)
-    assert found.tokenizer.convert_ids_to_tokens(found.model.config.image_token_id) == "<unused0>"
-    logits_of(found.model, found)
+    assert found.tokenizer.convert_ids_to_tokens(found.config.image_token_id) == "<unused0>"
+    logits_of(found.read_modules(), found)
     file = write_model(tmp_path, *smol)
     file.write_bytes(file.read_bytes().replace(b"<image>", b"<imago>"))
     with pytest.raises(ModelError, match="the file has no token <image>, which models with pictures have"):
