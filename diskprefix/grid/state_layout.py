@@ -28,7 +28,6 @@ from diskprefix.kv.layout import (
     TensorSpec,
     is_out_of_memory,
 )
-from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, draft_layer_of
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
@@ -53,13 +52,13 @@ class Unsupported(Exception):
     """Its arguments are the reasons why a model's state cannot be cached."""
 
 
-def read_layout(model: PreTrainedModel, *, with_draft_layer: bool = False) -> Layout:
+def read_layout(model: PreTrainedModel) -> Layout:
     """Returns the layout of the model's state after a forward of a few tokens. For a model that cannot be cached,
     `unsupported` has the reasons. Raises only what torch raises when memory runs out."""
 
     def read() -> Layout:
         _check_outside(model)
-        return _read_layout(model, with_draft_layer)
+        return _read_layout(model)
 
     return or_unsupported(model, read)
 
@@ -113,20 +112,15 @@ def made_up_tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.
     return torch.randint(0, vocab_size, (1, num_tokens), generator=generator).to(model.device)
 
 
-def _read_layout(model: PreTrainedModel, with_draft_layer: bool) -> Layout:
+def _read_layout(model: PreTrainedModel) -> Layout:
     argument, cache = _cache_argument(model), DynamicCache(config=model.config)
     assert argument is not None
     output = model(input_ids=made_up_tokens(model, 0, _NUM_TOKENS), use_cache=True, **{argument: cache})
     layers = cache.layers
-    of_draft_layer = [] if not with_draft_layer or draft_layer_of(model) is None else _like_draft_layer(model, layers)
-    layers = [*layers, *of_draft_layer]
     unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KINDS})
     if unknown:
         raise Unsupported(*unknown)
     tensors = [spec for i, layer in enumerate(layers) for spec in _tensor_specs(i, layer)]
-    if of_draft_layer:
-        width = model.config.get_text_config(decoder=True).hidden_size
-        tensors.append(TensorSpec(len(layers) - 1, "hidden", 1, width, model.dtype))
     states = [spec for i, layer in enumerate(layers) for spec in _state_specs(i, layer)]
     if not tensors and not states:
         raise Unsupported(f"{type(model).__name__} leaves layers of its cache empty")
@@ -139,15 +133,6 @@ def _read_layout(model: PreTrainedModel, with_draft_layer: bool) -> Layout:
         cache_argument=argument,
         options=tuple(option for option in _OPTIONS if option in inspect.signature(type(model).forward).parameters),
     )
-
-
-def _like_draft_layer(model: PreTrainedModel, layers: list[Any]) -> list[Any]:
-    """Returns a layer of a cache whose memory has the form of the draft layer's: the last one of its kind. Without one,
-    the draft layer is not used."""
-    config = model.config.get_text_config(decoder=True)
-    kind = HAVE_DRAFT_LAYER[config.model_type].get("layer_types")
-    kinds = config.layer_types if kind else [kind] * len(layers)
-    return [layer for layer, its_own in zip(layers, kinds, strict=True) if its_own == kind][-1:]
 
 
 def _by_form(specs: list[_Spec]) -> list[tuple[_Spec, ...]]:

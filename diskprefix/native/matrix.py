@@ -1,4 +1,4 @@
-"""Matrices of the compiled products, and their rows."""
+"""Matrices of the compiled products."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from diskprefix.native import COLUMNS, ROWS, require
-from diskprefix.native.library import Operators, operators
+from diskprefix.native.library import operators
 
 _MATRIX = struct.Struct("@7q 3P")
-_LOOKUP = struct.Struct("@q 3P q P")
-"""`Matrix` and `Lookup` of `source/interface.h`."""
+"""`Matrix` of `source/interface.h`."""
 
 _SCALES = {"float16": 0, "exponents": 1, "bytes": 2, "nibbles": 3, "shared": 4}
 _TABLE = 64
@@ -80,21 +79,3 @@ class Matrix:
 def fills_blocks(weight: torch.Tensor) -> bool:
     """Returns whether a matrix is of whole blocks."""
     return weight.ndim == 2 and weight.shape[0] % ROWS == 0 and weight.shape[1] % COLUMNS == 0
-
-
-def rows_of(operators: Operators, matrix: Matrix, ids: torch.Tensor) -> torch.Tensor:
-    """Returns rows of a quantised matrix, bfloat16 [.., columns] for `ids`, int64 [..]. All variants round them.
-
-    Raises `IndexError` and `MemoryError`.
-    """
-    require(ids.dtype is torch.int64, ids)
-    ids = ids.contiguous()
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < matrix.rows:
-        raise IndexError(f"a matrix of {matrix.rows} rows has no row {int(ids.min())} or {int(ids.max())}")
-    out = torch.empty(*ids.shape, matrix.columns, dtype=torch.bfloat16)
-    call = _LOOKUP.pack(
-        *(ids.numel(), ids.data_ptr(), matrix.address, out.data_ptr(), torch.get_num_threads(), operators.parallel_for)
-    )
-    if operators.look_up(call):
-        raise MemoryError("there is no memory left for looking rows up")
-    return out

@@ -14,6 +14,7 @@ from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids, picture_ids
 from diskprefix.values import Picture
 from tests.exactness.jobs import Job, Lengths, MakeTokens
+from tests.model.tensor_weights import modules_of
 from tests.runner import Pictures
 from tests.server.picture_models import VISION_MODELS, image_bytes, write_lfm2_vl
 
@@ -53,7 +54,7 @@ def load_pictured(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
                 token_ids[at : at + len(part)] = part
         return token_ids
 
-    return loaded.read_modules(), make, {int(picture_ids(picture.name, 1)[0]): picture for picture in pictures}
+    return modules_of(loaded), make, {int(picture_ids(picture.name, 1)[0]): picture for picture in pictures}
 
 
 def _without_processor(number: int) -> Picture:

@@ -20,6 +20,7 @@ import torch
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from tests.exactness.architectures import quantised_tiny_model
+from tests.model.tensor_weights import modules_of
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 
 REPLY = 4
@@ -29,7 +30,7 @@ def main(plan_file: str, out_file: str) -> None:
     plan = json.loads(Path(plan_file).read_text())
     mixture = plan.get("mixture")
     if mixture and mixture.endswith(".gguf"):
-        model = load_model(Settings(model=mixture), lambda _line: None).read_modules()
+        model = modules_of(load_model(Settings(model=mixture), lambda _line: None))
     else:
         model = quantised_tiny_model(mixture, "Q4_1") if mixture else tiny_llama(getattr(torch, plan["dtype"]))
     settings = tiny_settings(Path(plan["folder"]), block_size=plan.get("block_size", BLOCK))

@@ -31,6 +31,7 @@ from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import tiny_model
 from tests.exactness.jobs import Answer, Answers, Case, Job, Kind, MakeTokens, cases_of, read_jobs
 from tests.exactness.pictures import PICTURED, load_pictured
+from tests.model.tensor_weights import modules_of
 from tests.runner import Pictures, Runner, tiny_settings
 
 LIMIT_S = 1800
@@ -68,7 +69,7 @@ def load(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
         model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).eval()
     else:
         loaded = load_model(Settings(model=job.model, device=job.device, dtype=job.dtype), print)
-        return loaded.read_modules(), _text(loaded.tokenizer), {}
+        return modules_of(loaded), _text(loaded.tokenizer), {}
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     return model, lambda seed, count: as_token_ids(np.random.default_rng(seed).integers(3, vocab_size, count)), {}
 

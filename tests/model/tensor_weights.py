@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from diskprefix.errors import ModelError
 from diskprefix.model.families.slot_names import SlotNames
+from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.quants.file_matrix import in_order
 from diskprefix.model.quants.forms import compiled
 from diskprefix.model.quants.forms import weights_of as numbers_of
@@ -22,6 +23,8 @@ from diskprefix.native.packing import pack
 
 QUANTS = "quants"
 """The attribute of a model whose matrices shall have the quants of a type of files."""
+WEIGHTS = "weights_of_plan"
+"""The attribute of a model that was loaded, with the weights that its plan has."""
 
 
 class TensorWeights(Weights):
@@ -108,10 +111,23 @@ def decoder_of(model: PreTrainedModel) -> Any:
     return getattr(found, "model", found)
 
 
-def weights_of(model: PreTrainedModel) -> TensorWeights:
+def weights_of(model: PreTrainedModel) -> Weights:
     """The weights of a model, which stay where they are; in quants if it has the attribute `QUANTS`."""
+    loaded: Weights | None = getattr(model, WEIGHTS, None)
+    return tensors_of(model) if loaded is None else loaded
+
+
+def tensors_of(model: PreTrainedModel) -> TensorWeights:
+    """The weights of a model of modules."""
     tensors, head = dict(decoder_of(model).state_dict()), model.get_output_embeddings()
     if head.weight is not model.get_input_embeddings().weight:
         tensors |= {f"{HEAD}.{name}": tensor for name, tensor in head.state_dict().items()}
     names = SlotNames.of(model.config.get_text_config(decoder=True))
     return TensorWeights(tensors, model.dtype, getattr(model, QUANTS, ""), "h." if names.has_turned_matrices else None)
+
+
+def modules_of(loaded: LoadedModel) -> PreTrainedModel:
+    """A loaded model as modules, with the weights of its plan."""
+    model = loaded.read_modules() if loaded.model is None else loaded.model
+    setattr(model, WEIGHTS, loaded.weights)
+    return model

@@ -18,11 +18,11 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.drafts import DraftLayer, DraftRow
 from diskprefix.model.families import draft_decoder
-from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, draft_layer_of, with_draft_layer
+from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER
 from diskprefix.model.runtime import Rows
 from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
-from diskprefix.native import library
 from tests.exactness.architectures import DRAFTING, WITH_DRAFT_LAYER, quantised_tiny_model, shrink, tiny_model
+from tests.model.draft_modules import with_draft_layer
 from tests.modules import layout_of, plan_runtime
 from tests.runner import Runner, tiny_settings
 from tests.steps import forward, made_once, run
@@ -200,7 +200,7 @@ def test_a_step_of_more_rows_than_its_plan_has_is_as_one_of_few() -> None:
 
 def hidden_of_module(model: PreTrainedModel, token_ids: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """Returns what transformers' module computes for tokens and the hidden states before them, [1, n, hidden_size]."""
-    decoder, layer, (_, count) = model.get_decoder(), draft_layer_of(model), token_ids.shape
+    decoder, layer, (_, count) = model.get_decoder(), model.get_decoder().draft_layer, token_ids.shape
     assert layer is not None
     window, ages = getattr(layer.mtp_block.self_attn, "sliding_window", None), torch.arange(count)[:, None]
     ages = ages - torch.arange(count)
@@ -252,12 +252,3 @@ def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, mon
     assert [token for token, _ in found] == scores.argmax(dim=-1).tolist()
     assert [chance for _, chance in found] == pytest.approx(scores.softmax(dim=-1).amax(dim=-1).tolist(), rel=1e-5)
     assert {token > 64 for token, _ in found} == {False, True}
-
-
-def test_on_the_grid_it_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    library.choose("torch")
-    layout, reason = layout_of(tiny_model("qwen3_5" + DRAFTING, torch.bfloat16))
-    assert reason
-    assert not layout.has_draft_layer
-    assert "draft layer is not used" in caplog.text

@@ -22,7 +22,7 @@ from diskprefix.model.runtime import Rows
 from diskprefix.native import calls
 from diskprefix.native.library import operators
 from tests.exactness.architectures import VOCAB, quantised_tiny_model, tiny_model
-from tests.model.tensor_weights import quantised, weights_of
+from tests.model.tensor_weights import quantised, tensors_of
 from tests.modules import layout_of
 from tests.steps import run
 
@@ -226,14 +226,15 @@ def test_a_plan_refuses_pages_of_other_heads_sizes_or_types(change: dict[str, in
 
 def test_quants_whose_columns_a_file_has_in_another_order_are_not_copied() -> None:
     model, columns = quantised_tiny_model("qwen3_5", "Q8_0"), (2, 4, 16)
-    weights, names = weights_of(model), [f"layers.{number}.linear_attn.out_proj" for number in (0, 2)]
+    weights, names = tensors_of(model), [f"layers.{number}.linear_attn.out_proj" for number in (0, 2)]
     for name in names:
         of_file = regrouped(model.get_decoder().get_submodule(name).weight, *columns)
         weights.made[name] = replace(quantised(of_file[None], "Q8_0", is_one=True), columns=columns)
     layout = exact(model)
     rows = Rows(KVSequence(PagePool(layout, block_size=PAGE_TOKENS)), tokens()[0].numpy(), NUM_TOKENS)
     (logits,) = PlanRuntime(weights, model.config, layout, PAGE_TOKENS).run([rows]).logits
-    assert error(torch.from_numpy(logits), oracle(model, tokens())) < 0.5
+    expected = oracle(model, tokens()).float()
+    assert float((torch.from_numpy(logits) - expected).norm() / expected.norm()) < 0.1
     assert not {f"{name}.weight" for name in names} & {name for name, _ in weights.named()}
 
 

@@ -41,6 +41,14 @@ def product(operators: Operators, rows: torch.Tensor, matrix: Matrix) -> torch.T
     return out
 
 
+def rows_of(operators: Operators, matrix: Matrix, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of a quantised matrix, bfloat16 [ids, columns]."""
+    out = torch.empty(len(ids), matrix.columns, dtype=torch.bfloat16)
+    call = calls.LookupCall(ids=ids.data_ptr(), matrix=matrix.address, out=out.data_ptr())
+    run(operators, calls.LOOK_UP, call, len(ids))
+    return out
+
+
 @dataclass(frozen=True, eq=False)
 class Experts:
     """The experts of a mixture. Curves are bfloat16 [65 537]."""

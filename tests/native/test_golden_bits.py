@@ -22,9 +22,18 @@ from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import library
 from diskprefix.native.attention_operator import attention
 from diskprefix.native.library import Operators
-from diskprefix.native.matrix import Matrix, rows_of
+from diskprefix.native.matrix import Matrix
 from diskprefix.native.packing import pack
-from tests.native.one_operation import Experts, convolution, delta_rule, head_products, norm, product, state_space
+from tests.native.one_operation import (
+    Experts,
+    convolution,
+    delta_rule,
+    head_products,
+    norm,
+    product,
+    rows_of,
+    state_space,
+)
 from tests.native.pages import Pages
 from tests.native.variants import of_this_cpu
 

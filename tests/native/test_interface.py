@@ -74,7 +74,6 @@ def test_a_structure_has_the_fields_of_the_header(kind: type[ctypes.Structure]) 
         (attention_operator._CALL, "Attention"),
         (attention_operator._RUN, "Run"),
         (matrix._MATRIX, "Matrix"),
-        (matrix._LOOKUP, "Lookup"),
         (packing._PACKING, "Packing"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 
 from diskprefix.native.attention_operator import ONE_PAGE, PagedRows, attention, contiguous, run_of
 from diskprefix.native.library import Operators
-from diskprefix.native.matrix import Matrix, rows_of
+from diskprefix.native.matrix import Matrix
 from diskprefix.native.packing import pack
 
 HALF = torch.bfloat16
@@ -52,7 +52,6 @@ REFUSED: dict[str, Callable[[Operators], object]] = {
     "fewer weights than a matrix has": lambda _: Matrix(zeros(32, 64), (64, 64)),
     "weights of another type": lambda _: Matrix(state(32, 64)[0], (32, 64)),
     "a bias of fewer rows": lambda _: Matrix(zeros(32, 64), (32, 64), bias=zeros(16)),
-    "numbers of rows of another type": lambda found: rows_of(found, matrix(), zeros(2).int()),
     "fewer bytes than a matrix has": lambda found: pack(
         found, "Q4_0", zeros(15, 36).byte(), None, zeros(1, 2, 288).byte()
     ),

@@ -27,9 +27,11 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from diskprefix.engine import measured_model
+from diskprefix.engine.measured_model import MeasuredModel
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.load.loader import load_model
+from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.runtime import Rows
 from diskprefix.settings import Settings, cache_home
 from tests.chat.families.sources import LLAMA_CPP, SourcesMissing, download
@@ -197,40 +199,47 @@ def read(case: Case, folder: Path, form: str) -> str:
     settings = Settings(model=str(folder / f"{form}.gguf"), weights="native" if form == "f32" else "auto")
     before, began = status_bytes(os.getpid(), "RssAnon"), time.perf_counter()
     with peak_of(lambda: status_bytes(os.getpid(), "RssAnon")) as memory:
-        model: Any = load_model(settings, lambda _: None).model
-        layout, reason = layout_of(model)
+        model = measured_model.measured(load_model(settings, lambda _: None), settings)
     found: Found = {"start_s": time.perf_counter() - began, "start_bytes": memory.peak_bytes - before}
-    logits, errors = computed(deepcopy(model).float() if form == "f32" else model), {}
+    logits, errors = computed(model, form), {}
     for name in MAX_ERRORS:
         if (path := folder / f"{name}-{form}.pt").exists() or (path := folder / f"{name}.pt").exists():
             errors[name] = error_of(logits, torch.load(path), form)
     equal = [name for name, error in errors.items() if error <= MAX_ERRORS[name][form]]
     fault = "" if equal else "equals neither"
-    if form == "f32" and not has_layer_of(load_model(Settings(model=str(folder / "model")), print).model, model):
+    if form == "f32" and not has_layer_of(load_model(Settings(model=str(folder / "model")), print), model.loaded):
         fault = "its draft layer is not that of the folder"
-    if case.is_exact == bool(reason):
-        fault = f"not exact at every token: {reason}" if reason else "exact, and it was never cached"
-    return json.dumps(found | {"exact_at": layout.exact_at, "errors": errors, "equal_to": equal, "fault": fault})
+    if case.is_exact == bool(model.reason):
+        fault = f"not exact at every token: {model.reason}" if model.reason else "exact, and it was never cached"
+    return json.dumps(found | {"exact_at": model.layout.exact_at, "errors": errors, "equal_to": equal, "fault": fault})
 
 
 @torch.inference_mode()
-def computed(model: Any) -> torch.Tensor:
-    """Returns the logits that a daemon computes."""
-    layout, reason = layout_of(model)
-    if reason:
-        return logits_of(model)
-    pool = PagePool(layout, block_size=256)
-    rows = Rows(KVSequence(pool), np.array(token_ids()), NUM_TOKENS)
-    return torch.from_numpy(runtime_of(model, layout, 256).run([rows]).logits[0])
+def computed(model: MeasuredModel, form: str) -> torch.Tensor:
+    """Returns the logits that a daemon computes; with the form `f32` in float32."""
+    layout, runtime, modules = model.layout, model.runtime, model.loaded.model
+    if form == "f32":
+        modules = (model.loaded.read_modules() if modules is None else deepcopy(modules)).float()
+        layout, _ = layout_of(modules)
+        runtime = runtime_of(modules, layout, 256)
+    if layout.exact_at != "token":
+        return logits_of(modules)
+    rows = Rows(KVSequence(PagePool(layout, block_size=256)), np.array(token_ids()), NUM_TOKENS)
+    return torch.from_numpy(runtime.run([rows]).logits[0])
 
 
-def has_layer_of(folders: Any, files: Any) -> bool:
+def has_layer_of(folders: LoadedModel, files: LoadedModel) -> bool:
     """Returns whether a file's model has no draft layer, or that of the folder's."""
-    of_file, of_folder = (getattr(model.get_decoder(), "draft_layer", None) for model in (files, folders))
-    if of_file is None or of_folder is None:
-        return of_file is None
-    found, expected = (layer.bfloat16().state_dict() for layer in (of_file, of_folder))
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    layers = [
+        {name: tensor.bfloat16() for name, tensor in one.weights.named() if name.startswith("draft_layer.")}
+        for one in (files, folders)
+        if one.weights is not None and one.weights.has_draft_layer
+    ]
+    if files.weights is None or not files.weights.has_draft_layer:
+        return True
+    found, expected = layers[0], layers[-1]
+    is_of_both = len(layers) == 2 and found.keys() == expected.keys()
+    return is_of_both and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def isolated(work: Callable[[], str]) -> str:

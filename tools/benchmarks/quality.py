@@ -13,6 +13,7 @@ from rich.console import Console
 
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
+from tests.model.plans import logits_of
 from tools.measuring.live_server import step
 from tools.measuring.options import JSON
 from tools.measuring.report import new_table, print_report
@@ -40,11 +41,12 @@ def texts_of(folder: Path, count: int, characters: int) -> list[str]:
 def measured(model: str, weights: str, texts: Sequence[str], tokens: int) -> tuple[float, list[int]]:
     """Returns the perplexity of a model in one form, and its most likely tokens."""
     loaded = load_model(Settings(model=model, weights=weights), real.print_report)
-    decoder, losses = loaded.read_modules(), list[torch.Tensor]()
+    assert loaded.weights is not None, "the model has a plan"
+    losses: list[torch.Tensor] = []
     likely: list[int] = []
     for text in texts:
         ids = torch.tensor(loaded.tokenizer(text)["input_ids"][:tokens])
-        logits = decoder(input_ids=ids[None], use_cache=False).logits[0].float()
+        logits = logits_of(loaded.weights, loaded.config, ids.numpy())
         losses.append(torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none"))
         likely += logits.argmax(-1).tolist()
     return math.exp(float(torch.cat(losses).double().mean())), likely

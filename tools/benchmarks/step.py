@@ -11,17 +11,17 @@ from statistics import median
 from typing import Any
 
 import click
+import numpy as np
 import torch
 from rich.console import Console
 
-from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.loader import load_model
+from diskprefix.model.planned import PlanRuntime, plan_layout
 from diskprefix.model.runtime import Rows
 from diskprefix.native import calls
 from diskprefix.settings import Settings
-from tests.modules import layout_of, plan_runtime
 from tools.measuring.options import JSON
 from tools.measuring.report import machine, new_table, print_report, show_machine
 from tools.models import real
@@ -59,11 +59,11 @@ def _one_by_one(run: Run, names: list[str], seconds: dict[str, float]) -> Run:
 @torch.inference_mode()
 def measured(model: str, rounds: int) -> dict[str, Any]:
     """Returns microseconds by step and part. Raises `ModelError`, and `ClickException` for a model without a plan."""
-    decoder = load_model(Settings(model=model), real.print_report).model
-    layout, reason = layout_of(decoder)
-    if reason:
-        raise click.ClickException(f"{model} has no plan: {reason}")
-    found = plan_runtime(decoder, layout, 256)
+    loaded = load_model(Settings(model=model), real.print_report)
+    if loaded.weights is None:
+        raise click.ClickException(f"{model} has no plan: {loaded.reason}")
+    layout = plan_layout(loaded.weights, loaded.config)
+    found = PlanRuntime(loaded.weights, loaded.config, layout, 256)
     pool, operators = PagePool(layout, block_size=256), found.plan._operators
     names = [type(call).__name__.removesuffix("Call") for call, _ in found.plan.made_of]
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in _TOKENS}
@@ -74,7 +74,7 @@ def measured(model: str, rounds: int) -> dict[str, Any]:
             run = _timed(operators.run, _CALL, parts) if is_whole else _one_by_one(operators.run, names, parts)
             found.plan._operators = replace(operators, run=run)
             begun = time.perf_counter()
-            found.run([Rows(sequence, made_up_tokens(decoder, 0, num_tokens)[0].numpy())])
+            found.run([Rows(sequence, np.random.default_rng(0).integers(0, layout.vocab_size, num_tokens))])
             if is_whole:
                 parts[_PYTHON] = time.perf_counter() - begun - parts[_CALL]
             # What a call itself takes is no operator's. The first two steps warm up.

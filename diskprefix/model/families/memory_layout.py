@@ -60,12 +60,13 @@ def _layer(
     window = config.sliding_window if kind == "sliding_attention" else None
     window = config.attention_chunk_size if kind == "chunked_attention" else window
     form: LayerKind = "full" if window is None else "sliding"
-    if getattr(config, "kv_lora_rank", None) is not None:
-        heads, key_dim, value_dim = 1, config.kv_lora_rank, config.qk_rope_head_dim
+    rank = getattr(config, "kv_lora_rank", None)
+    if rank is not None:
+        heads, key_dim, value_dim = 1, rank, config.qk_rope_head_dim
     else:
         heads, key_dim, value_dim = _heads(config, number, kind)
     # Keys and values of a single head are in one row, if they have other sizes.
-    is_latent = (heads == 1 and key_dim != value_dim) or getattr(config, "kv_lora_rank", None) is not None
+    is_latent = rank is not None or (heads == 1 and key_dim != value_dim)
     parts = [("latent", key_dim + value_dim)] if is_latent else [("keys", key_dim), ("values", value_dim)]
     rows = [TensorSpec(number, part, heads, dim, dtype, window) for part, dim in parts]
     latent_dim = key_dim if is_latent else 0

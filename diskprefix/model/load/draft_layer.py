@@ -56,11 +56,6 @@ def further_layers(names: Iterable[str], num_layers: int) -> dict[str, str | Non
     return found
 
 
-def draft_layer_of(model: PreTrainedModel) -> Any | None:
-    """Returns the draft layer of a model, None if it has none."""
-    return getattr(model.get_decoder(), "draft_layer", None)
-
-
 def with_draft_layer(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Returns the class of the models of a class that have a draft layer. Its configuration is that of the others."""
 

@@ -26,9 +26,6 @@ from diskprefix.model.weights import ExpertsForm, Quants, Weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_EXPANSION = "kv_b_proj"
-"""The matrix of latent attention that is multiplied from both sides. It is small, and no quants of it are kept."""
-
 
 class GgufWeights(Weights):
     """The weights of the decoder in a file, whose configuration `config` is. With a `packing`, quants stay as they are
@@ -67,7 +64,7 @@ class GgufWeights(Weights):
         return True
 
     def quants(self, name: str) -> Quants | None:
-        if self._packing is None or _EXPANSION in name:
+        if self._packing is None:
             return None
         part = self._part(name)
         if not part.is_matrix:

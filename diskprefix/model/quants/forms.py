@@ -6,9 +6,9 @@ import torch
 
 from diskprefix.errors import ModelError
 from diskprefix.model.quants.quant_form import QuantForm
-from diskprefix.native import ROWS
+from diskprefix.native import ROWS, calls
 from diskprefix.native.library import Operators, operators
-from diskprefix.native.matrix import Matrix, rows_of
+from diskprefix.native.matrix import Matrix
 
 
 def compiled() -> Operators:
@@ -36,6 +36,11 @@ def matrix_of(packed: torch.Tensor, form: QuantForm, bias: torch.Tensor | None) 
 
 
 def weights_of(packed: torch.Tensor, form: QuantForm) -> torch.Tensor:
-    """Returns the weights, bfloat16 [rows, columns]."""
-    matrix = matrix_of(packed, form, None)
-    return rows_of(compiled(), matrix, torch.arange(matrix.rows))
+    """Returns the weights, bfloat16 [rows, columns]. All variants round them. Raises `MemoryError`."""
+    matrix, operators = matrix_of(packed, form, None), compiled()
+    ids, out = torch.arange(matrix.rows), torch.empty(matrix.rows, matrix.columns, dtype=torch.bfloat16)
+    threads = torch.get_num_threads(), operators.parallel_for
+    call = calls.LookupCall(len(ids), ids.data_ptr(), matrix.address, out.data_ptr(), *threads)
+    if operators.look_up(bytes(call)):
+        raise MemoryError("there is no memory left for looking rows up")
+    return out

@@ -18,7 +18,7 @@ from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.model import tiny
-from tests.model.tensor_weights import weights_of
+from tests.model.tensor_weights import tensors_of
 
 pytestmark = pytest.mark.usefixtures("own_places")
 
@@ -66,7 +66,7 @@ def test_a_mixture_is_shown_with_one_layer_of_each_kind(run: Run, tmp_path: Path
 
 def test_layers_that_differ_in_the_forms_of_weights_alone_are_one_kind() -> None:
     model = quantised_tiny_model("llama", "Q8_0")
-    weights, other = (weights_of(one) for one in (model, quantised_tiny_model("llama", "Q4_0")))
+    weights, other = (tensors_of(one) for one in (model, quantised_tiny_model("llama", "Q4_0")))
     for name in ("gate_proj", "up_proj", "down_proj"):
         assert other.quants(f"layers.1.mlp.{name}.weight") is not None
     weights.made |= other.made

@@ -272,10 +272,11 @@ def test_a_model_of_two_files_has_the_parameters_and_logits_of_the_model(name: s
     model, lines = made(family), list[str]()
     found = loaded(write_model(tmp_path, family, model), lines, dtype="float32")
     assert "pictures are encoded by mmproj-F32.gguf" in lines
-    modules = found.read_modules()
-    expected, state = model.state_dict(), modules.state_dict()
-    assert state.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(state[name], expected[name])] == []
+    modules, encoder, expected = found.read_modules(), found.encoder, model.state_dict()
+    assert encoder is not None
+    assert modules.state_dict().keys() == expected.keys() > encoder.state_dict().keys()
+    for state in (modules.state_dict(), encoder.state_dict()):
+        assert [name for name in state if not torch.equal(state[name], expected[name])] == []
     assert torch.equal(logits_of(modules, found), logits_of(model, found))
     assert vars(found.processor)["_processor"].image_processor.image_mean == pytest.approx([0.5, 0.4, 0.3])
 
@@ -295,11 +296,10 @@ def test_the_text_keeps_its_quants_beside_an_encoder_in_bfloat16_and_both_count(
     found = loaded(file)
     assert found.weights is not None
     assert found.encoder is not None
-    of_text = [tensor for _, tensor in found.weights.named()]
-    assert {tensor.dtype for tensor in of_text} == {torch.bfloat16, torch.uint8}
-    of_pictures = [*found.encoder.parameters(), *found.encoder.buffers()]
-    assert {tensor.dtype for tensor in of_pictures if tensor.is_floating_point()} == {torch.bfloat16}
-    taken = {id(one): one.nbytes for one in (*of_text, *of_pictures)}
+    of_text, of_encoder = [one for _, one in found.weights.named()], [*found.encoder.parameters()]
+    assert {one.dtype for one in of_text} == {torch.bfloat16, torch.uint8}
+    assert {one.dtype for one in of_encoder} == {torch.bfloat16}
+    taken = {one.data_ptr(): one.nbytes for one in (*of_text, *of_encoder)}
     assert needs_of_gguf(file, "auto").weights_bytes == pytest.approx(sum(taken.values()), rel=0.02)
     with_encoder = needs_of_gguf(file, "auto").weights_bytes
     encoder.unlink()

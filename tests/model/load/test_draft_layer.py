@@ -287,6 +287,15 @@ def test_a_checkpoint_that_counts_the_layer_and_lacks_it_is_served_without(tmp_p
     assert "tiny.gguf: 1 of its blocks predict further tokens, which is not used" in lines
 
 
+def test_on_the_grid_it_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    folder = write_folder(tmp_path / "tiny", "glm4moe")
+    for one in (folder, write_file(tmp_path / "tiny.gguf", folder, "glm4moe")):
+        caplog.clear()
+        assert loaded(one, dtype="float16").weights is None
+        assert "its draft layer is not used" in caplog.text
+
+
 DAMAGED = ("eh_proj.weight", "hnorm.weight", "self_attn.q_proj.bias", "mlp.experts.3.up_proj.weight", "mlp.gate.weight")
 
 

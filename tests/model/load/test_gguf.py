@@ -115,3 +115,18 @@ def test_a_file_that_cannot_be_loaded_now_is_refused_in_one_line(
     problem(monkeypatch, gguf)
     with pytest.raises(ModelError, match=words):
         read_file(gguf)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(ModelError("the file ends here"), "^the file ends here$"), (MemoryError(), r"tiny\.gguf does not fit in memory")],
+)
+def test_why_modules_cannot_be_made_of_a_file_is_told(
+    error: Exception, words: str, gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(GgufWeights, "parameter", fail)
+    with pytest.raises(ModelError, match=words):
+        load_model(Settings(model=str(gguf), dtype="float16"), print)

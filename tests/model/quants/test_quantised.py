@@ -17,7 +17,7 @@ from diskprefix.settings import Settings
 from tests.exactness.architectures import quantised_tiny_model
 from tests.model import tiny
 from tests.model.plans import logits_of
-from tests.model.tensor_weights import TensorWeights, weights_of
+from tests.model.tensor_weights import TensorWeights, tensors_of
 from tests.native.variants import of_this_cpu
 
 
@@ -60,7 +60,7 @@ def test_auto_without_a_compiled_kernel_is_native(file: Path) -> None:
 def test_a_plan_computes_with_the_numbers_of_the_quants(name: str, kind: str) -> None:
     """All of the difference is rounding, of the weights too for some kernels, so that a router may choose others."""
     model = quantised_tiny_model(name, kind)
-    weights, form = weights_of(model), SlotNames.of(model.config).experts
+    weights, form = tensors_of(model), SlotNames.of(model.config).experts
     found = logits_of(weights, model.config)
     numbers = {name: tensor.clone() for name, tensor in weights._found.items()}
     for module, one in weights.made.items():
