@@ -43,7 +43,7 @@ def measured(model: str, weights: str, texts: Sequence[str], tokens: int) -> tup
     losses: list[torch.Tensor] = []
     likely: list[int] = []
     for text in texts:
-        ids = torch.tensor(loaded.tokenizer(text)["input_ids"][:tokens])
+        ids = torch.tensor(loaded.tokenizer.encode(text)[:tokens])
         logits = loaded.model(input_ids=ids[None], use_cache=False).logits[0].float()
         losses.append(torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none"))
         likely += logits.argmax(-1).tolist()
