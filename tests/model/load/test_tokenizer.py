@@ -130,7 +130,9 @@ PUBLISHED = [
 ]
 
 
-LARGE = ("command-r", "deepseek-coder", "deepseek-llm", "deepseek-v3", "gemma-4", "llama-bpe", "mistral-nemo")
+LARGE = """
+    command-r deepseek-coder deepseek-llm deepseek-v3 gemma-4 llama-bpe mistral-nemo qwen2 qwen35 refact starcoder
+""".split()
 
 
 @pytest.mark.parametrize(
