@@ -56,7 +56,7 @@ class _Unknown(Exception):
 
 
 class _Steps(NamedTuple):
-    """What a class puts in the place of the file's steps, and the special tokens that it has by itself."""
+    """The steps that a class puts in the place of the file's, and the special tokens that it has by itself."""
 
     normalizer: Any
     cut: Any

@@ -130,9 +130,19 @@ PUBLISHED = [
 ]
 
 
-LARGE = """
-    command-r deepseek-coder deepseek-llm deepseek-v3 gemma-4 llama-bpe mistral-nemo qwen2 qwen35 refact starcoder
-""".split()
+LARGE = [
+    "command-r",
+    "deepseek-coder",
+    "deepseek-llm",
+    "deepseek-v3",
+    "gemma-4",
+    "llama-bpe",
+    "mistral-nemo",
+    "qwen2",
+    "qwen35",
+    "refact",
+    "starcoder",
+]
 
 
 @pytest.mark.parametrize(
