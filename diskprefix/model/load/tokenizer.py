@@ -77,7 +77,7 @@ class Tokenizer:
 
     @property
     def split_special_tokens(self) -> bool:
-        """Whether special tokens in a text are text."""
+        """True if special tokens in a text are text."""
         return self.backend_tokenizer.encode_special_tokens
 
     @property
