@@ -5,17 +5,10 @@
 
 namespace {
 
-// Keys or values, bfloat16 [heads, tokens, dim], with no more tokens than a step may see.
-Guarded first_of(const Guarded& all, int64_t heads, int64_t tokens, int64_t there, int64_t dim) {
-  Guarded some(heads * there * dim * 2);
+// Copies keys or values, bfloat16 [heads, tokens, dim], as far as both have tokens: a step sees no more than it may.
+void copy_tokens(const Guarded& from, int64_t tokens, const Guarded& to, int64_t tokens_to, int64_t heads, int64_t dim) {
   for (int64_t head = 0; head < heads; ++head)
-    memcpy(some.as<uint16_t>() + head * there * dim, all.as<uint16_t>() + head * tokens * dim, there * dim * 2);
-  return some;
-}
-
-void put_back(const Guarded& some, int64_t heads, int64_t tokens, int64_t there, int64_t dim, Guarded& all) {
-  for (int64_t head = 0; head < heads; ++head)
-    memcpy(all.as<uint16_t>() + head * tokens * dim, some.as<uint16_t>() + head * there * dim, there * dim * 2);
+    memcpy(to.as<uint16_t>() + head * tokens_to * dim, from.as<uint16_t>() + head * tokens * dim, std::min(tokens, tokens_to) * dim * 2);
 }
 
 }  // namespace
@@ -52,8 +45,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       for (int64_t end : ends) {
         if (begin == end) continue;
         const int64_t count = end - begin, there = start + end;
-        const Guarded some_keys = first_of(all_keys[way], kv_heads, tokens, there, key_dim);
-        const Guarded some_values = first_of(all_values[way], kv_heads, tokens, there, value_dim);
+        const Guarded some_keys(kv_heads * there * key_dim * 2), some_values(kv_heads * there * value_dim * 2);
+        copy_tokens(all_keys[way], tokens, some_keys, there, kv_heads, key_dim);
+        copy_tokens(all_values[way], tokens, some_values, there, kv_heads, value_dim);
         const Rows to_keys = {nullptr, 0, there * key_dim, key_dim}, to_values = {nullptr, 0, there * value_dim, value_dim};
         std::vector<Guarded> made;
         const auto room = [&](int64_t of_row) { return made.emplace_back(count * of_row * 2).marked().as<void>(); };
@@ -87,8 +81,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
         if (!run_plan(operators, operations, count, way ? 1 : 1 + seed % 3, {{start + begin, count, 0, nullptr, 0, tables}}))
           fail("a layer fails", operators->name);
         memcpy(outs[way].as<uint16_t>() + begin * width, residual, count * width * 2);
-        put_back(some_keys, kv_heads, tokens, there, key_dim, all_keys[way]);
-        put_back(some_values, kv_heads, tokens, there, value_dim, all_values[way]);
+        copy_tokens(some_keys, there, all_keys[way], tokens, kv_heads, key_dim);
+        copy_tokens(some_values, there, all_values[way], tokens, kv_heads, value_dim);
         begin = end;
       }
     }
