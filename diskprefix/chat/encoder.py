@@ -10,7 +10,8 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from diskprefix.chat.client_text import private_characters
 from diskprefix.chat.content import PicturePlaces
@@ -22,9 +23,8 @@ from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from diskprefix.model.load.picture_processor import PictureProcessor
+    from diskprefix.model.load.tokenizer import Tokenizer
 
 PART_CHARS = 4096
 """The least length of a part, except the last. A shorter one is encoded as fast as it is found."""
@@ -33,7 +33,7 @@ _PROBED_CHARS_PER_POSITION = 32
 """The characters that are encoded first in a longer text. Real text has about four characters per token."""
 
 
-def encode_texts(backend: Tokenizer, texts: Sequence[str]) -> list[Encoding]:
+def encode_texts(backend: Backend, texts: Sequence[str]) -> list[Encoding]:
     """Encodes texts in parallel, without the tokens that the tokenizer adds."""
     batch = backend.encode_batch(texts, add_special_tokens=False)
     return [Encoding(np.array(text.ids, np.int32), np.array(text.offsets, np.int32).reshape(-1, 2)) for text in batch]
@@ -84,7 +84,7 @@ def _with_tokens(encoder: Encoder, draft: PromptDraft) -> PromptDraft:
     return draft.with_prompt(token_ids=token_ids, pictures=placed, replayed=len(draft.spans))
 
 
-def added_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+def added_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Returns the tokens that a tokenizer puts before and after every text, such as BOS."""
     (alone,) = tokenizer.backend_tokenizer.encode_batch([_PROBE], add_special_tokens=False)
     (encoding,) = tokenizer.backend_tokenizer.encode_batch([_PROBE])
@@ -100,7 +100,7 @@ class TextParts:
     rest, unless a token takes adjacent blanks, must be a word, or overlaps the beginning of another.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         separators = [] if tokenizer.split_special_tokens else _separating(tokenizer.added_tokens_decoder.values())
         if separators and not self._holds(tokenizer, separators):
             separators = []
@@ -115,7 +115,7 @@ class TextParts:
         return [text[begin:end] for begin, end in pairwise([*begins, len(text)])]
 
     @staticmethod
-    def _holds(tokenizer: PreTrainedTokenizerFast, separators: list[str]) -> bool:
+    def _holds(tokenizer: Tokenizer, separators: list[str]) -> bool:
         """Returns whether parts give the tokens of the whole in a trial: a tokenizer may have unknown steps."""
         parts = [separator + _PROBE.format(separator, separators[0]) for separator in separators[:8]]
         whole, *alone = encode_texts(tokenizer.backend_tokenizer, ["".join(parts), *parts])
@@ -144,7 +144,7 @@ def _separating(added: Iterable[AddedToken]) -> list[str]:
 class PlainTexts:
     """Encodes texts in which some added tokens must not be found, and all else as the tokenizer does."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = tokenizer.backend_tokenizer
         added = tokenizer.added_tokens_decoder
         self._contents = {index: token.content for index, token in added.items()}
@@ -173,7 +173,7 @@ class PlainTexts:
             last = end
         backend = self.without_tokens(guard)
         [plain] = encode_texts(backend, ["".join([*pieces, text[last:]])])
-        guard_id = backend.token_to_id(guard)
+        [guard_id] = backend.get_added_tokens_decoder()
         parts, first = [], 0
         for at in np.flatnonzero(np.isin(plain.token_ids, [guard_id, *self._control])).tolist():
             index, (begin, end) = int(plain.token_ids[at]), plain.offsets[at].tolist()
@@ -192,16 +192,18 @@ class PlainTexts:
         parts.append(Encoding(plain.token_ids[first:], plain.offsets[first:]))
         return joined((0, part) for part in parts)
 
-    def without_tokens(self, *added: str) -> Tokenizer:
+    def without_tokens(self, *added: str) -> Backend:
         """Returns the tokenizer with these added tokens only."""
-        backend = Tokenizer(self._backend.model)
+        backend = Backend(self._backend.model)
         backend.normalizer, backend.pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
         backend.add_tokens([AddedToken(text, normalized=False) for text in added])
         return backend
 
     def _characters(self, index: int) -> list[int]:
         """Returns the tokens of the characters of a token."""
-        return [token.id for char in self._backend.id_to_token(index) for token in self._backend.model.tokenize(char)]
+        return [
+            token.id for char in self._backend.id_to_token(index) or "" for token in self._backend.model.tokenize(char)
+        ]
 
 
 class Encoder:
@@ -210,7 +212,7 @@ class Encoder:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: Tokenizer,
         *,
         vocab_size: int,
         max_positions: int,
@@ -221,8 +223,6 @@ class Encoder:
         self.processor = processor
         self._vocab_size = vocab_size
         self._max_positions, self._positions_limit = max_positions, positions_limit
-        # Switches off padding and truncation, which the tokenizer's files may ask for.
-        tokenizer("", add_special_tokens=False, verbose=False)
         self._parts = TextParts(tokenizer)
         self.added = added_tokens(tokenizer)
         """Token ids that the tokenizer puts before and after a text."""
@@ -306,7 +306,7 @@ class Encoder:
         """Raises `ContextTooLong` if the beginning of a long text alone has too many tokens."""
         limit = self._max_positions * _PROBED_CHARS_PER_POSITION
         if len(text) > limit:
-            begins = self._tokenizer(text[:limit], add_special_tokens=False, verbose=False)["input_ids"]
+            begins = self._tokenizer.encode(text[:limit], add_special_tokens=False)
             # Twice as many, because the last tokens of a cut text differ from those of the whole text.
             if len(begins) >= 2 * self._max_positions:
                 raise self._too_long(f"more than {len(begins) // 2}", param)

@@ -28,9 +28,8 @@ from diskprefix.tokens import as_token_ids
 from diskprefix.values import Picture, Prompt, SourceText
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from diskprefix.model.load.picture_processor import PictureProcessor
+    from diskprefix.model.load.tokenizer import Tokenizer
 
 _END_TOKENS = 32
 """Enough to see whether the template opened a thought, and whether it closed it."""
@@ -47,7 +46,7 @@ class PromptRenderer:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: Tokenizer,
         *,
         vocab_size: int,
         max_positions: int,
@@ -70,7 +69,8 @@ class PromptRenderer:
         )
         self.known_parts = KnownParts()
         """The encoded texts of earlier prompts."""
-        self.end_ids = frozenset({*end_ids, tokenizer.eos_token_id} - {None})
+        own_end = tokenizer.eos_token_id
+        self.end_ids = frozenset(end_ids) | ({own_end} if own_end is not None else set())
         self.vocab_size = vocab_size
         placeholders = () if processor is None or processor.problem else {*processor.placeholders, processor.mark}
         self._template = ChatTemplate(tokenizer, self.end_ids, placeholders)
@@ -165,7 +165,7 @@ class PromptRenderer:
             self._encoder.check_vocabulary(prompt, param=param)
             token_ids = as_token_ids(prompt)
             ends = prompt if len(prompt) <= 120 else [*prompt[:60], *prompt[-60:]]
-            text = str(self._tokenizer.decode(ends))
+            text = self._tokenizer.decode(ends)
         else:
             text, for_tokens = self._text_of(prompt, special_tokens_in_text)
             token_ids = self._encoder.encode(text, for_tokens, adds_special=True, param=param, known=known).token_ids
@@ -188,18 +188,17 @@ class PromptRenderer:
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of any text, however long."""
-        encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
-        return [int(token_id) for token_id in encoding["input_ids"]]
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def detokenize(self, token_ids: list[int]) -> str:
         """Returns the text of tokens, special ones included. Raises `InvalidRequest` for an unknown token id."""
         self._encoder.check_vocabulary(token_ids, param="tokens")
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        return self._tokenizer.decode(token_ids)
 
     def end_of(self, prompt: Prompt) -> str:
         """Returns the last characters of a prompt, with its special tokens, without images."""
         last = prompt.token_ids[-_END_TOKENS:]
-        return str(self._tokenizer.decode(last[last >= 0].tolist(), skip_special_tokens=False))
+        return self._tokenizer.decode(last[last >= 0])
 
 
 def describe(keeps_source: bool, draft: PromptDraft) -> PromptDraft:

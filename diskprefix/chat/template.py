@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,11 +26,11 @@ from diskprefix.chat.template_input import (
     visit_texts,
 )
 from diskprefix.errors import InvalidRequest
-from diskprefix.model.load.template_sandbox import bound_templates
+from diskprefix.model.load.chat_template import SET_BY_THE_DAEMON, render_template
 from diskprefix.printable import shown
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from diskprefix.model.load.tokenizer import Tokenizer
 
 log = logging.getLogger("diskprefix")
 
@@ -68,10 +67,7 @@ _GROWING = (
 class ChatTemplate:
     """The chat template of one model. Thread-safe. `end_ids` end replies, `placeholders` stand for images."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, end_ids: Collection[int], placeholders: Collection[str] = ()
-    ) -> None:
-        bound_templates()
+    def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int], placeholders: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
@@ -86,7 +82,6 @@ class ChatTemplate:
         self._markers: dict[str, dict[str, int]] = {}
         self._reply_ends: dict[str, frozenset[str]] = {}
         self._rules: dict[tuple[str, bool, bool], TextRules] = {}
-        self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         self._warned_of_tools = False
 
     @property
@@ -100,7 +95,7 @@ class ChatTemplate:
                 "this model has no chat template; use /v1/completions, or start the daemon with --chat-template FILE"
             )
             raise InvalidRequest(problem, param=path, code="no_chat_template")
-        return str(self._tokenizer.get_chat_template(tools=tools))
+        return self._tokenizer.get_chat_template(tools=tools)
 
     def input_of(self, conversation: Conversation, with_pictures: bool) -> TemplateInput:
         """Returns the template's input. Raises `InvalidRequest` for a variable that the daemon sets."""
@@ -109,7 +104,7 @@ class ChatTemplate:
         if tools and "tools" not in template and not self._warned_of_tools:
             self._warned_of_tools = True
             log.warning("a request offers tools, but the model's chat template ignores them; this is logged once")
-        for name in self._reserved & conversation.template_variables.keys():
+        for name in SET_BY_THE_DAEMON & conversation.template_variables.keys():
             raise InvalidRequest.at(f"chat_template_kwargs.{name}", "is set by the daemon and cannot be changed")
         messages = [
             message_for_template(message, "developer" in template, with_pictures) for message in conversation.messages
@@ -133,15 +128,13 @@ class ChatTemplate:
     def _written(self, template_input: TemplateInput, ending: Ending) -> str:
         stand_ins = template_input.stand_ins
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    template_input.messages,
-                    tools=template_input.tools,
-                    tokenize=False,
-                    add_generation_prompt=ending == "reply",
-                    continue_final_message=ending == "continue",
-                    **template_input.variables,
-                )
+            return render_template(
+                self.source_for(template_input.tools),
+                template_input.messages,
+                tools=template_input.tools,
+                add_generation_prompt=ending == "reply",
+                continue_final_message=ending == "continue",
+                variables={**self._tokenizer.special_tokens_map, **template_input.variables},
             )
         except _TEMPLATE_FAULTS as error:
             message = str(error) if stand_ins is None else stand_ins.text(str(error))
@@ -241,7 +234,7 @@ class ChatTemplate:
         return write
 
     def _first_token(self, text: str) -> int | None:
-        return next(iter(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), None)
+        return next(iter(self._tokenizer.encode(text, add_special_tokens=False)), None)
 
 
 def place(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:

@@ -16,10 +16,10 @@ from diskprefix.grid.grid_runtime import GridRuntime
 from diskprefix.grid.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence, Prefix
 from diskprefix.memo import Memo
 from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.model.runtime import Rows
+from diskprefix.model.self_check import sequence_with_room
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,24 +114,11 @@ def _run(
     step, [logits, vocab]. After `restored_at` tokens it goes on in other memory, after another sequence: nothing but
     that memory may decide what comes then."""
     pool, runtime = PagePool(layout, block_size=_BLOCK_SIZE), GridRuntime(model, layout)
-    sequence, logits = _sequence(pool, token_ids.shape[1]), []
+    sequence, logits = sequence_with_room(pool, token_ids.shape[1]), []
     for part in torch.split(token_ids[0].cpu(), list(steps)):
         logits += runtime.run([Rows(sequence, part.numpy(), num_logits)]).logits
         if sequence.num_tokens == restored_at:
             other = made_up_tokens(model, 2, _STEP + 1)[0].cpu().numpy()
-            runtime.run([Rows(_sequence(pool, _STEP + 1), other)])
-            sequence = _sequence(pool, token_ids.shape[1], sequence.prefix())
+            runtime.run([Rows(sequence_with_room(pool, _STEP + 1), other)])
+            sequence = sequence_with_room(pool, token_ids.shape[1], sequence.prefix())
     return sequence.content(), torch.from_numpy(np.concatenate(logits))
-
-
-def _sequence(pool: PagePool, num_tokens: int, prefix: Prefix | None = None) -> KVSequence:
-    """Returns a sequence with room for so many tokens, full of NaN behind the prefix: a model that reads behind the
-    last token is then not exact."""
-    sequence = KVSequence(pool)
-    has_memory = (prefix is None or sequence.begin_with(prefix)) and sequence.make_room(num_tokens)
-    assert has_memory, "the pool has no limit"
-    for table in sequence.tables:
-        for number, page in enumerate(table.pages):
-            if page is not None:
-                page.tensor[:, :, max(0, sequence.num_tokens - number * pool.block_size) :] = torch.nan
-    return sequence

@@ -32,6 +32,7 @@ _CUT = (5, 1, 20, 3, 11)
 """The steps of a run that is compared with a run in one step. After the first two it goes on from a copy."""
 _STEPS = tuple(pairwise((0, *accumulate(_CUT))))
 _NUM_GUESSES = 2
+_ROOM = sum(_CUT) + _NUM_GUESSES
 _PAGE_TOKENS = 256
 
 TokenIds64 = npt.NDArray[np.int64]
@@ -76,7 +77,7 @@ def _check(runtime: Runtime) -> None:
     """Raises `NotExact` for other bits."""
     pool = PagePool(runtime.layout, block_size=_PAGE_TOKENS)
     token_ids = _made_up(runtime, 4, sum(_CUT))
-    whole = _sequence(pool)
+    whole = sequence_with_room(pool, _ROOM)
     (logits,) = runtime.run([Rows(whole, token_ids, len(token_ids))]).logits
     if not np.isfinite(logits).all():
         raise NotExact("its logits are not finite")
@@ -93,18 +94,18 @@ def _check(runtime: Runtime) -> None:
 def _in_cuts(runtime: Runtime, pool: PagePool, token_ids: TokenIds64) -> tuple[KVSequence, Logits]:
     """Returns a sequence that was computed in several steps, the later ones in other memory and after another sequence,
     and the logits at their ends: nothing but that memory may decide what comes then."""
-    sequence, logits = _sequence(pool), list[Logits]()
+    sequence, logits = sequence_with_room(pool, _ROOM), list[Logits]()
     for number, (start, stop) in enumerate(_STEPS):
         if number == 2:
-            runtime.run([Rows(_sequence(pool), _made_up(runtime, 2, 5))])
-            sequence = _sequence(pool, sequence.prefix())
+            runtime.run([Rows(sequence_with_room(pool, _ROOM), _made_up(runtime, 2, 5))])
+            sequence = sequence_with_room(pool, _ROOM, sequence.prefix())
         logits += runtime.run([Rows(sequence, token_ids[start:stop])]).logits
     return sequence, np.concatenate(logits)
 
 
 def _packed(runtime: Runtime, pool: PagePool, token_ids: TokenIds64) -> tuple[KVSequence, Logits]:
     """Returns a sequence that was computed beside another, with guesses that were taken back, and its last logits."""
-    sequence, other, logits = _sequence(pool), _sequence(pool), np.empty(0, np.float32)
+    sequence, other, logits = sequence_with_room(pool, _ROOM), sequence_with_room(pool, _ROOM), np.empty(0, np.float32)
     wrong, beside = _made_up(runtime, 3, _NUM_GUESSES), _made_up(runtime, 1, 3)
     for start, stop in _STEPS:
         guessed = Rows(sequence, np.concatenate([token_ids[start:stop], wrong]), 1 + _NUM_GUESSES)
@@ -117,11 +118,11 @@ def _made_up(runtime: Runtime, seed: int, num_tokens: int) -> TokenIds64:
     return np.random.default_rng(seed).integers(0, runtime.vocab_size, num_tokens)
 
 
-def _sequence(pool: PagePool, prefix: Prefix | None = None) -> KVSequence:
-    """Returns a sequence with room for the tokens, full of NaN behind the prefix: a plan that reads behind the last
-    token is then not exact."""
+def sequence_with_room(pool: PagePool, num_tokens: int, prefix: Prefix | None = None) -> KVSequence:
+    """Returns a sequence with room for so many tokens, full of NaN behind the prefix: what reads behind the last token
+    is then not exact."""
     sequence = KVSequence(pool)
-    has_memory = (prefix is None or sequence.begin_with(prefix)) and sequence.make_room(sum(_CUT) + _NUM_GUESSES)
+    has_memory = (prefix is None or sequence.begin_with(prefix)) and sequence.make_room(num_tokens)
     assert has_memory, "the pool has no limit"
     for table in sequence.tables:
         for number, page in enumerate(table.pages):

@@ -9,15 +9,14 @@ from typing import Any
 from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
+from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.values import Prompt
 from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
 
 
 def tokenizer_with(folder: Path, template: str | None = CHAT_TEMPLATE) -> Any:
-    from transformers import AutoTokenizer
-
     write_tokenizer(folder, chat_template=template)
-    return AutoTokenizer.from_pretrained(folder)
+    return read_tokenizer(folder, None)
 
 
 def renderer_of(tokenizer: Any, *, max_positions: int = POSITIONS, **options: Any) -> PromptRenderer:
@@ -44,11 +43,11 @@ def some_text(chosen: random.Random, added: list[str]) -> str:
 
 
 def assert_whole(tokenizer: Any, text: str, encoder: Encoder | None = None) -> None:
-    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    (whole,) = tokenizer.backend_tokenizer.encode_batch([text], add_special_tokens=False)
     found = (encoder or encoder_of(tokenizer)).encode(text, param="prompt")
-    assert found.token_ids.tolist() == whole["input_ids"], text
-    assert found.offsets.tolist() == [list(span) for span in whole["offset_mapping"]], text
-    with_added = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    assert found.token_ids.tolist() == whole.ids, text
+    assert found.offsets.tolist() == [list(span) for span in whole.offsets], text
+    (with_added,) = tokenizer.backend_tokenizer.encode_batch([text])
     found = (encoder or encoder_of(tokenizer)).encode(text, adds_special=True, param="prompt")
-    assert found.token_ids.tolist() == with_added["input_ids"], text
-    assert found.offsets.tolist() == [list(span) for span in with_added["offset_mapping"]], text
+    assert found.token_ids.tolist() == with_added.ids, text
+    assert found.offsets.tolist() == [list(span) for span in with_added.offsets], text

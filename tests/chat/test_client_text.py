@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.control_tokens import IN_SYSTEM_MESSAGES
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
+from diskprefix.model.load.tokenizer import Tokenizer as FolderTokenizer
 from diskprefix.server.body import parse_json
 from diskprefix.values import Prompt
 from tests.chat.families.conversations import SYSTEM, WEATHER_FUNCTION, Message, body_of, call, result, user
@@ -284,7 +284,9 @@ def sentencepiece(prepend_scheme: str) -> Any:
     backend = Tokenizer(models.Unigram(pieces, unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
     backend.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    backend.add_tokens([AddedToken(text, special=True) for text in special.values()])
+    tokenizer = FolderTokenizer(backend, special)
     tokenizer.backend_tokenizer.add_tokens(
         [AddedToken("<tag>", normalized=False), AddedToken("\n\n", normalized=False)]
     )
@@ -297,7 +299,7 @@ def test_a_vocabulary_that_has_the_token_as_a_piece_spells_it(prepend_scheme: st
     tokenizer = sentencepiece(prepend_scheme)
     prompt = rendered(renderer_with(tokenizer), body("a <s> b</s>\n\n<tag>a<unk>"))
     assert added_in(tokenizer, prompt) == {"<s>": 1, "</s>": 1, "\n\n": 1}
-    pieces = tokenizer.convert_ids_to_tokens(prompt.token_ids.tolist())
+    pieces = [tokenizer.backend_tokenizer.id_to_token(index) for index in prompt.token_ids.tolist()]
     said = "".join(pieces).replace("▁", " ")
     assert said.replace(" ", "") == "<s>a<s>b</s>\n\n<tag>a<unk></s>"
 

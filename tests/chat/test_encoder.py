@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
 from diskprefix.chat import encoder as encoder_module
 from diskprefix.chat.encoder import Encoder, TextParts
 from diskprefix.chat.known_parts import Encoding, KnownParts, OwnedParts
 from diskprefix.errors import ContextTooLong, InvalidRequest
+from diskprefix.model.load.tokenizer import Tokenizer as FolderTokenizer
 from tests.chat.rendering import assert_whole, encoder_of
 
 
@@ -29,7 +29,8 @@ def made_up(*added: AddedToken, **options: Any) -> Any:
     if "normalizer" in options:
         backend.normalizer = options["normalizer"]
     backend.add_tokens(list(added))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
+    backend.add_tokens([AddedToken("?", special=True)])
+    return FolderTokenizer(backend, {"unk_token": "?"})
 
 
 def token(text: str, **options: Any) -> AddedToken:
@@ -82,7 +83,7 @@ def test_a_part_of_a_text_is_not_its_beginning() -> None:
 
 def test_what_a_tokenizer_adds_stands_around_the_parts() -> None:
     tokenizer = made_up(token("<:>"), token("<a>"), token("<b>"))
-    ids = [(text, tokenizer.convert_tokens_to_ids(text)) for text in ("<a>", "<b>")]
+    ids = [(text, tokenizer.backend_tokenizer.token_to_id(text)) for text in ("<a>", "<b>")]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<a> $A <b> <a>", special_tokens=ids)
     for text in ("", "a", "<a>abc<b>", "abcd" * 10 + "<:>abc"):
         if text:
@@ -93,7 +94,7 @@ def test_what_a_tokenizer_adds_stands_around_the_parts() -> None:
 
 def test_a_tokenizer_that_is_told_to_cut_special_tokens_has_no_parts() -> None:
     tokenizer = made_up(token("<:>"))
-    tokenizer.split_special_tokens = True
+    tokenizer.backend_tokenizer.encode_special_tokens = True
     assert TextParts(tokenizer).of("abc abc abc abc <:> abc" * 5) == ["abc abc abc abc <:> abc" * 5]
 
 
@@ -106,9 +107,10 @@ def test_a_tokenizer_whose_parts_turn_out_different_has_none(monkeypatch: pytest
 
 
 def test_a_text_is_not_cut_off_or_padded_as_the_tokenizers_file_says() -> None:
-    tokenizer = made_up(token("<:>"))
-    tokenizer.backend_tokenizer.enable_truncation(5)
-    tokenizer.backend_tokenizer.enable_padding(length=200)
+    backend = made_up(token("<:>")).backend_tokenizer
+    backend.enable_truncation(5)
+    backend.enable_padding(length=200)
+    tokenizer = FolderTokenizer(backend, {})
     assert len(encoder_of(tokenizer).encode("abcd" * 10 + "<:>abc", param="prompt").token_ids) == 44
 
 

@@ -130,7 +130,7 @@ OWN_WORDS = {
 def test_a_call_in_the_words_of_a_family_stands_in_the_next_prompt(name: str, text: str) -> None:
     family = named(name)
     tokenizer, turns = tokenizer_of(family), Turns()
-    end_ids = [tokenizer.convert_tokens_to_ids("<|call|>")] if name == "gpt-oss" else []
+    end_ids = [tokenizer.backend_tokenizer.token_to_id("<|call|>")] if name == "gpt-oss" else []
     renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=POSITIONS, end_ids=end_ids)
     renderer.warm_up()
     conversation = conversation_of(family, SYSTEM, QUESTION)
@@ -230,7 +230,7 @@ def text_of(family: Family, prompt: Prompt) -> str:
 def test_a_reply_may_contain_the_text_of_a_marker(text: str) -> None:
     model = model_of(QWEN2, tagged=False)
     model.asked(conversation_of(QWEN2, QUESTION))
-    tokens = [token for char in text for token in tokenizer_of(QWEN2)(char)["input_ids"]]
+    tokens = [token for char in text for token in tokenizer_of(QWEN2).encode(char)]
     turn = model.reply(text)
     state = model.state
     assert state[-len(tokens) :] == tokens
@@ -259,9 +259,9 @@ def test_boundaries_and_marks_stand_where_they_stand_without_replay() -> None:
 
 def test_a_marker_that_was_sampled_is_no_boundary() -> None:
     tokenizer, renderer, turns = tokenizer_of(QWEN2), renderer_of(QWEN2, tagged=False), Turns()
-    marker = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    marker = tokenizer.backend_tokenizer.token_to_id("<|im_start|>")
     asked = renderer.replay(conversation_of(QWEN2, QUESTION), turns)
-    sampled = [*tokenizer("It")["input_ids"], marker, *tokenizer(" rains")["input_ids"]]
+    sampled = [*tokenizer.encode("It"), marker, *tokenizer.encode(" rains")]
     # The engine shows no text for it.
     turn = remember(renderer, asked, turns, "It rains", sampled)
     replayed = renderer.replay(conversation_of(QWEN2, QUESTION, as_openai(turn), user("Go on.")), turns).prompt
@@ -275,7 +275,7 @@ def test_equal_conversations_are_told_apart_by_the_ids_of_their_calls() -> None:
     for call_id, thought in [("one", "First."), ("two", "Second.")]:
         asked = renderer.replay(conversation_of(QWEN3, SYSTEM, QUESTION), turns)
         text = f"<think>\n{thought}\n</think>\n\n{CALL}"
-        sampled = tokenizer_of(QWEN3)(text)["input_ids"]
+        sampled = tokenizer_of(QWEN3).encode(text)
         turn = remember(renderer, asked, turns, text, sampled, [call_id])
         states[call_id] = turn, [*asked.prompt.token_ids.tolist(), *sampled]
     for call_id, (turn, state) in states.items():

@@ -20,6 +20,7 @@ from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.extras.compression.compression import fit
 from diskprefix.json_values import MAX_PARTS
+from diskprefix.model.load.chat_template import render_template
 from diskprefix.server.body import parse_json
 from diskprefix.tokens import common_prefix_length
 from diskprefix.values import Prompt
@@ -114,7 +115,7 @@ def test_a_reply_that_was_begun_is_the_end_of_the_prompt(renderer: PromptRendere
     assert text_of(tokenizer, prompt).endswith(f"<|im_start|>assistant\n{text}")
     begun = text_of(tokenizer, rendered(renderer, conversation_of(("user", "hello"))))
     assert text_of(tokenizer, prompt) == begun + text
-    assert max(prompt.boundaries) == len(tokenizer(begun.removesuffix("<|im_start|>assistant\n"))["input_ids"]) + 1
+    assert max(prompt.boundaries) == len(tokenizer.encode(begun.removesuffix("<|im_start|>assistant\n"))) + 1
 
 
 def test_the_prompt_may_end_without_the_start_of_a_reply(renderer: PromptRenderer, tokenizer: Any) -> None:
@@ -207,9 +208,9 @@ def test_a_text_of_megabytes_is_refused_without_encoding_all_of_it(tokenizer: An
         def __getattr__(self, name: str) -> Any:
             return getattr(tokenizer, name)
 
-        def __call__(self, texts: str | list[str], **options: Any) -> Any:
-            encoded_chars.append(len("".join(texts)))
-            return tokenizer(texts, **options)
+        def encode(self, text: str, **options: Any) -> Any:
+            encoded_chars.append(len(text))
+            return tokenizer.encode(text, **options)
 
     longest = max(map(len, tokenizer.get_vocab()))
     for compress in (None, partial(fit, 32)):
@@ -229,8 +230,8 @@ def test_a_long_text_of_few_tokens_is_not_refused(tokenizer: Any) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(tokenizer, name)
 
-        def __call__(self, text: str, **_: Any) -> Any:
-            return {"input_ids": [5] * (len(text) // 100)}
+        def encode(self, text: str, **_: Any) -> Any:
+            return [5] * (len(text) // 100)
 
         def get_vocab(self) -> dict[str, int]:
             return {"x" * 100: 5}
@@ -263,7 +264,7 @@ def tokenizer_with_bos(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_auto_keeps_plain_text_of_a_tokenizer_that_adds_a_bos(tokenizer_with_bos: Any, as_ids: bool) -> None:
     renderer = renderer_of(tokenizer_with_bos)
     texts = ["Name three rivers and tell me where each begins. " * 9 + end for end in ("The Rhine", "A lake")]
-    prompts: Any = [tokenizer_with_bos(text)["input_ids"] for text in texts] if as_ids else texts
+    prompts: Any = [tokenizer_with_bos.encode(text) for text in texts] if as_ids else texts
     first, second = (renderer.completion(prompt) for prompt in prompts)
     assert first.token_ids[0] == second.token_ids[0] == 1
     assert second.boundaries == ()
@@ -303,21 +304,15 @@ def test_a_preview_holds_nothing_that_a_terminal_acts_on(renderer: PromptRendere
         assert prompt.text.startswith("hi ]0;pwned[2J31m there 🦀")
 
 
-def test_the_templates_markers_are_found_out_once(tokenizer: Any) -> None:
+def test_the_templates_markers_are_found_out_once(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     applied = []
 
-    class Counting:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(tokenizer, name)
+    def counting(template: str, messages: Any, **options: Any) -> str:
+        applied.append(messages)
+        return render_template(template, messages, **options)
 
-        def __call__(self, text: str, **options: Any) -> Any:
-            return tokenizer(text, **options)
-
-        def apply_chat_template(self, messages: Any, **options: Any) -> Any:
-            applied.append(messages)
-            return tokenizer.apply_chat_template(messages, **options)
-
-    renderer = renderer_of(Counting())
+    monkeypatch.setattr("diskprefix.chat.template.render_template", counting)
+    renderer = renderer_of(tokenizer)
     renderer.warm_up()
     tried = len(applied)
     assert tried > 2

@@ -82,7 +82,7 @@ class Model:
         return remember(self._renderer, self._replayed, self.turns, text, sampled, call_ids)
 
     def tokens(self, text: str) -> list[int]:
-        return [token for char in text for token in self._tokenizer(char, add_special_tokens=False)["input_ids"]]
+        return [token for char in text for token in self._tokenizer.encode(char, add_special_tokens=False)]
 
     def restored(self, prompt: Prompt) -> int:
         """Returns how many tokens of the last state `prompt` begins with, less than all of it."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from diskprefix.errors import LoadInterrupted, StoreCorrupt
 from diskprefix.extras import daemon_call
@@ -34,6 +33,7 @@ from diskprefix.extras.setup.doctor_model import model_findings
 from diskprefix.model.load import fit, memory
 from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted, needs_of_gguf
 from diskprefix.model.load.named_model import path_of
+from diskprefix.model.load.tokenizer import Tokenizer
 from diskprefix.native import library
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run
@@ -405,8 +405,8 @@ def test_the_boundaries_of_a_template_are_told(folder: Path, text: str | None, l
 
 def test_a_tokenizer_that_changes_texts_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels(found_in(folder))["tokenizer"] == "ok"
-    decode = PreTrainedTokenizerFast.decode
-    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda *args, **how: decode(*args, **how).lower())
+    decode = Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", lambda *args, **how: decode(*args, **how).lower())
     assert levels(found_in(folder))["tokenizer"] == "note"
 
 

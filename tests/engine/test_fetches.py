@@ -156,6 +156,8 @@ def test_a_disk_that_does_not_answer_stops_no_request(
         gate.opened.set()
         wait_for(lambda: engine.cache.health[0] == "ok")
         require_nothing_left(engine)
+        # What waits to be written would be read from memory.
+        assert engine.cache.writer.flush(30)
         engine.pages.forget_idle()
         again = Client(inbox, request(STORED[1]))
         wait_for(lambda: is_done(again))

@@ -40,7 +40,7 @@ def load_pictured(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
         pictures = [reader.read_image(content, detail="auto", param="") for content in FILES]
     parts = []
     for picture in pictures:
-        part = as_token_ids(loaded.tokenizer(picture.text, add_special_tokens=False)["input_ids"])
+        part = as_token_ids(loaded.tokenizer.encode(picture.text, add_special_tokens=False))
         part[part == config.image_token_id] = picture_ids(picture.name, picture.num_tokens)
         parts.append(part)
 

@@ -25,7 +25,7 @@ from diskprefix.native import calls, library
 from diskprefix.native.build import LIBRARY
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
-from tests.native.variants import of_this_cpu
+from tests.native.variants import of_this_cpu, print_kept
 
 KEPT = ("avx512_bf16", "avx512", "avx2", "baseline") if platform.machine() == "x86_64" else ()
 GOLDEN = {
@@ -130,16 +130,5 @@ def test_bits_are_measured_once_for_a_library_and_our_code(
     assert len(measured) == 3
 
 
-def main() -> None:
-    columns = []
-    for variant in KEPT:
-        library.choose(variant)
-        operators = library.operators()
-        assert operators is not None
-        columns.append(measured_bits(operators))
-    for name in columns[0]:
-        print(f'    "{name}": "{" ".join(column[name] for column in columns)}",')
-
-
 if __name__ == "__main__":
-    main()
+    print_kept(measured_bits, KEPT)

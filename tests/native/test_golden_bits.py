@@ -19,7 +19,6 @@ import torch
 
 from diskprefix.model.quants.forms import matrix_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.native import library
 from diskprefix.native.attention_operator import attention
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
@@ -35,7 +34,7 @@ from tests.native.one_operation import (
     state_space,
 )
 from tests.native.pages import Pages
-from tests.native.variants import of_this_cpu
+from tests.native.variants import of_this_cpu, print_kept
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS, WIDTH, INNER, HEADS, DIM = 21, 64, 96, 4, 32
@@ -180,16 +179,5 @@ def test_each_operator_computes_the_bits_that_are_kept(operators: Operators) -> 
     assert bits(operators) == kept
 
 
-def main() -> None:
-    columns = []
-    for variant in KEPT:
-        library.choose(variant)
-        operators = library.operators()
-        assert operators is not None
-        columns.append(bits(operators))
-    for name in columns[0]:
-        print(f'    "{name}": "{" ".join(column[name] for column in columns)}",')
-
-
 if __name__ == "__main__":
-    main()
+    print_kept(bits, KEPT)

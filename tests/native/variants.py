@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 
 from diskprefix.native import build, library
+from diskprefix.native.library import Operators
 
 VARIANTS = library.VARIANTS
 WITH_PAIRS = ("amx", "avx512_bf16")
@@ -22,6 +23,18 @@ def of_this_cpu(among: Sequence[str] = VARIANTS) -> list[Any]:
     none."""
     found = [name for name in _of_this_cpu() if name in among]
     return found or [pytest.param("", marks=pytest.mark.skip(reason="no operators of this CPU"))]
+
+
+def print_kept(measure: Callable[[Operators], Mapping[str, str]], variants: Sequence[str]) -> None:
+    """Prints the lines of a table of bits that are kept, with a column for each variant."""
+    columns = []
+    for variant in variants:
+        library.choose(variant)
+        operators = library.operators()
+        assert operators is not None
+        columns.append(measure(operators))
+    for name in columns[0]:
+        print(f'    "{name}": "{" ".join(column[name] for column in columns)}",')
 
 
 @cache

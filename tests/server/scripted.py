@@ -36,6 +36,7 @@ from diskprefix.engine.request import (
     Usage,
 )
 from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted
+from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.http_app import create_app
 from diskprefix.server.keys import OwnerToken
@@ -168,11 +169,9 @@ class ScriptedEngine:
         return text
 
     def load(self, settings: Settings, progress: Callable[[str], None]) -> Engine:
-        from transformers import AutoTokenizer
-
         progress("reading the tokenizer")
         self.origin = Path(settings.model or "")
-        self.tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        self.tokenizer = read_tokenizer(self.origin, None)
         self.constraints = ConstraintCompiler(self.tokenizer, {self.tokenizer.eos_token_id}, VOCAB_SIZE)
         return cast("Engine", self)
 

@@ -26,6 +26,7 @@ from diskprefix.engine import inbox
 from diskprefix.engine.sampler import Sampler
 from diskprefix.extras.pictures import picture_reader
 from diskprefix.extras.pictures.picture_reader import PictureReader
+from diskprefix.model.load.chat_template import render_template
 from tests.server.daemon_process import reply_to
 from tests.server.picture_models import (
     VISION_MODELS,
@@ -108,7 +109,7 @@ def generated(server: AppServer, conversation: list[dict[str, Any]]) -> tuple[li
     """Returns the tokens of the model's own processor and `generate`, and the length of the prompt."""
     engine = server.engine
     processor = engine.processor._processor
-    text = engine.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    text = render_template(engine.tokenizer.get_chat_template(), conversation, add_generation_prompt=True)
     images = [part["image"] for message in conversation for part in message["content"] if "image" in part]
     inputs = processor(text=text, images=[images] if images else None, return_tensors="pt")
     bad = [[token] for token in SPECIAL]

@@ -45,7 +45,7 @@ def measured(model: str, weights: str, texts: Sequence[str], tokens: int) -> tup
     losses: list[torch.Tensor] = []
     likely: list[int] = []
     for text in texts:
-        ids = torch.tensor(loaded.tokenizer(text)["input_ids"][:tokens])
+        ids = torch.tensor(loaded.tokenizer.encode(text)[:tokens])
         logits = logits_of(loaded.weights, loaded.config, ids.numpy())
         losses.append(torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none"))
         likely += logits.argmax(-1).tolist()

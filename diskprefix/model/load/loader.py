@@ -29,7 +29,8 @@ from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.memory import available_bytes, available_ram_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, own_path, plain_name, require_named
 from diskprefix.model.load.picture_processor import PictureProcessor
-from diskprefix.model.load.tokenizer import read_tokenizer, read_tokenizer_ahead
+from diskprefix.model.load.read_tokenizer import read_tokenizer, read_tokenizer_ahead
+from diskprefix.model.load.tokenizer import Tokenizer
 from diskprefix.native.library import choose, operators
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
@@ -37,7 +38,7 @@ from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
     import torch
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
     from diskprefix.model.load.gguf import GgufModel
     from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
@@ -69,7 +70,7 @@ class LoadedModel:
     reason: str
     encoder: PreTrainedModel | None
     stops: list[int]
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: Tokenizer
     processor: PictureProcessor | None
     name: str
     origin: Path
@@ -394,7 +395,7 @@ def import_model(settings: Settings) -> None:
         get_checkpoint_conversion_mapping(source.config.model_type)
 
 
-def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> PreTrainedTokenizerFast:
+def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> Tokenizer:
     """Returns the tokenizer of a model, without its weights. `model` and the errors are those of `load_model`."""
     template = read_template(chat_template)
     path, _ = _find(model, progress, with_weights=False)
@@ -465,7 +466,7 @@ def _pick_dtype(name: str, config: PreTrainedConfig | None) -> torch.dtype:
     return own if isinstance(own, torch.dtype) else torch.float32
 
 
-def _load_processor(source: _ModelSource, tokenizer: PreTrainedTokenizerFast) -> PictureProcessor | None:
+def _load_processor(source: _ModelSource, tokenizer: Tokenizer) -> PictureProcessor | None:
     kind, pictures = source.kind, None if source.gguf is None else source.gguf.pictures
     problem = "it generates in a way of its own, which diskprefix does not follow" if kind.has_own_generate else None
     make = None

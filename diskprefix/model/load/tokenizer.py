@@ -1,84 +1,125 @@
-"""The tokenizer of a model folder or a `.gguf` file, with its chat template."""
+"""A tokenizer with its chat template."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Hashable
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from diskprefix.errors import ModelError, SettingsError
-from diskprefix.model.load.chat_template import fault_of_template
-from diskprefix.model.load.gguf_file import file_stamp, part_paths, read_tensors
-from diskprefix.printable import first_line
+import numpy as np
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from numpy.typing import NDArray
 
-_ahead: dict[Hashable, PreTrainedTokenizerFast] = {}
-"""Tokenizers that a spare process read before its turn, by template and files."""
-
-
-def read_tokenizer(model: Path, template: str | None) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of a folder or a `.gguf` file: the one that was read ahead, unless a file was written
-    since. `template` replaces its chat template. Raises `ModelError`, and `SettingsError` for a bad template."""
-    tokenizer = None
-    with suppress(OSError):
-        tokenizer = _ahead.pop(_stamps(model, template), None)
-    return _read(model, template) if tokenizer is None else tokenizer
+_CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
-def read_tokenizer_ahead(model: Path, template: str | None) -> None:
-    """Reads a tokenizer for the next `read_tokenizer`. Raises the same errors, and `OSError`."""
-    # First: a file may be written while it is read.
-    key = _stamps(model, template)
-    _ahead[key] = _read(model, template)
+class Tokenizer:
+    """A tokenizer of the library `tokenizers`, the names of its special tokens, and its chat templates.
+
+    The names of attributes and methods are transformers'. `special_tokens_map` has the named special tokens, which
+    templates see; `extra_special_tokens` have no names. With `cleans_up`, decoded text has no blanks before signs.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        special_tokens_map: Mapping[str, str],
+        *,
+        extra_special_tokens: Sequence[str] = (),
+        chat_template: str | dict[str, str] | None = None,
+        name_or_path: str = "",
+        cleans_up: bool = False,
+    ) -> None:
+        # A file may ask for them.
+        backend.no_padding()
+        backend.no_truncation()
+        self.backend_tokenizer = backend
+        self.special_tokens_map = dict(special_tokens_map)
+        self.extra_special_tokens = list(extra_special_tokens)
+        self.chat_template = chat_template
+        self.name_or_path = name_or_path
+        self._cleans_up = cleans_up
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size()
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens_map.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens_map.get("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id_of("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id_of("eos_token")
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens_map.get(name)
+        return None if token is None else self.backend_tokenizer.token_to_id(token)
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        return list(dict.fromkeys([*self.special_tokens_map.values(), *self.extra_special_tokens]))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        ids = map(self.backend_tokenizer.token_to_id, self.all_special_tokens)
+        return [index for index in ids if index is not None]
+
+    @property
+    def split_special_tokens(self) -> bool:
+        """True if special tokens in a text are text."""
+        return self.backend_tokenizer.encode_special_tokens
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        """The tokens that are found in a text before it is cut."""
+        return self.backend_tokenizer.get_added_tokens_decoder()
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {token.content: index for index, token in sorted(self.added_tokens_decoder.items())}
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend_tokenizer.get_vocab()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        # Other threads run meanwhile, unlike in the method for one text.
+        (found,) = self.backend_tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return found.ids
+
+    def decode(self, token_ids: Sequence[int] | NDArray[Any], *, skip_special_tokens: bool = False) -> str:
+        ids = np.asarray(token_ids, np.int64).tolist()
+        text = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        for spaced in _CLEANED if self._cleans_up else ():
+            text = text.replace(spaced, spaced.strip())
+        return text
+
+    def get_chat_template(self, tools: object = None) -> str:
+        """Returns the template for conversations with or without `tools`. Raises `ValueError` if there is none."""
+        if not isinstance(found := self.chat_template, dict):
+            found = {} if found is None else {"default": found}
+        name = "tool_use" if tools is not None and "tool_use" in found else "default"
+        if name not in found:
+            raise ValueError(f"there is no chat template with the name default, but {sorted(found)}")
+        return found[name]
+
+    def add_ends(self, *, bos: bool, eos: bool) -> None:
+        """Has each text begin and end with these tokens, if there are any."""
+        set_ends(self.backend_tokenizer, self.bos_token if bos else None, self.eos_token if eos else None)
 
 
-def _stamps(model: Path, template: str | None) -> Hashable:
-    paths = [model] if model.is_file() else [Path(entry.path) for entry in os.scandir(model)]
-    return template, tuple(sorted((str(path), *file_stamp(path)) for path in paths))
-
-
-def _read(model: Path, template: str | None) -> PreTrainedTokenizerFast:
-    if model.is_file():
-        from diskprefix.model.gguf.file_tokenizer import make_tokenizer
-
-        try:
-            tokenizer = make_tokenizer(read_tensors(part_paths(model))[0])
-        except OSError as error:
-            raise ModelError(f"cannot read {model}: {first_line(error)}") from error
-    else:
-        tokenizer = _of_folder(model)
-    if template is not None:
-        tokenizer.chat_template = template
-        if fault := fault_of_template(template):
-            raise SettingsError(f"--chat-template: {fault}")
-    elif not tokenizer.chat_template and model.is_dir():
-        tokenizer.chat_template = _processors_template(model)
-    return tokenizer
-
-
-def _of_folder(folder: Path) -> PreTrainedTokenizerFast:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        reason = first_line(error) if (folder / "tokenizer.json").is_file() else "there is no tokenizer.json"
-        raise ModelError(f"cannot read the tokenizer of {folder}: {reason}") from error
-    if not tokenizer.is_fast:
-        raise ModelError(f"{folder} has no fast tokenizer (tokenizer.json), which diskprefix needs")
-    return tokenizer
-
-
-def _processors_template(folder: Path) -> str | None:
-    """Returns the chat template of an older multimodal model, from a file that only processors read."""
-    try:
-        content = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    template = content.get("chat_template") if isinstance(content, dict) else None
-    return template if isinstance(template, str) else None
+def set_ends(backend: Backend, bos: str | None, eos: str | None) -> None:
+    """Has each text begin with `bos` and end with `eos`."""
+    begin, end = ("" if token is None else f"{token}:0" for token in (bos, eos))
+    ends = [(token, backend.token_to_id(token)) for token in (bos, eos) if token is not None]
+    single = " ".join(filter(None, (begin, "$A:0", end)))
+    backend.post_processor = TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=ends)

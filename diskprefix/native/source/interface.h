@@ -234,7 +234,7 @@ enum Function : int64_t { IDENTITY = 0, SILU = 1, GELU = 2, GELU_TANH = 3, RELU 
   SOFTPLUS = 8, LIMITED_SILU = 9, LIMITED_AND_ONE = 10 };
 
 // Rows [num_rows, width] of `factor` × function(gate / factor) × up, without `up` of the function alone. bfloat16 has
-// `curve`, a table as in `Gated`. `gate` and `up` have strides from row to row; a number of gate counts for `each` of up.
+// `curve`, a table as in `Experts`. `gate` and `up` have strides from row to row; a number of gate counts for `each` of up.
 struct Gate {
   int64_t dtype, num_rows, width, each, gate_stride, up_stride, function;
   double factor;

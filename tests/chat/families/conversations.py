@@ -69,7 +69,7 @@ def text_of(family: Family, prompt: Prompt, end: int | None = None) -> str:
 
 def token_at(family: Family, prompt: Prompt, position: int) -> str:
     """The token that a cut at `position` follows."""
-    return str(tokenizer_of(family).convert_ids_to_tokens(int(prompt.token_ids[position - 1])))
+    return str(tokenizer_of(family).backend_tokenizer.id_to_token(int(prompt.token_ids[position - 1])))
 
 
 # What clients do to a conversation.

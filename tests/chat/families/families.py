@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from diskprefix.chat.renderer import PromptRenderer
+from diskprefix.model.load.tokenizer import Tokenizer
 from tests.chat.families.sources import SourcesMissing, sources
 
 POSITIONS = 32_768
@@ -119,20 +121,19 @@ def folder() -> Path:
 
 @cache
 def tokenizer_of(family: Family) -> Any:
-    """As transformers loads it for the daemon."""
-    from transformers import PreTrainedTokenizerFast
-
-    # The file, not an object: that would be copied, which takes longer than reading.
-    file = str(folder() / f"{family.vocabulary}.json")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, bos_token=family.bos, eos_token=family.eos)
+    """As the daemon makes it."""
+    backend = Backend.from_file(str(folder() / f"{family.vocabulary}.json"))
+    named = {"bos_token": family.bos, "eos_token": family.eos}
+    tokenizer = Tokenizer(backend, {name: text for name, text in named.items() if text is not None})
+    backend.add_tokens([AddedToken(text, special=True) for text in tokenizer.special_tokens_map.values()])
     added = [AddedToken(text, special=True, normalized=False) for text in family.special]
     added += [AddedToken(text, special=False, normalized=False) for text in family.plain]
-    tokenizer.backend_tokenizer.add_tokens(added)
-    tokenizer.chat_template = _template(family.template)
+    backend.add_tokens(added)
+    tokenizer.chat_template = template = _template(family.template)
     if family.tool_template:
-        tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": _template(family.tool_template)}
+        tokenizer.chat_template = {"default": template, "tool_use": _template(family.tool_template)}
     # Each encoder reads it, and each time a hundred thousand strings would be made.
-    tokenizer.get_vocab = cache(tokenizer.get_vocab)
+    tokenizer.get_vocab = cache(tokenizer.get_vocab)  # type: ignore[method-assign]
     return tokenizer
 
 

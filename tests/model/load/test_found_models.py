@@ -274,7 +274,9 @@ def test_a_name_of_the_users_and_of_the_hub_goes_before_that_of_another_program(
     assert not caplog.messages
 
 
-@pytest.mark.parametrize(("name", "is_alone"), [("qwen2.5:latest", True), ("split:1b", False)])
+@pytest.mark.parametrize(
+    ("name", "is_alone"), [pytest.param("qwen2.5:latest", True, marks=pytest.mark.slow), ("split:1b", False)]
+)
 def test_a_daemon_serves_ollamas_files_where_they_are_and_changes_nothing(
     name: str, is_alone: bool, ollama: OllamaFolder, gguf: bytes, tmp_path: Path
 ) -> None:

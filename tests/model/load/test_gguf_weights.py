@@ -28,7 +28,12 @@ types = GGMLQuantizationType
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+LARGE = ("Gemma 2 27B", "Gemma 3 27B")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=[pytest.mark.slow] if one in LARGE else []) for one in FAMILIES]
+)
 def test_a_file_gives_a_plan_the_weights_that_it_gives_to_modules(family: str, tmp_path: Path) -> None:
     architecture, model_type, sizes, values = FAMILIES[family]
     model = made(model_type, sizes)

@@ -15,7 +15,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.model.load import loader, tokenizer
+from diskprefix.model.load import loader, read_tokenizer
+from diskprefix.model.load.chat_template import render_template
 from diskprefix.model.load.checkpoint import weight_files_of
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fingerprint import weights_digest
@@ -54,22 +55,22 @@ def test_a_local_folder_loads_ready_to_serve(folder: Path) -> None:
     assert not any(parameter.requires_grad for parameter in modules.parameters())
     assert loaded.weights_digest == weights_digest([folder / "model.safetensors"])
     assert set(loaded.timings) == {"source", "imports", "digest", "tokenizer", "weights"}
-    text = loaded.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    text = render_template(loaded.tokenizer.get_chat_template(), MESSAGES, add_generation_prompt=True)
     assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_spare_has_read_the_tokenizer_unless_a_file_was_written_since(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, read = tokenizer._read, list[Path]()
+    own, read = read_tokenizer._read, list[Path]()
 
     def reading(folder: Path, template: str | None) -> Any:
         read.append(folder)
         return own(folder, template)
 
-    monkeypatch.setattr(tokenizer, "_read", reading)
+    monkeypatch.setattr(read_tokenizer, "_read", reading)
     loader.import_model(Settings(model=str(folder)))
-    assert load(folder).tokenizer("hello") == load_tokenizer(str(folder), None, lambda _: None)("hello")
+    assert load(folder).tokenizer.encode("hello") == load_tokenizer(str(folder), None, lambda _: None).encode("hello")
     assert len(read) == 2, "that of the spare, and that which it is compared with"
     loader.import_model(Settings(model=str(folder)))
     (folder / "tokenizer_config.json").write_bytes((folder / "tokenizer_config.json").read_bytes() + b"\n")
@@ -408,11 +409,11 @@ def test_a_chat_template_file_overrides_the_models_and_a_tokenizer_needs_no_weig
     template.write_text(
         "{% if messages[0].role == 'system' %}{{ raise_exception('') }}{% endif %}{{ messages[0].role }}!"
     )
-    assert load(folder, chat_template=template).tokenizer.apply_chat_template(MESSAGES, tokenize=False) == "user!"
+    assert render_template(load(folder, chat_template=template).tokenizer.get_chat_template(), MESSAGES) == "user!"
     (folder / "model.safetensors").unlink()
     for chosen, text in ((None, "<|im_start|>user\nhello<|im_end|>\n"), (template, "user!")):
         tokenizer = load_tokenizer(str(folder), chosen, lambda _: None)
-        assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == text
+        assert render_template(tokenizer.get_chat_template(), MESSAGES) == text
     with pytest.raises(ModelError, match="no such file or folder"):
         load_tokenizer(str(tmp_path / "nowhere"), None, lambda _: None)
     with pytest.raises(SettingsError, match="--chat-template: cannot read"):

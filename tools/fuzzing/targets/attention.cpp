@@ -39,7 +39,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   Input input(bytes, size);
   const int64_t SIZES[] = {1, 16, 17, 31, 32, 48, 64, 80}, PAGES[] = {256, 512, 64, 48};
   Attention call = {};
-  call.dtype = input.number(0, 2);
+  call.dtype = input.number(0, 1);
   call.num_kv_heads = input.number(1, 2), call.num_heads = call.num_kv_heads * input.number(1, 5);
   call.key_dim = input.one_of(SIZES), call.value_dim = input.one_of(SIZES);
   call.num_runs = input.number(1, 3);

@@ -43,14 +43,17 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     require_same(BFLOAT16, some.as<void>(), whole.as<uint16_t>() + begin * width, (end - begin) * width, "rows have other bits alone",
                  operators->name);
     if (num_chosen > 1 || num_experts > 1 || !has_up || has_up_curve || wild) continue;
-    Guarded ones(num_rows * sizeof(float)), gated_out(num_rows * width * 2);
+    Guarded ones(num_rows * sizeof(float)), gated(num_rows * width * 2), of_gate(num_rows * inner * 2), of_up(num_rows * inner * 2);
     std::fill_n(ones.as<float>(), num_rows, 1.0f);
     call.weights = ones.as<float>();
-    const Gated gated = {num_rows, rows.as<void>(), gate[0], up[0], down[0], curve(), gated_out.marked().as<void>(), call.num_threads, parallel_for};
-    if (operators->experts(&call) || operators->gated(&gated)) fail("gated products fail", operators->name);
+    Product into = {0, 2, rows.as<void>(), {gate[0], up[0]}, {of_gate.marked().as<void>(), of_up.marked().as<void>()}};
+    Gate gates = {BFLOAT16, 0, inner, 1, inner, inner, IDENTITY, 1.0, of_gate.as<void>(), of_up.as<void>(), curve(), of_gate.as<void>()};
+    Product out_of = {0, 1, of_gate.as<void>(), {down[0]}, {gated.marked().as<void>()}};
+    const std::vector<Operation> operations = {{PRODUCT, 0, &into}, {GATE, 0, &gates}, {PRODUCT, 0, &out_of}};
+    if (operators->experts(&call) || !run_plan(operators, operations, num_rows, call.num_threads)) fail("gated products fail", operators->name);
     // The sum of experts makes a zero positive.
     for (int64_t i = 0; i < num_rows * width; ++i)
-      if (uint16_t a = whole.as<uint16_t>()[i], b = gated_out.as<uint16_t>()[i]; a != b && (a | b) & 0x7fff)
+      if (uint16_t a = whole.as<uint16_t>()[i], b = gated.as<uint16_t>()[i]; a != b && (a | b) & 0x7fff)
         fail("the only expert is not the gated product", operators->name);
   }
   return 0;

@@ -240,3 +240,11 @@ inline int32_t parallel_for(int64_t begin, int64_t end, int64_t, Work work, void
 #endif
   return 0;
 }
+
+// Runs operations as a plan: they compute `rows` rows, those of `runs` where sequences matter.
+inline bool run_plan(const Operators* operators, const std::vector<Operation>& operations, int64_t rows, int64_t threads,
+                     const std::vector<PlanRun>& runs = {}) {
+  const Plan plan = {(int64_t)operations.size(), operations.data()};
+  const PlanStep step = {rows, 0, (int64_t)runs.size(), 1 << 20, 0, runs.data(), threads, parallel_for};
+  return !operators->run(&plan, &step);
+}
