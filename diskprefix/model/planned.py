@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from diskprefix.kv.layout import Layout
+from diskprefix.kv.numbers import item_bytes
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
@@ -126,10 +127,10 @@ class PlanRuntime:
             if not has_room or table.complete_from > table.group.first_needed(run.start):
                 raise NotExact("attention to tokens that the memory does not keep")
         addresses = [table.addresses.buffer_info()[0] for table in sequence.tables]
-        states = [page.tensor.data_ptr() for page in sequence.states]
+        states = [page.address for page in sequence.states]
         if run.replays is None:
             return PlannedRun(run.start, run.num_rows, num_logits, addresses, run.flat_spans, states, states)
-        befores = [page.tensor.data_ptr() for page in sequence.spares]
+        befores = [page.address for page in sequence.spares]
         kept = np.empty(run.num_rows * plan.kept_bytes, np.uint8)
         found = PlannedRun(run.start, run.num_rows, num_logits, addresses, run.flat_spans, befores, states, kept)
         run.replays.append(partial(self._replay, plan, found))
@@ -203,9 +204,9 @@ def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Locatio
         of_head = page_tokens * group.head_dim
         for index, spec in enumerate(group.specs):
             if spec.layer == layer:
-                offset = index * group.heads * of_head * group.dtype.itemsize
+                offset = index * group.heads * of_head * item_bytes(group.dtype)
                 found[spec.part] = Location(
-                    table, offset, group.heads, group.head_dim, group.dtype.itemsize, of_head, group.head_dim
+                    table, offset, group.heads, group.head_dim, item_bytes(group.dtype), of_head, group.head_dim
                 )
     return found
 
@@ -221,7 +222,7 @@ def _parted(places: dict[str, Location], key_dim: int) -> dict[str, Location]:
 def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation]:
     """Returns where the states of a layer are in pages of states, by part and index."""
     return {
-        (spec.part, spec.index): StateLocation(number, index * spec.num_bytes, spec.shape, spec.dtype.itemsize)
+        (spec.part, spec.index): StateLocation(number, index * spec.num_bytes, spec.shape, item_bytes(spec.dtype))
         for number, group in enumerate(layout.states)
         for index, spec in enumerate(group.specs)
         if spec.layer == layer
@@ -230,5 +231,5 @@ def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation
 
 def plan_layout(weights: Weights, config: Any) -> Layout:
     """Returns the layout of a model that has a plan. `config` is transformers' of the whole model."""
-    found = layout_of(config, weights.dtype, with_draft_layer=weights.has_draft_layer)
+    found = layout_of(config, str(weights.dtype).removeprefix("torch."), with_draft_layer=weights.has_draft_layer)
     return replace(found, exact_at="token", packs=True)

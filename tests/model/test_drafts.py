@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGe
 
 from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.layout import Layout
+from diskprefix.kv.numbers import Array, converted
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.drafts import DraftLayer, DraftRow
@@ -45,7 +46,7 @@ def sequence_of(layout: Layout, num_tokens: int = LENGTH) -> KVSequence:
     sequence.reserve(num_tokens + 16)
     for page in sequence.pages():
         if page is not None:
-            page.tensor.view(torch.uint8).fill_(0xFF)
+            page.rows.fill(0xFF)
     return sequence
 
 
@@ -58,16 +59,15 @@ def computed(model: PreTrainedModel, layout: Layout, *steps: int) -> tuple[KVSeq
 def memory_of(sequence: KVSequence) -> dict[tuple[int, str], bytes]:
     """Returns what each layer has: states, keys and values, with a window those of the last tokens. The layer behind
     all has the hidden states, too."""
-    found, size = dict[tuple[int, str], torch.Tensor](), sequence.pool.block_size
+    found = dict[tuple[int, str], Array]()
     for group, page in zip(sequence.layout.states, sequence.states, strict=True):
         found |= {(spec.layer, spec.part): state for spec, state in zip(group.specs, page.tensor, strict=True)}
     for table in sequence.tables:
         first, end = table.group.first_needed(sequence.num_tokens), sequence.num_tokens
-        pages = torch.cat([page.tensor for page in table.pages[first // size :] if page is not None], dim=2)
-        rows = pages[:, :, first % size :][:, :, : end - first]
+        rows = table.gathered(first, end)
         found |= {(spec.layer, spec.part): of_one for spec, of_one in zip(table.group.specs, rows, strict=True)}
-    assert all(part.isfinite().all() for part in found.values())
-    return {name: part.contiguous().view(torch.uint8).numpy().tobytes() for name, part in found.items()}
+    assert all(np.isfinite(converted(part, "float32")).all() for part in found.values())
+    return {name: part.tobytes() for name, part in found.items()}
 
 
 def guesses(model: PreTrainedModel, *sequences: KVSequence, count: int = 3) -> list[list[Any]]:

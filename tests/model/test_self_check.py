@@ -163,7 +163,7 @@ def restored(model: PreTrainedModel, cold: KVSequence, num_tokens: int, *, num_m
         sequence.prepare_restore(number, first + num_missing * size if first else 0, num_tokens)
         for at, (page, source) in enumerate(zip(table.pages, computed.pages, strict=False)):
             if page is not None and source is not None:
-                page.tensor.fill_(torch.nan)
+                page.rows.fill(0xFF)
                 page.tensor[:, :, : num_tokens - at * size] = source.tensor[:, :, : num_tokens - at * size]
     sequence.truncate(num_tokens)
     with torch.inference_mode():
