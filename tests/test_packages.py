@@ -75,11 +75,10 @@ WITHOUT_TORCH = {
     "tenant_ids",
     "tokens",
     "memo",
-    "kv",
     "printable",
     "units",
 }
-WITHOUT_TORCH |= {"cache.policy", "cache.tiers", "store", "hooks"}
+WITHOUT_TORCH |= {"store", "kv", "hooks", "cache", "chat", "api", "server"}
 TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 
 
@@ -128,9 +127,7 @@ def violations(module: str, source: str) -> list[str]:
             found.append(f"{module} imports {rest}")
         elif top == "diskprefix" and is_upward(module, rest):
             found.append(f"{module} imports {layer_of(rest)}")
-        elif package not in ONLY_IMPORTERS.get(top, {package}) or (
-            WITHOUT_TORCH & {package, layer} and top in TORCH_LIBRARIES
-        ):
+        elif package not in ONLY_IMPORTERS.get(top, {package}) or (package in WITHOUT_TORCH and top in TORCH_LIBRARIES):
             found.append(f"{module} imports {top}")
     return found
 
