@@ -75,6 +75,7 @@ WITHOUT_TORCH = {
     "tenant_ids",
     "tokens",
     "memo",
+    "kv",
     "printable",
     "units",
 }

@@ -64,9 +64,9 @@ class _Reached(Exception):
 
 class VisionEncoder:
     """The encoder of a model, and how its output comes into prompts. `token_id` stands for a row of that. The output
-    for a picture has the shape [levels, num_tokens, hidden]. Levels behind the first one are added after the model's
-    first layers (Qwen3-VL). `dtype` is the model's. Arrays are as `kv.numbers` describes. `is_exact`: the model is exact at every token, so its identity has
-    the compiled operators."""
+    for a picture has the shape [levels, num_tokens, hidden], in the type of the model (`kv.numbers`). Levels behind the
+    first one are added after the model's first layers (Qwen3-VL). `is_exact`: the model is exact at every token, so
+    its identity has the compiled operators."""
 
     def __init__(self, model: PreTrainedModel, token_id: int, *, is_exact: bool) -> None:
         self._model, self._is_exact = model, is_exact

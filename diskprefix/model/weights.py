@@ -67,8 +67,8 @@ class Weights(ABC):
         """Returns a parameter. Raises `ModelError` if there is none."""
 
     def tensor(self, name: str, *, is_turned: bool = False) -> np.ndarray:
-        """Returns a parameter in the type in which transformers keeps it (`kv.numbers`), with its dimensions exchanged if
-        `is_turned`. It is read once. Raises `ModelError` if there is none, or if the file is cut short."""
+        """Returns a parameter in the type in which transformers keeps it (`kv.numbers`), with its dimensions exchanged
+        if `is_turned`. It is read once. Raises `ModelError` if there is none, or if the file is cut short."""
         key = f"{name} turned" if is_turned else name
         if key not in self._tensors:
             found = self._read(name)

@@ -66,7 +66,7 @@ def test_what_is_saved_waits_in_pages_however_slow_the_disk_is(
     writer = runner.cache.writer
     with gated(runner, monkeypatch):
         cold = runner.run(prompt, scope, reply=4)
-        places = {(page.tensor.data_ptr(), page.num_bytes) for page in filter(None, runner.sequence.pages())}
+        places = {(page.address, page.num_bytes) for page in filter(None, runner.sequence.pages())}
         full = [node for node in writer.pending.values() if len(node.token_ids) == BLOCK]
         assert {(address(node.payload[0]), node.payload_bytes) for node in full} <= places
         assert len(full) == 40
