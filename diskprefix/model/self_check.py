@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from diskprefix.kv.layout import Layout
-from diskprefix.kv.numbers import converted
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence, Prefix
 from diskprefix.memo import Memo
@@ -119,14 +118,13 @@ def _made_up(runtime: Runtime, seed: int, num_tokens: int) -> TokenIds64:
 
 
 def sequence_with_room(pool: PagePool, num_tokens: int, prefix: Prefix | None = None) -> KVSequence:
-    """Returns a sequence with room for so many tokens, full of NaN behind the prefix: what reads behind the last token
-    is then not exact."""
+    """Returns a sequence with room for so many tokens, full of NaN, of bits that are all set, behind the prefix:
+    what reads behind the last token is then not exact."""
     sequence = KVSequence(pool)
     has_memory = (prefix is None or sequence.begin_with(prefix)) and sequence.make_room(num_tokens)
     assert has_memory, "the pool has no limit"
     for table in sequence.tables:
         for number, page in enumerate(table.pages):
             if page is not None:
-                rows = page.tensor[:, :, max(0, sequence.num_tokens - number * pool.block_size) :]
-                rows[...] = converted(np.array(np.nan, np.float32), table.group.dtype)
+                page.tensor[:, :, max(0, sequence.num_tokens - number * pool.block_size) :].view(np.uint8)[:] = 0xFF
     return sequence

@@ -36,9 +36,8 @@ class TensorWeights(Weights):
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, kind: str = "", turned: str | None = None
     ) -> None:
-        super().__init__(
-            str(dtype).removeprefix("torch."), has_draft_layer=any(name.startswith("draft_layer.") for name in tensors)
-        )
+        has_draft_layer = any(name.startswith("draft_layer.") for name in tensors)
+        super().__init__(str(dtype).removeprefix("torch."), has_draft_layer=has_draft_layer)
         self._found, self._kind, self._turned = tensors, kind, turned
         self.made: dict[str, Quants] = {}
         """The quants of modules, `experts.gate` for a part of experts."""
