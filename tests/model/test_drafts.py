@@ -20,8 +20,9 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.drafts import DraftLayer, DraftRow
 from diskprefix.model.families import draft_decoder
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER
-from diskprefix.model.runtime import Rows
-from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
+from diskprefix.model.runtime import PictureRows, Rows
+from diskprefix.model.vision_encoder import VisionEncoder
+from tests.arrays import array_of
 from tests.exactness.architectures import DRAFTING, WITH_DRAFT_LAYER, quantised_tiny_model, shrink, tiny_model
 from tests.model.draft_modules import with_draft_layer
 from tests.modules import layout_of, plan_runtime
@@ -184,7 +185,7 @@ def test_pictures_change_nothing_of_that() -> None:
         sequence, is_picture = sequence_of(layout), ids[0] == 5
         for start, end in pairwise([0, *ends]):
             first, last = (int(is_picture[:position].sum()) for position in (start, end))
-            its = (is_picture[start:end], encoded[:, first:last], positions[:, start:end])
+            its = map(array_of, (is_picture[start:end], encoded[:, first:last], positions[:, start:end]))
             run(model, [Rows(sequence, ids[0, start:end].numpy(), pictures=PictureRows(encoder, *its))])
         return memory_of(sequence), guesses(model, sequence)
 
@@ -248,7 +249,7 @@ def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, mon
     monkeypatch.setattr(draft_decoder, "_SPECIAL", 40)
     first, last = draft_decoder.guessed_of(scores.shape[1])
     scores[:, first.stop : last.start] = -torch.inf
-    found, _ = DraftLayer(every._config, every._begin, torch.get_num_threads).draft(rows)
+    found, _ = DraftLayer(every._config, every._begin).draft(rows)
     assert [token for token, _ in found] == scores.argmax(dim=-1).tolist()
     assert [chance for _, chance in found] == pytest.approx(scores.softmax(dim=-1).amax(dim=-1).tolist(), rel=1e-5)
     assert {token > 64 for token, _ in found} == {False, True}

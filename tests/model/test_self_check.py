@@ -72,7 +72,7 @@ def test_it_needs_the_compiled_operators(name: str) -> None:
 @pytest.mark.parametrize(("name", "num_layers"), [("llama", 1), ("gemma3", 2), ("lfm2", 2)])
 def test_the_first_layers_of_each_kind_are_checked(name: str, num_layers: int) -> None:
     model = tiny_model(name, torch.float32)
-    config = config_of(model.config, model.dtype, layout_of(model)[0], 16)
+    config = config_of(model.config, "float32", layout_of(model)[0], 16)
     assert len(first_layers(config).layers) == num_layers < len(config.layers)
 
 
