@@ -225,6 +225,9 @@ OF_COMMANDS = (
     "cache.tiers.loading",
     "cache.cost_model",
 )
+OF_SERVING = tuple(
+    name for name in SOURCES if package_of(name) in {"store", "kv", "cache", "engine", "chat", "api", "server"}
+)
 OF_THE_FRONT = "app", "cli.serve_command", "extras.front.front_server", "extras.catalogue.catalogue"
 
 
@@ -233,10 +236,10 @@ OF_THE_FRONT = "app", "cli.serve_command", "extras.front.front_server", "extras.
     [
         (OF_COMMANDS, {"torch", "transformers", "uvicorn"}),
         (OF_THE_FRONT, {"torch", "transformers", "pydantic", "numpy", "zstandard"}),
-        (("server.http_app",), {"torch", "transformers"}),
+        (OF_SERVING, {"torch", "transformers"}),
         (("cli.serve_command", "server.process.process"), {"torch", "transformers", "pydantic", "starlette"}),
     ],
-    ids=["commands and what simulates", "the front", "the routes, before the thread that loads", "what listens"],
+    ids=["commands and what simulates", "the front", "what serves", "what listens"],
 )
 def test_what_starts_first_imports_nothing_slow(modules: tuple[str, ...], slow: set[str]) -> None:
     names = [f"diskprefix.{module}" for module in modules]

@@ -78,7 +78,7 @@ class ServedModel:
         for `/props`. Raises `ModelError` for a model that transformers cannot run step by step, and the errors of torch
         when memory runs out."""
         self.runtime = runtime
-        self.config, self.dtype, self.device = loaded.config, loaded.dtype, loaded.device
+        self.config, self.dtype, self.device = loaded.config, loaded.dtype, str(loaded.device)
         self.tokenizer: Any = loaded.tokenizer
         self.processor = loaded.processor
         """The processor of images; None for a model of text only."""
@@ -322,7 +322,7 @@ class ServedModel:
         wanted, has_layer = self.cache.settings.speculative, self.cache.layout.has_draft_layer
         if wanted == "mtp" and not has_layer:
             raise ModelError(
-                f"--speculative mtp: {self.model_name} has no draft layer that is used on {self.device.type}; "
+                f"--speculative mtp: {self.model_name} has no draft layer that is used on {self.device}; "
                 "choose auto, ngram or off"
             )
         times, clock = StepTimes(), lambda: self.clock()
