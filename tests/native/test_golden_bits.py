@@ -17,18 +17,19 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from diskprefix.model.quants.forms import matrix_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.native.attention_operator import attention
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
-from diskprefix.native.packing import pack
 from tests.native.one_operation import (
     Experts,
+    attention,
     convolution,
     delta_rule,
     head_products,
+    matrix,
+    matrix_of,
     norm,
+    pack,
     product,
     rows_of,
     state_space,
@@ -92,7 +93,7 @@ def of_attention(operators: Operators, dtype: torch.dtype) -> list[torch.Tensor]
 def of_products(operators: Operators) -> list[torch.Tensor]:
     rows = made_up(ROWS, INNER, seed=1, dtype=torch.bfloat16)
     matrices = [quantised(operators, WIDTH, INNER, 5, kind) for kind in ("Q4_0", "Q8_0")]
-    matrices.append(Matrix(made_up(WIDTH, INNER, seed=6, dtype=torch.bfloat16), (WIDTH, INNER)))
+    matrices.append(matrix(made_up(WIDTH, INNER, seed=6, dtype=torch.bfloat16), (WIDTH, INNER)))
     found = [product(operators, rows[:count], matrix) for matrix in matrices for count in (1, ROWS)]
     return [*found, rows_of(operators, matrices[0], torch.tensor([0, 17, 63]))]
 

@@ -144,7 +144,7 @@ class ScriptedEngine:
         self.model = SimpleNamespace(
             config=SimpleNamespace(get_text_config=lambda **_: SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=2)),
             device="cpu",
-            dtype="torch.float32",
+            dtype="float32",
             base_model=None,
         )
         self.tokenizer: Any = None
