@@ -25,6 +25,7 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "n": ((type(None),), "null"),
     "s": ((str,), "a text"),
 }
+_TOKENS = ("bos_token_id", "eos_token_id")
 _KINDS_OF_LAYERS = {
     *("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"),
 }
@@ -64,6 +65,14 @@ class ModelConfig:
     def get_text_config(self, decoder: bool = True) -> ModelConfig:  # noqa: ARG002 (as transformers' have it)
         """Returns the part about text."""
         return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what a `config.json` would say."""
+        names = [*options_of(self.model_type), *(name for name in _TOKENS if hasattr(self, name))]
+        found = {name: deepcopy(getattr(self, name)) for name in names}
+        if self._per_layer:
+            found["per_layer_config"] = {number: {**found} for number, found in self._per_layer.items()}
+        return found
 
     @property
     def is_heterogeneous(self) -> bool:

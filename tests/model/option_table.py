@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any, Literal, Union, get_args, get_origin
 
 from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from diskprefix.model.families.model_types import OPTIONS
 from diskprefix.model.families.type_table import TABLE
@@ -78,7 +79,11 @@ _LETTERS = {int: "i", float: "f", bool: "b", str: "s", list: "l", tuple: "l", di
 def table() -> dict[str, dict[str, Any]]:
     """What the package has of each type of model that has a plan: the options that plans read or that must not be set,
     with the types that each may have, its default, and other names."""
-    return {name: _of_class(CONFIG_MAPPING[name]) for name in sorted(OPTIONS)}
+    return {
+        name: _of_class(CONFIG_MAPPING[name])
+        | ({"class": of_text} if (of_text := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name)) else {})
+        for name in sorted(OPTIONS)
+    }
 
 
 def _of_class(kind: Any) -> dict[str, Any]:

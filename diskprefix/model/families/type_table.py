@@ -2,7 +2,8 @@
 
 `option_defaults.json` is made of transformers' classes by `tests/model/option_table.py`. Each type has `options`, with
 letters for the types that a value may have, and a default; other `names` of options; `unread` ones, which no plan
-knows; and the base of its positions (`theta`). Options that change no number are not in it.
+knows; the base of its positions (`theta`); and its `class` of models of text. Options that change no number are
+missing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
 
 
 def has_type(kind: str) -> bool:
+    """Returns whether a type is known."""
     return kind in _table()
+
+
+def class_of(kind: str) -> str:
+    """Returns the name of transformers' class of models of text of a type, "" without one."""
+    return str(_table()[kind].get("class", ""))
 
 
 @cache

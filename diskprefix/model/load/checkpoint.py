@@ -151,10 +151,10 @@ def _num_bytes(kind: str, shape: Sequence[int]) -> int:
     return prod(shape) * bits // 8
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Returns the configuration in a folder. Raises `ModelError` if it cannot be read."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"), object_hook=_special_float)
+        found = json.loads((folder / name).read_text(encoding="utf-8"), object_hook=_special_float)
         if not isinstance(found, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError) as error:
