@@ -14,4 +14,5 @@ def transformers_quietly() -> ModuleType:
     if not os.environ.get("TRANSFORMERS_VERBOSITY"):
         logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return transformers
+    module: ModuleType = transformers
+    return module
