@@ -143,7 +143,6 @@ class DraftLayer:
         """Yields the memory of the hidden states of tokens, page by page."""
         size, memory = sequence.pool.block_size, self._memory
         for page, at, _, count in sequence.tables[memory.table].parts(start, stop):
-            assert page.rows is not None, "a plan's memory is main memory"
             of_page = page.rows.reshape(-1)[memory.offset :][: size * memory.dim * memory.item_bytes]
             yield of_page.reshape(size, -1)[at : at + count]
 

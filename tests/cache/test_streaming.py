@@ -301,9 +301,8 @@ def test_where_a_model_is_exact_at_every_token_nothing_of_it_is_computed_again(o
     cold = runner.run(PROMPT, "off", reply=3)
     cached = CachedRequest(runner.cache, Prompt(PROMPT), AUTO)
     runner.new_sequence(len(PROMPT))
-    with torch.inference_mode():
-        cached.restore(runner.sequence)
-        forward(runner.model, runner.sequence, torch.from_numpy(PROMPT[: 2 * BLOCK + 5]).long().unsqueeze(0))[-1]
+    cached.restore(runner.sequence)
+    forward(runner.model, runner.sequence, torch.from_numpy(PROMPT[: 2 * BLOCK + 5]).long().unsqueeze(0))[-1]
     cached.after_step(runner.sequence)
     cached.save_partial(runner.sequence, PROMPT[: 2 * BLOCK + 5])
     assert cached.close().saved == "queued"

@@ -666,8 +666,7 @@ def test_what_it_keeps_is_what_it_computes_as_the_served_model(
     assert kept.num_tokens > 200
     served = load(folders[1], tmp_path / "kv")
     sequence = KVSequence(served.pages.pool)
-    with torch.inference_mode():
-        served.runtime.run([Rows(sequence, ids_of(pages, node).astype(np.int64))])
+    served.runtime.run([Rows(sequence, ids_of(pages, node).astype(np.int64))])
     assert kept.content() == sequence.content()
     pages.end(kept, keep=False)
     assert drafter(draft).cache.root == served.cache.root
@@ -694,10 +693,9 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
     assert kept is not None
     assert kept.complete_from > 0, "it has moved on"
     sequence = KVSequence(PagePool(kept.layout, block_size=BLOCK))
-    with torch.inference_mode():
-        ids = ids_of(pages, node).astype(np.int64)
-        for start in range(0, len(ids), 256):
-            drafter(engine)._runtime.run([Rows(sequence, ids[start : start + 256])])
+    ids = ids_of(pages, node).astype(np.int64)
+    for start in range(0, len(ids), 256):
+        drafter(engine)._runtime.run([Rows(sequence, ids[start : start + 256])])
     assert kept.content(4 * WINDOW - 4) == sequence.content(4 * WINDOW - 4, kept.num_tokens)
     pages.end(kept, keep=False)
 

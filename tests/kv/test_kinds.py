@@ -50,8 +50,7 @@ KINDS = {
 
 def stepwise(sequence: KVSequence, model: PreTrainedModel) -> list[torch.Tensor]:
     """Next-token logits after each of the steps."""
-    with torch.inference_mode():
-        return [forward(model, sequence, part)[-1] for part in torch.split(TOKENS, list(STEPS), dim=1)]
+    return [forward(model, sequence, part)[-1] for part in torch.split(TOKENS, list(STEPS), dim=1)]
 
 
 def stepwise_on_transformers(model: PreTrainedModel, layout: Layout) -> list[torch.Tensor]:

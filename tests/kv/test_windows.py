@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -63,12 +63,6 @@ def made(name: str) -> Model:
     assert layout.exact_at == "token"
     assert any(group.window for group in layout.groups)
     return Model(model, layout, made_up_tokens(model, 5, LENGTH))
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture
