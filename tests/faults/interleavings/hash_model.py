@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 
 from diskprefix.engine.running_request import Reply
@@ -196,10 +195,17 @@ def loaded(kv_limit: int) -> Any:
     """Returns what `ServedModel` takes as a model that is loaded."""
     config = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=4096)
     config.get_text_config = lambda decoder: config  # noqa: ARG005
-    model = SimpleNamespace(
-        device=torch.device("cpu"), dtype=torch.float32, config=config, generation_config=SimpleNamespace()
-    )
     fit = SimpleNamespace(kv_limit=kv_limit, context=4096)
     return SimpleNamespace(
-        model=model, tokenizer=_TOKENIZER, processor=None, name="hash", origin=Path("hash"), fit=fit, timings={}
+        config=config,
+        dtype="float32",
+        device="cpu",
+        encoder=None,
+        stops=[],
+        tokenizer=_TOKENIZER,
+        processor=None,
+        name="hash",
+        origin=Path("hash"),
+        fit=fit,
+        timings={},
     )
