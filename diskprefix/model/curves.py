@@ -33,7 +33,8 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 def _gelu_tanh(x: np.ndarray) -> np.ndarray:
     inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * (x * x * x))
-    return np.float32(0.5) * x * (1 + _tanh(inner))
+    found: np.ndarray = np.float32(0.5) * x * (1 + _tanh(inner))
+    return found
 
 
 _FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {

@@ -759,7 +759,7 @@ class ComputePlan:
     def copied(self, rows: Buffer, num_rows: int) -> np.ndarray:
         """Returns a copy of the first rows of a buffer, uint8 [rows, bytes of a row]."""
         size = num_rows * rows.width * rows.item_bytes
-        return np.frombuffer(bytearray(ctypes.stringaddress_of(rows.address, size)), np.uint8).reshape(num_rows, -1)
+        return np.frombuffer(bytearray(ctypes.string_at(rows.address, size)), np.uint8).reshape(num_rows, -1)
 
 
 def _operations(made: Sequence[tuple[int, bool, ctypes.Structure]]) -> tuple[Any, calls.Operations]:

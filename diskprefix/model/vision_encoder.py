@@ -53,7 +53,8 @@ class _EachSeesAll(TorchFunctionMode):
             form = (args[0].shape, torch.bfloat16, "cpu")
             if is_plain and len(form[0]) == 4 and all((x.shape, x.dtype, x.device.type) == form for x in args):
                 scale = kwargs.get("scale") or form[0][-1] ** -0.5
-                found = [attention_to_all(compiled, *map(_array, one), scale=scale) for one in zip(*args, strict=True)]
+                each = (map(_array, one) for one in zip(*args, strict=True))
+                found = [attention_to_all(compiled, query, key, value, scale) for query, key, value in each]
                 return _tensor(np.stack(found), "bfloat16")
         return func(*args, **kwargs)
 

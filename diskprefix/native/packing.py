@@ -108,4 +108,5 @@ def _grid_of(kind: str) -> np.ndarray:
     described = getattr(quants, kind)
     described.init_grid()
     grid = described.grid.reshape(described.grid_shape)
-    return np.searchsorted(np.array(described.grid_map, grid.dtype), grid).astype(np.uint8)
+    codes: np.ndarray = np.searchsorted(np.array(described.grid_map, grid.dtype), grid).astype(np.uint8)
+    return codes

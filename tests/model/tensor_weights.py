@@ -105,7 +105,7 @@ def require_numbers(quants: Mapping[str, Quants], tensor: Callable[[str], np.nda
             found = np.stack([numbers_of(packed, one.form) for packed in one.packed])
         else:
             expected, found = tensor(f"{name}.weight"), in_order(numbers_of(one.packed, one.form), one.columns)
-        assert np.array_equal(found, expected), name
+        assert torch.equal(tensor_of(found), tensor_of(expected)), name
 
 
 def decoder_of(model: PreTrainedModel) -> Any:

@@ -185,7 +185,7 @@ def test_pictures_change_nothing_of_that() -> None:
         sequence, is_picture = sequence_of(layout), ids[0] == 5
         for start, end in pairwise([0, *ends]):
             first, last = (int(is_picture[:position].sum()) for position in (start, end))
-            its = map(array_of, (is_picture[start:end], encoded[:, first:last], positions[:, start:end]))
+            its = (is_picture[start:end].numpy(), array_of(encoded[:, first:last]), positions[:, start:end].numpy())
             run(model, [Rows(sequence, ids[0, start:end].numpy(), pictures=PictureRows(encoder, *its))])
         return memory_of(sequence), guesses(model, sequence)
 

@@ -223,7 +223,7 @@ def test_each_row_of_an_encoder_sees_all(heads: int, rows: int, dim: int) -> Non
     assert compiled is not None
     torch.manual_seed(rows)
     query, key, value = (torch.randn(rows, heads, dim, dtype=torch.bfloat16).transpose(0, 1) for _ in range(3))
-    found = tensor_of(attention_to_all(compiled, *map(array_of, (query, key, value)), dim**-0.5))
+    found = tensor_of(attention_to_all(compiled, array_of(query), array_of(key), array_of(value), dim**-0.5))
     query, key, value = query.double(), key.double(), value.double()
     expected = torch.softmax(query @ key.transpose(1, 2) * dim**-0.5, dim=-1) @ value
     assert torch.allclose(found.double(), expected, atol=0.02)

@@ -11,6 +11,7 @@ import hashlib
 import math
 import platform
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,12 +83,13 @@ def curve() -> torch.Tensor:
 def of_attention(operators: Operators, dtype: torch.dtype) -> list[torch.Tensor]:
     query = made_up(HEADS, ROWS, DIM, seed=1, dtype=dtype)
     memory = Pages([made_up(2, TOKENS, DIM, seed=seed, dtype=dtype) for seed in (2, 3)], TOKENS)
-    form = {"kv_heads": 2, "value_dim": DIM, "scale": 0.25}
+    form: dict[str, Any] = {"kv_heads": 2, "value_dim": DIM, "scale": 0.25}
+    cases: tuple[dict[str, Any], ...] = ({}, {}, {"window": 200, "softcap": 2.0}, {"chunk": 200})
     found = []
-    for num_rows, settings in [(ROWS, {}), (1, {}), (ROWS, {"window": 200, "softcap": 2.0}), (ROWS, {"chunk": 200})]:
+    for num_rows, settings in zip((ROWS, 1, ROWS, ROWS), cases, strict=True):
         run = memory.run(START, num_rows)
-        found.append(attention(operators, query[:, :num_rows], [run], **form, **settings))  # type: ignore[arg-type]
-    return [*found, attention(operators, query, [memory.run(START, ROWS)], **form, sinks=made_up(HEADS, seed=4))]  # type: ignore[arg-type]
+        found.append(attention(operators, query[:, :num_rows], [run], **form, **settings))
+    return [*found, attention(operators, query, [memory.run(START, ROWS)], **form, sinks=made_up(HEADS, seed=4))]
 
 
 def of_products(operators: Operators) -> list[torch.Tensor]:

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
 from diskprefix.printable import first_line, shown
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SAFETENSORS, FILE, INDEX = "*.safetensors", "model.safetensors", "model.safetensors.index.json"
 _MOST_HEADER_BYTES = 10**8
@@ -48,7 +49,7 @@ class StoredTensor:
 
         The file is not mapped: a page of a mapped one that is cut short meanwhile would end the process.
         """
-        view, done = out.reshape(-1).view(np.uint8).data, 0
+        view, done = out.reshape(-1).view("uint8").data, 0
         with self.file.open("rb", buffering=0) as source:
             source.seek(self.offset + first)
             while done < len(view) and (size := source.readinto(view[done:])):

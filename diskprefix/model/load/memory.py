@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from diskprefix.errors import ModelError
 from diskprefix.units import format_size
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 ADVICE = "free some, or choose a smaller model, another --dtype or another --device"
 _LARGE_PAGE = 1 << 21
@@ -38,6 +40,8 @@ def explain_out_of_memory(problem: str) -> Iterator[None]:
 
 def large_pages(num_bytes: int) -> np.ndarray:
     """Returns memory, uint8 [num_bytes], in pages of 2 MiB: read up to 1.4 times as fast. Raises `MemoryError`."""
+    import numpy as np  # Here, as the front counts memory without it.
+
     size = num_bytes + _LARGE_PAGE
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -59,6 +63,8 @@ class LargePages:
 
     def take(self, shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
         """Returns an array that begins with a line of the caches. Raises `MemoryError`."""
+        import numpy as np
+
         num_bytes = prod(shape) * np.dtype(dtype).itemsize
         room = -(-num_bytes // LINE_BYTES) * LINE_BYTES
         if self._free is None or room > len(self._free):
