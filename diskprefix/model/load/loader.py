@@ -67,9 +67,9 @@ class LoadedModel:
     """A decoder model: its `weights` if it has a plan, or else its `model`, the modules of transformers on `device`.
 
     `config` is that of the whole model: ours, or transformers'. `reason` says why it has no plan. `encoder` has the
-    modules that encode pictures, None for a model that takes none, and so is its `processor`. `stops` are tokens that end a reply.
-    `name` is the name for clients. `timings` holds seconds by step: `source` (with download), `imports`, `digest`,
-    `tokenizer` (with the processor), `weights`.
+    modules that encode pictures, None for a model that takes none, and so is its `processor`. `stops` are tokens that
+    end a reply. `name` is the name for clients. `timings` holds seconds by step: `source` (with download), `imports`,
+    `digest`, `tokenizer` (with the processor), `weights`.
     """
 
     config: Any
