@@ -40,6 +40,9 @@ class ModelConfig:
 
     model_type: str
     layer_types: list[str]
+    tie_word_embeddings: bool
+    _given: Mapping[str, Any] | None = None
+    """What a model with encoders was given."""
 
     def __init__(self, values: Mapping[str, Any], per_layer: Mapping[int, Mapping[str, Any]]) -> None:
         self.__dict__.update((name, value) for name, value in values.items() if not hasattr(ModelConfig, name))
@@ -86,7 +89,9 @@ class ModelConfig:
             "vision_config": SimpleNamespace(**vision),
             "architectures": given.get("architectures"),
         }
-        return cls({"model_type": kind, **values, **parts}, {})
+        found = cls({"model_type": kind, **values, **parts}, {})
+        found._given = given
+        return found
 
     def get_text_config(self, decoder: bool = True) -> ModelConfig:  # noqa: ARG002 (as transformers' have it)
         """Returns the part about text."""
@@ -95,8 +100,10 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what a `config.json` would say."""
+        if self._given is not None:
+            return {**self._given, "text_config": self.get_text_config().to_dict()}
         names = [*options_of(self.model_type), *(name for name in _TOKENS if hasattr(self, name))]
-        found = {name: deepcopy(getattr(self, name)) for name in names}
+        found = {"model_type": self.model_type} | {name: deepcopy(getattr(self, name)) for name in names}
         if self._per_layer:
             found["per_layer_config"] = {number: {**found} for number, found in self._per_layer.items()}
         return found

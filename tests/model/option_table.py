@@ -80,8 +80,8 @@ _LETTERS = {int: "i", float: "f", bool: "b", str: "s", list: "l", tuple: "l", di
 
 
 WHOLES = """
-    cohere_compass gemma3 gemma4 gemma4_unified llama4 mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl
-    qwen3_vl_moe
+    cohere_compass gemma3 gemma4 gemma4_unified idefics3 llama4 mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe
+    qwen3_vl qwen3_vl_moe
 """
 """The types of models with encoders whose decoder has a plan, as far as users ask for them."""
 

@@ -104,7 +104,7 @@ def transformers_config(config: ModelConfig) -> PreTrainedConfig:
     """Returns the configuration of transformers' class that says the same."""
     kind = transformers_quietly().CONFIG_MAPPING[config.model_type]
     found: PreTrainedConfig = kind.from_dict(config.to_dict())
-    found.allow_global_per_layer_attribute_access = True
+    found.get_text_config().allow_global_per_layer_attribute_access = True
     return found
 
 
