@@ -141,12 +141,9 @@ class ScriptedEngine:
         self.closed = threading.Event()
         self.stats = dict(STATS)
         self.requests: list[GenerateRequest] = []
-        self.model = SimpleNamespace(
-            config=SimpleNamespace(get_text_config=lambda **_: SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=2)),
-            device="cpu",
-            dtype="torch.float32",
-            base_model=None,
-        )
+        self.config = SimpleNamespace(get_text_config=lambda **_: SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=2))
+        self.device, self.dtype = "cpu", "torch.float32"
+        self.runtime = SimpleNamespace(vocab_size=VOCAB_SIZE, has_hidden=True)
         self.tokenizer: Any = None
         self.processor: Any = None
         self.origin = Path()

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoModelForImageTextToText
 
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat import content as server_content
@@ -114,7 +115,8 @@ def generated(server: AppServer, conversation: list[dict[str, Any]]) -> tuple[li
     inputs = processor(text=text, images=[images] if images else None, return_tensors="pt")
     bad = [[token] for token in SPECIAL]
     with torch.inference_mode():
-        ids = engine.model.generate(**inputs, max_new_tokens=REPLY, do_sample=False, bad_words_ids=bad)[0]
+        model = AutoModelForImageTextToText.from_pretrained(engine.origin, dtype=engine.dtype)
+        ids = model.generate(**inputs, max_new_tokens=REPLY, do_sample=False, bad_words_ids=bad)[0]
     num_tokens = inputs["input_ids"].shape[1]
     return [engine.tokenizer.decode([token]) for token in ids[num_tokens:].tolist()], num_tokens
 
@@ -369,7 +371,7 @@ def test_what_the_models_own_code_raises_over_an_image_is_a_400(
         raise RuntimeError("shapes cannot be\nmultiplied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llava.engine.model.model, "get_image_features", fail)
+        patch.setattr(llava.engine.encoder._model.model, "get_image_features", fail)
         error = refusal(llava, SEE, image_part(image_bytes((1, 9, 9))))
     assert (error["param"], error["code"]) == ("messages.0.content.1.image_url.url", "unsupported_content")
     assert error["message"].endswith("the model's own code fails over it: shapes cannot be")

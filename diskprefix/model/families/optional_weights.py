@@ -77,7 +77,7 @@ _OF_SOME: Mapping[str, str] = {"self_attn.sinks": _SINKS, "mlp.gate.e_score_corr
 def modules_with_bias(config: Any) -> re.Pattern[str]:
     """Returns the pattern of the names of the modules of a decoder that have biases."""
     kind, own = config.model_type, type(config)
-    options = _BY_OPTION | _OTHERWISE.get(kind, {})
+    options = {**_BY_OPTION, **_OTHERWISE.get(kind, {})}
     # An option that the class does not have is one of another class.
     found = [modules for name, modules in options.items() if hasattr(own, name) and getattr(config, name)]
     return re.compile("|".join([_ALWAYS.get(kind, _NONE), *found]))

@@ -89,7 +89,7 @@ class FolderWeights(Weights):
     ) -> None:
         super().__init__(dtype, has_draft_layer=has_draft_layer)
         self._config, self._is_unread = config.get_text_config(decoder=True), is_unread
-        self._is_tied = getattr(self._config, "tie_word_embeddings", config.tie_word_embeddings)
+        self._is_tied = getattr(config, "tie_word_embeddings", False)  # The text's own says nothing.
         self._form = SlotNames.of(self._config).experts
         self._folder = tensors[0].file.parent if tensors else "the folder"
         self._in_float32 = kept_in_float32(config)

@@ -55,8 +55,7 @@ class GgufWeights(Weights):
 
     def has(self, name: str) -> bool:
         if name == "lm_head.weight":
-            whole = self._config
-            return not getattr(whole.get_text_config(decoder=True), "tie_word_embeddings", whole.tie_word_embeddings)
+            return not self._config.tie_word_embeddings
         try:
             self._part(name)
         except ModelError:

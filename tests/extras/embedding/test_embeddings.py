@@ -257,7 +257,7 @@ def test_many_requests_at_once_take_a_place_each_and_fail_nobody(chat_model: Pat
 
 def test_a_model_that_shows_no_hidden_states_is_refused_before_the_queue(chat_model: Path) -> None:
     engine = ScriptedEngine()
-    engine.model.base_model = engine.model
+    engine.runtime.has_hidden = False
     with scripted_app(chat_model, engine) as server, server.client() as client:
         reply = client.post("/v1/embeddings", json={"input": "a"})
     assert (reply.status_code, reply.json()["error"]["param"], engine.requests) == (400, "model", [])
