@@ -12,7 +12,7 @@ import torch
 from diskprefix.native import require
 from diskprefix.native.library import Operators
 
-_CALL = struct.Struct("@8q P2q 2P 2d q P")
+_CALL = struct.Struct("@8q P2q 2P 2d q")
 _RUN = struct.Struct("@3q P3q P3q Pq")
 """`Attention` and `Run` of `source/interface.h`."""
 
@@ -77,7 +77,7 @@ def attention(
         *(DTYPES[query.dtype], heads, kv_heads, key_dim, value_dim, len(runs), window, chunk),
         *(query.data_ptr(), query_strides[0], query_strides[1], out.data_ptr()),
         *(0 if sinks is None else sinks.data_ptr(), scale, softcap),
-        *(torch.get_num_threads(), operators.parallel_for),
+        torch.get_num_threads(),
     )
     if operators.attention(call, b"".join(runs)):
         raise MemoryError("there is no memory left for attention")

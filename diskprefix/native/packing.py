@@ -10,7 +10,7 @@ import torch
 from diskprefix.native import ROWS, require
 from diskprefix.native.library import Operators
 
-_PACKING = struct.Struct("@5q 4P q P")
+_PACKING = struct.Struct("@5q 4P q")
 """`Packing` of `source/interface.h`."""
 
 TYPES = {
@@ -91,7 +91,7 @@ def _call(
     grid = _grid_of(kind) if kind in _WITH_GRID else None
     parts = (0 if part is None else part.data_ptr() for part in (grid, order, out))
     threads = torch.get_num_threads() if num_threads is None else num_threads
-    call = _PACKING.pack(number, strips, columns, file, offset, content, *parts, threads, operators.parallel_for)
+    call = _PACKING.pack(number, strips, columns, file, offset, content, *parts, threads)
     match operators.pack(call):
         case 1:
             raise MemoryError("there is no memory left for packing weights")

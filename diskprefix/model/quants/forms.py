@@ -39,8 +39,7 @@ def weights_of(packed: torch.Tensor, form: QuantForm) -> torch.Tensor:
     """Returns the weights, bfloat16 [rows, columns]. All variants round them. Raises `MemoryError`."""
     matrix, operators = matrix_of(packed, form, None), compiled()
     ids, out = torch.arange(matrix.rows), torch.empty(matrix.rows, matrix.columns, dtype=torch.bfloat16)
-    threads = torch.get_num_threads(), operators.parallel_for
-    call = calls.LookupCall(len(ids), ids.data_ptr(), matrix.address, out.data_ptr(), *threads)
+    call = calls.LookupCall(len(ids), ids.data_ptr(), matrix.address, out.data_ptr(), torch.get_num_threads())
     if operators.look_up(bytes(call)):
         raise MemoryError("there is no memory left for looking rows up")
     return out
