@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import importlib
 import logging
 import os
 import platform
@@ -31,7 +29,6 @@ _NO_MEMORY_LEFT = "the model fits in memory, but nothing to compute with is left
 if TYPE_CHECKING:
     from diskprefix.engine.loop import Engine
     from diskprefix.progress import Report
-    from diskprefix.server.process.front_line import FrontLine
     from diskprefix.store.store import Store
 
 
@@ -53,35 +50,12 @@ def serve(settings: Settings) -> None:
         if not error.passing:
             raise
     run_front = hooks.open_front(settings)
-    if run_front is None:
-        _serve(settings)
-    else:
-        run_front(settings, prepare, _serve)
-
-
-def _serve(settings: Settings, front: FrontLine | None = None) -> None:
+    if run_front is not None:
+        run_front(settings)
+        return
     from diskprefix.server.process.process import run
 
-    run(settings, load_engine, front)
-
-
-def prepare(settings: Settings, with_model: bool) -> None:
-    """Imports all modules for serving; `with_model` reads small parts of the model. The process can fork then."""
-    from diskprefix.model.load.imports import import_transformers
-
-    import_transformers()
-    importlib.import_module("diskprefix.server.http_app")
-    importlib.import_module("diskprefix.engine.loop")
-    import torch
-
-    from diskprefix.model.load.loader import import_model
-    from diskprefix.model.load.memory import one_thread
-
-    if with_model and torch.version.cuda is None and torch.version.hip is None:
-        with one_thread():
-            import_model(settings)
-    # A collection in a worker would write to all pages that it shares.
-    gc.freeze()
+    run(settings, load_engine)
 
 
 def load_engine(settings: Settings, progress: Report) -> Engine:

@@ -29,7 +29,7 @@ from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.memory import available_bytes, available_ram_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, own_path, plain_name, require_named
 from diskprefix.model.load.picture_processor import PictureProcessor
-from diskprefix.model.load.read_tokenizer import read_tokenizer, read_tokenizer_ahead
+from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.model.load.tokenizer import Tokenizer
 from diskprefix.native.library import choose, operators
 from diskprefix.printable import first_line
@@ -381,18 +381,6 @@ def _source(
             reason=known_reason(config, dtype, device),
         )
         return source.for_modules() if source.reason else source
-
-
-def import_model(settings: Settings) -> None:
-    """Imports the code of a model, and reads its tokenizer for `load_model`. An error is left to that."""
-    with suppress(DiskPrefixError, OSError):
-        template = read_template(settings.chat_template)
-        source = _source(settings, lambda _line: None, lambda _step: nullcontext())
-        read_tokenizer_ahead(source.path, template)
-        # transformers compiles a thousand patterns of names before it loads the first weights.
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-        get_checkpoint_conversion_mapping(source.config.model_type)
 
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> Tokenizer:

@@ -36,19 +36,6 @@ def explain_out_of_memory(problem: str) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Gives a context in which torch uses one thread: for many small operations that memory bandwidth limits."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def large_pages(num_bytes: int) -> torch.Tensor:
     """Returns memory, uint8 [num_bytes], in pages of 2 MiB: read up to 1.4 times as fast. Raises `MemoryError`."""
     import torch
