@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 
-import torch
-
 from diskprefix.cache.matching import RestoreResult
 from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.fetches import Fetches, RunningFetch
@@ -58,20 +56,18 @@ class Loop:
     def run(self) -> None:
         """Returns when the inbox is stopped. Raises `DeviceLost`."""
         try:
-            with torch.inference_mode():
-                self._served.warm_up_thread()
-                while True:
-                    self._take_in()
-                    has_encoded = self._rows is not None and self._rows.run_slice()
-                    step = self._next_step()
-                    is_idle = not (step and self._compute(step)) and not has_encoded
-                    # The encoder goes on for clients that have gone, but not when all is over.
-                    is_idle |= self._inbox.is_over
-                    if is_idle and not self._inbox.is_over and self._works_ahead():
-                        continue
-                    times = [s for s in (self._served.expires_in_s(), self._fetches.check_in_s) if s is not None]
-                    if is_idle and not self._inbox.wait(min(times, default=None)):
-                        return
+            while True:
+                self._take_in()
+                has_encoded = self._rows is not None and self._rows.run_slice()
+                step = self._next_step()
+                is_idle = not (step and self._compute(step)) and not has_encoded
+                # The encoder goes on for clients that have gone, but not when all is over.
+                is_idle |= self._inbox.is_over
+                if is_idle and not self._inbox.is_over and self._works_ahead():
+                    continue
+                times = [s for s in (self._served.expires_in_s(), self._fetches.check_in_s) if s is not None]
+                if is_idle and not self._inbox.wait(min(times, default=None)):
+                    return
         finally:
             if self._served.draft is not None:
                 self._served.draft.stop_ahead()

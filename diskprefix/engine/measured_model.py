@@ -82,7 +82,7 @@ def _by_plan(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     fingerprint = PlanFingerprint.of(
         *(runtime.config, runtime.plan, compiled),
         weights_digest=loaded.weights_digest,
-        dtype=str(loaded.dtype).removeprefix("torch."),
+        dtype=loaded.dtype,
         mode=settings.fingerprint,
     )
     check(weights, loaded.config, layout, str(fingerprint))
@@ -102,7 +102,7 @@ def _by_modules(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     layout = rehearse(loaded.model, str(fingerprint))
     reason = "its state is not cached" if layout.unsupported else loaded.reason
     log.info("[model] exact in steps of one grid: %s", reason)
-    if loaded.device.type == "cpu" and are_missing():
+    if str(loaded.device) == "cpu" and are_missing():
         log.warning("[model] replies are many times slower without the compiled operators: %s", REMEDY)
     return MeasuredModel(loaded, layout, GridRuntime(loaded.model, layout), fingerprint, reason)
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import save_idle
@@ -39,13 +38,14 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import kv_bytes
 from diskprefix.model.runtime import Rows, Runtime
-from diskprefix.model.vision_encoder import VisionEncoder
 from diskprefix.printable import first_line
 from diskprefix.units import counted, format_size
 from diskprefix.values import CacheReport, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from diskprefix.model.vision_encoder import VisionEncoder
 
 log = logging.getLogger("diskprefix")
 
@@ -78,7 +78,7 @@ class ServedModel:
         for `/props`. Raises `ModelError` for a model that transformers cannot run step by step, and the errors of torch
         when memory runs out."""
         self.runtime = runtime
-        self.config, self.dtype, self.device = loaded.config, loaded.dtype, loaded.device
+        self.config, self.dtype, self.device = loaded.config, loaded.dtype, str(loaded.device)
         self.tokenizer: Any = loaded.tokenizer
         self.processor = loaded.processor
         """The processor of images; None for a model of text only."""
@@ -152,11 +152,6 @@ class ServedModel:
         self.cache.warm_up(sequence)
         self.pages.end(sequence, keep=False)
 
-    def warm_up_thread(self) -> None:
-        """Runs the operations of a first token once. torch starts threads for each thread that calls it, and the first
-        token would wait milliseconds for them. For the engine's thread."""
-        torch.zeros(1, self.runtime.vocab_size).max(dim=-1)
-
     def give_way(self) -> None:
         """Ends the work done ahead of the first request, because it has come. For any thread."""
         self.pages.give_way()
@@ -190,16 +185,15 @@ class ServedModel:
             cache.namespaces.forget_deleted()
         self.drop_gone()
         ended = [(cache, pages, block) for cache, pages in self._caches() for block in pages.kept.sequence_ends()]
-        with torch.inference_mode():
-            for number, (cache, pages, block) in enumerate(ended):
-                if time.monotonic() > deadline:
-                    log.warning("[disk-cache] %d conversations in memory were not saved in time", len(ended) - number)
-                    return
-                try:
-                    _save_idle(cache, pages, block)
-                except Exception:
-                    # Its next turn computes it again. The others must be saved, and the cache closed.
-                    log.exception("[disk-cache] a conversation that only memory had was not saved")
+        for number, (cache, pages, block) in enumerate(ended):
+            if time.monotonic() > deadline:
+                log.warning("[disk-cache] %d conversations in memory were not saved in time", len(ended) - number)
+                return
+            try:
+                _save_idle(cache, pages, block)
+            except Exception:
+                # Its next turn computes it again. The others must be saved, and the cache closed.
+                log.exception("[disk-cache] a conversation that only memory had was not saved")
 
     def _caches(self) -> list[tuple[PrefixCache, PageCache]]:
         """Returns the caches on disk and in memory of the model, and those of the draft model."""
@@ -313,6 +307,9 @@ class ServedModel:
         processor = self.processor
         if modules is None or processor is None or processor.problem is not None:
             return None, None
+        # Here, as it imports torch.
+        from diskprefix.model.vision_encoder import VisionEncoder
+
         if (problem := VisionEncoder.problem(modules, cache.layout)) is not None:
             log.warning("this model is served for text only: %s", problem)
             processor.problem = problem
@@ -325,7 +322,7 @@ class ServedModel:
         wanted, has_layer = self.cache.settings.speculative, self.cache.layout.has_draft_layer
         if wanted == "mtp" and not has_layer:
             raise ModelError(
-                f"--speculative mtp: {self.model_name} has no draft layer that is used on {self.device.type}; "
+                f"--speculative mtp: {self.model_name} has no draft layer that is used on {self.device}; "
                 "choose auto, ngram or off"
             )
         times, clock = StepTimes(), lambda: self.clock()
@@ -365,10 +362,9 @@ class ServedModel:
         reasons = ", ".join(self.cache.layout.unsupported)
         log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", reasons)
         try:
-            with torch.inference_mode():
-                state = self.runtime.new_state()
-                for num_tokens in (2, 1):
-                    self.runtime.run([Rows(state, np.zeros(num_tokens, np.int64))])
+            state = self.runtime.new_state()
+            for num_tokens in (2, 1):
+                self.runtime.run([Rows(state, np.zeros(num_tokens, np.int64))])
         except Exception as error:
             if is_out_of_memory(error):
                 raise

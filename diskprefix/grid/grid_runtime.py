@@ -46,6 +46,7 @@ class GridRuntime:
     def prepare(self) -> None:
         """Does nothing."""
 
+    @torch.inference_mode()
     def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
         """Computes the rows of one sequence."""
         (rows,) = step

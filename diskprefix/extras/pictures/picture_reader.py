@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diskprefix.errors import InvalidRequest
+from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.model.gguf.file_processor import lenient_class
 from diskprefix.model.load.picture_processor import Detail
 from diskprefix.printable import first_line
@@ -79,8 +80,6 @@ class PictureReader:
         """Returns a reader for the processor in a model's folder, or for the result of `make`. If the processor cannot
         be used, `problem` says why. Raises only the errors of torch when memory runs out."""
         from transformers.utils import is_vision_available
-
-        from diskprefix.kv.layout import is_out_of_memory
 
         try:
             reader = cls(_load_processor(folder, config) if make is None else make(), config)
@@ -151,8 +150,6 @@ class PictureReader:
 
     def _process(self, image: Any, param: str) -> dict[str, Any]:
         """Returns the processor's result for a text that is only a picture. Raises `InvalidRequest`."""
-        from diskprefix.kv.layout import is_out_of_memory
-
         options: dict[str, Any] = {"return_tensors": "pt", "return_text_replacement_offsets": True}
         try:
             # Its tokenizer is not safe to call from several threads.

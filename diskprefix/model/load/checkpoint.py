@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from diskprefix.errors import ModelError
 from diskprefix.printable import first_line, shown
-
-if TYPE_CHECKING:
-    import torch
 
 SAFETENSORS, FILE, INDEX = "*.safetensors", "model.safetensors", "model.safetensors.index.json"
 _MOST_HEADER_BYTES = 10**8
@@ -44,25 +43,18 @@ class StoredTensor:
     def num_elements(self) -> int:
         return prod(self.shape)
 
-    def read(self) -> torch.Tensor:
-        """Returns it in memory of its own. Raises `ModelError` if the file is cut short.
+    def read_into(self, out: np.ndarray, first: int = 0) -> None:
+        """Fills an array with its bytes, from byte `first` on. Raises `ModelError` if the file is cut short.
 
         The file is not mapped: a page of a mapped one that is cut short meanwhile would end the process.
         """
-        import torch
-        from transformers.modeling_utils import str_to_torch_dtype
-
-        if self.kind not in str_to_torch_dtype:
-            raise ModelError(f"{self.file.name}: {self.name} is of the type {self.kind}, which is not known")
-        found = torch.empty(self.shape, dtype=str_to_torch_dtype[self.kind])
-        view, done = memoryview(found.view(-1).view(torch.uint8).numpy().data), 0
+        view, done = out.reshape(-1).view(np.uint8).data, 0
         with self.file.open("rb", buffering=0) as source:
-            source.seek(self.offset)
+            source.seek(self.offset + first)
             while done < len(view) and (size := source.readinto(view[done:])):
                 done += size
         if done < len(view):
             raise ModelError(f"{self.file} ends within {self.name}; fetch or copy it again")
-        return found
 
 
 def weight_files(folder: Path) -> list[Path]:

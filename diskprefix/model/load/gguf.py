@@ -22,7 +22,7 @@ from diskprefix.model.load.projector import projector_beside
 from diskprefix.progress import Report
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
     from transformers import PreTrainedConfig
 
     from diskprefix.model.gguf.encoders import PictureSettings
@@ -84,7 +84,7 @@ class GgufModel:
             pictures=pictures,
         )
 
-    def parameters(self, kind: ModelKind, dtype: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
+    def parameters(self, kind: ModelKind, dtype: str) -> dict[str, Callable[[], np.ndarray]]:
         """Returns what makes the parameters of the model's modules, or of those of its encoder. Raises `ModelError` if
         the file lacks tensors, or has others."""
         from diskprefix.model.load.gguf_weights import parameters_of
@@ -98,7 +98,7 @@ class GgufModel:
         return replace(self, kind=replace(self.kind, has_draft_layer=False), tensors=tensors)
 
     def decoder_weights(
-        self, dtype: torch.dtype, packing: MatrixPacking | None = None, *, is_unread: bool = False
+        self, dtype: str, packing: MatrixPacking | None = None, *, is_unread: bool = False
     ) -> GgufWeights:
         """Returns the weights of the decoder. The arguments are those of `GgufWeights`."""
         from diskprefix.model.load.gguf_weights import GgufWeights

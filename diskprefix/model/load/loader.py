@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
+from diskprefix.kv.numbers import item_bytes
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.chat_template import read_template
 from diskprefix.model.load.checkpoint import read_config, require_plain_weights, stored_tensors, weight_files_of
@@ -63,7 +64,7 @@ class LoadedModel:
     """
 
     config: PreTrainedConfig
-    dtype: torch.dtype
+    dtype: str
     device: torch.device
     weights: Weights | None
     model: PreTrainedModel | None
@@ -101,7 +102,7 @@ class _ModelSource:
     config: PreTrainedConfig
     """What the model's class takes of the whole configuration."""
     kind: ModelKind
-    dtype: torch.dtype
+    dtype: str
     device: torch.device
     weights: str
     """`auto` if the quants of a `.gguf` file are kept, or else `native`."""
@@ -109,15 +110,12 @@ class _ModelSource:
     """Why it has no plan."""
 
     def needs(self) -> ModelNeeds:
-        dtype = str(self.dtype).removeprefix("torch.")
+        uses = self.kind.has_draft_layer
         if self.gguf is not None:
-            found = needs_of_gguf(
-                self.path, self.weights, self.dtype.itemsize, uses_draft_layer=self.kind.has_draft_layer
-            )
+            found = needs_of_gguf(self.path, self.weights, item_bytes(self.dtype), uses_draft_layer=uses)
         else:
-            has_draft_layer = self.kind.has_draft_layer
-            found = needs_of_folder(self.path, self.files, dtype, uses_draft_layer=has_draft_layer)
-        return replace(found, name=f"{self.path.name} as {dtype} on {self.device}")
+            found = needs_of_folder(self.path, self.files, self.dtype, uses_draft_layer=uses)
+        return replace(found, name=f"{self.path.name} as {self.dtype} on {self.device}")
 
     def digest(self) -> str:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
@@ -177,14 +175,15 @@ class _ModelSource:
     def modules(self, *, are_of_encoder: bool = False) -> PreTrainedModel:
         """Returns the modules of the model, or of its encoder of pictures alone, ready to compute. Raises
         `ModelError`."""
-        from diskprefix.model.load.parameters import load_parameters
+        from diskprefix.model.load.parameters import load_parameters, made, stored
 
         kind = replace(self.kind, is_encoder=are_of_encoder)
         with _load_failures(self.path):
             if self.gguf is None:
-                sources = {tensor.name: tensor.read for tensor in stored_tensors(self.path, self.files)}
+                sources = {one.name: partial(stored, one) for one in stored_tensors(self.path, self.files)}
             else:
-                sources = self.gguf.parameters(kind, self.dtype)
+                parameters = self.gguf.parameters(kind, self.dtype)
+                sources = {name: partial(made, read) for name, read in parameters.items()}
             of, weights = kind.model_class(self.whole), f"the weights in {self.path}"
             model = load_parameters(of, self.config, sources, weights, self.dtype, self.device)
         return model.requires_grad_(False).eval()
@@ -378,7 +377,7 @@ def _source(
             dtype=dtype,
             device=device,
             weights=weights,
-            reason=known_reason(config, dtype, device),
+            reason=known_reason(config, dtype, device.type),
         )
         return source.for_modules() if source.reason else source
 
@@ -442,16 +441,13 @@ def _pick_weights(settings: Settings, device: torch.device) -> str:
     return settings.weights if can_keep else "native"
 
 
-def _pick_dtype(name: str, config: PreTrainedConfig | None) -> torch.dtype:
+def _pick_dtype(name: str, config: PreTrainedConfig | None) -> str:
     """Returns the type in which a model computes. `config` is None for a `.gguf` file, which names none."""
-    import torch
-
     if name != "auto":
-        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+        return name
     if config is None:
-        return torch.bfloat16
-    own = config.dtype or config.get_text_config(decoder=True).dtype
-    return own if isinstance(own, torch.dtype) else torch.float32
+        return "bfloat16"
+    return str(config.dtype or config.get_text_config(decoder=True).dtype or "float32").removeprefix("torch.")
 
 
 def _load_processor(source: _ModelSource, tokenizer: Tokenizer) -> PictureProcessor | None:

@@ -6,9 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
+from transformers.modeling_utils import str_to_torch_dtype
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.checkpoint import StoredTensor
 from diskprefix.model.load.imports import without_tracer
 
 if TYPE_CHECKING:
@@ -16,6 +19,22 @@ if TYPE_CHECKING:
 
 Source: TypeAlias = Callable[[], torch.Tensor]
 """Reads a tensor of a checkpoint, perhaps later."""
+
+
+def stored(tensor: StoredTensor) -> torch.Tensor:
+    """Reads a tensor of a folder. Raises `ModelError` if its type is not known, or if its file is cut short."""
+    if tensor.kind not in str_to_torch_dtype:
+        raise ModelError(f"{tensor.file.name}: {tensor.name} is of the type {tensor.kind}, which is not known")
+    found = torch.empty(tensor.shape, dtype=str_to_torch_dtype[tensor.kind])
+    tensor.read_into(found.view(-1).view(torch.uint8).numpy())
+    return found
+
+
+def made(read: Callable[[], np.ndarray]) -> torch.Tensor:
+    """Returns the numbers of an array that is read now."""
+    array = read()
+    found = torch.from_numpy(array)
+    return found.view(torch.bfloat16) if array.dtype == np.uint16 else found
 
 
 class _TensorOnRequest:
@@ -40,7 +59,7 @@ def load_parameters(
     config: PreTrainedConfig,
     sources: Mapping[str, Source],
     weights: str,
-    dtype: torch.dtype,
+    dtype: str,
     device: torch.device,
 ) -> PreTrainedModel:
     """Returns the model of a class, made of `sources` by their names in the checkpoint: each is read when its turn
@@ -55,7 +74,7 @@ def load_parameters(
                 None,
                 config=config,
                 state_dict={name: _TensorOnRequest(read, failures) for name, read in sources.items()},
-                dtype=dtype,
+                dtype=getattr(torch, dtype),
                 device_map=None if device.type == "cpu" else {"": device},
                 local_files_only=True,
                 output_loading_info=True,
