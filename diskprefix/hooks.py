@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.chat.draft import Compress
     from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
-    from diskprefix.server.process.front_line import FrontLine
     from diskprefix.settings import Settings
     from diskprefix.tokens import TokenIds
     from diskprefix.values import CacheOptions, CacheReport, Prompt
@@ -71,16 +70,6 @@ class Recorder(Protocol):
 
     def close(self) -> None:
         """Writes pending records and ends."""
-
-
-class RunFront(Protocol):
-    """Serves each model in its own process until the daemon stops. Raises `SettingsError`, and `SystemExit` with the
-    exit code of the only model's process."""
-
-    def __call__(
-        self, settings: Settings, prepare: Callable[[Settings, bool], None], work: Callable[[Settings, FrontLine], None]
-    ) -> None:
-        """Calls `work` in each process, with the settings of its model. `prepare` is `app.prepare`."""
 
 
 @cache
@@ -154,9 +143,10 @@ def open_pictures(model: PicturesModel) -> PictureProcessor:
     return own(model) if processor is None else processor
 
 
-def open_front(settings: Settings) -> RunFront | None:
-    """Returns the function that serves each model in its own process, None without one. Raises `SettingsError`."""
-    return cast("RunFront | None", _only("open_front", settings))
+def open_front(settings: Settings) -> Callable[[Settings], None] | None:
+    """Returns the function that serves each model in its own process until the daemon stops, None without one. It
+    raises `SettingsError`, as this function does, and `SystemExit` with the exit code of the only model's process."""
+    return cast("Callable[[Settings], None] | None", _only("open_front", settings))
 
 
 def _all(name: str) -> Iterator[Any]:

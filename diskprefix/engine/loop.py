@@ -218,9 +218,7 @@ class Loop:
 
     def _new_rows(self) -> PictureRowsSource:
         served, inbox = self._served, self._inbox
-        return PictureRowsSource(
-            served.encoder, served.encoded, self._fetches.begin, inbox.wake, inbox.heartbeat.beat
-        )
+        return PictureRowsSource(served.encoder, served.encoded, self._fetches.begin, inbox.wake, inbox.heartbeat.beat)
 
     def _take_rows(self) -> None:
         """Schedules the prompts that got rows of pictures since the last step."""

@@ -112,7 +112,7 @@ def _by_modules(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     layout = rehearse(loaded.model, str(fingerprint))
     reason = "its state is not cached" if layout.unsupported else loaded.reason
     log.info("[model] exact in steps of one grid: %s", reason)
-    if str(loaded.device) == "cpu" and are_missing():
+    if loaded.device == "cpu" and are_missing():
         log.warning("[model] replies are many times slower without the compiled operators: %s", REMEDY)
     return MeasuredModel(loaded, layout, GridRuntime(loaded.model, layout), fingerprint, reason)
 

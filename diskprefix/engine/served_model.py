@@ -80,7 +80,7 @@ class ServedModel:
         for `/props`. Raises `ModelError` for a model that transformers cannot run step by step, and the errors of torch
         when memory runs out."""
         self.runtime = runtime
-        self.config, self.dtype, self.device = loaded.config, loaded.dtype, str(loaded.device)
+        self.config, self.dtype, self.device = loaded.config, loaded.dtype, loaded.device
         self.tokenizer: Any = loaded.tokenizer
         self.processor = loaded.processor
         """The processor of images; None for a model of text only."""

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diskprefix.errors import InvalidRequest
 from diskprefix.kv.layout import is_out_of_memory
-from diskprefix.model.gguf.file_processor import lenient_class
 from diskprefix.memo import Memo
+from diskprefix.model.gguf.file_processor import lenient_class
 from diskprefix.model.load.gguf_file import file_stamp
 from diskprefix.model.load.picture_processor import Detail, PicturesModel
 from diskprefix.printable import first_line
@@ -153,7 +153,8 @@ class PictureReader:
         scale = min(1.0, LONGEST_SIDE.get(detail, max(size)) / max(size))
         target_size = (max(1, round(width * scale)), max(1, round(height * scale)))
         form = self._form(target_size, param)
-        form_text = self.computed_by() + json.dumps(target_size)
+        with self._busy:
+            form_text = self.computed_by() + json.dumps(target_size)
         name = hashlib.blake2b(self._settings + form_text.encode() + content, digest_size=16).digest()
         prepare = partial(self._prepare, content, (kind, turn, size, target_size), param)
         return Picture(name, *form, f"{width}x{height}", len(content), param, prepare)

@@ -152,15 +152,21 @@ def _num_bytes(kind: str, shape: Sequence[int]) -> int:
     return prod(shape) * bits // 8
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Returns the configuration in a folder. Raises `ModelError` if it cannot be read."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = json.loads((folder / name).read_text(encoding="utf-8"), object_hook=_special_float)
         if not isinstance(found, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read the configuration of {folder}: {first_line(error)}") from error
     return found
+
+
+def _special_float(found: dict[str, Any]) -> Any:
+    """Returns infinity for the object that transformers writes for it."""
+    special = found.get("__float__") if len(found) == 1 else None
+    return float(special) if special in ("Infinity", "-Infinity", "NaN") else found
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -17,7 +17,6 @@ from diskprefix.units import format_size
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
 
 ADVICE = "free some, or choose a smaller model, another --dtype or another --device"
 _LARGE_PAGE = 1 << 21
@@ -37,19 +36,6 @@ def explain_out_of_memory(problem: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise ModelError(f"{problem}; {ADVICE}") from error
         raise
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Gives a context in which torch uses one thread: for many small operations that memory bandwidth limits."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def large_pages(num_bytes: int) -> np.ndarray:
@@ -100,21 +86,21 @@ def trim_heap() -> None:
         libc.malloc_trim(0)
 
 
-def use_gpu(device: torch.device) -> None:
+def use_gpu(device: str) -> None:
     """Makes `device`, if it is one of several GPUs, that of this thread."""
-    if device.index:
+    if int(device.partition(":")[2] or 0):
         import torch
 
-        torch.accelerator.set_device_index(device.index)
+        torch.accelerator.set_device_index(torch.device(device).index)
 
 
-def available_bytes(device: torch.device) -> int:
+def available_bytes(device: str) -> int:
     """Returns the free memory of `device` in bytes, with what torch holds of it unused."""
-    if device.type == "cpu":
+    if device == "cpu":
         return available_ram_bytes()
     import torch
 
-    if device.type == "mps":
+    if device == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     of_device = torch.get_device_module(device)
     unused = of_device.memory_reserved(device) - of_device.memory_allocated(device)

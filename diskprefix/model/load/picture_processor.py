@@ -31,8 +31,8 @@ class PictureProcessor(Protocol):
 
     `problem` says why the model takes none; None if it does. A text must not contain `placeholders`. The chat template
     writes `mark` for a picture, and `token_id` is the token that stands for a row of the encoder's output. The names of
-    pictures have what `computed_by` returns: what runs the encoder, which it reads; "" if the identity of the model says
-    that.
+    pictures have what `computed_by` returns: what runs the encoder, which it reads. It returns "" if the identity of
+    the model says that.
     """
 
     problem: str | None
