@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from transformers import DynamicCache
 from diskprefix.errors import InvalidRequest, ModelError
 from diskprefix.extras.pictures import picture_reader
 from diskprefix.extras.pictures.picture_reader import PictureReader
+from diskprefix.model.load import loader
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.settings import Settings
 from diskprefix.values import Picture
@@ -359,6 +362,28 @@ def test_without_pillow_a_model_takes_text_and_says_what_to_install(
     processor = load(folder).processor
     assert processor is not None
     assert processor.problem == "Pillow is not installed: pip install 'diskprefix[pictures]'"
+
+
+def test_processor_and_encoder_are_read_for_the_first_picture_but_not_of_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_llava(tmp_path / "m")
+    first = load(folder).processor
+    monkeypatch.setattr(picture_reader, "_load_processor", lambda *_: pytest.fail("it is read"))
+    monkeypatch.setattr(loader._ModelSource, "modules", lambda *_, **__: pytest.fail("it is read"))
+    again = load(folder)
+    told = [(one.problem, one.mark, one.token_id, one.placeholders) for one in (first, again.processor) if one]
+    assert told[0] == told[1]
+    assert again.encoder is not None
+    for late in (again.encoder, partial(read, again.processor, image_bytes())):
+        with pytest.raises(pytest.fail.Exception):
+            late()
+    monkeypatch.setattr(loader._ModelSource, "modules", lambda *_, **__: None)
+    os.utime(folder / "model.safetensors")
+    with pytest.raises(ModelError, match="was changed"):
+        again.encoder()
+    with pytest.raises(pytest.fail.Exception):
+        load(folder)
 
 
 def test_the_chat_template_may_be_where_processors_have_it(tmp_path: Path) -> None:
