@@ -11,14 +11,12 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from diskprefix.errors import ModelError
 from diskprefix.units import format_size
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
+    import numpy.typing as npt
 
 ADVICE = "free some, or choose a smaller model, another --dtype or another --device"
 _LARGE_PAGE = 1 << 21
@@ -42,6 +40,8 @@ def explain_out_of_memory(problem: str) -> Iterator[None]:
 
 def large_pages(num_bytes: int) -> np.ndarray:
     """Returns memory, uint8 [num_bytes], in pages of 2 MiB: read up to 1.4 times as fast. Raises `MemoryError`."""
+    import numpy as np  # Here, as the front counts memory without it.
+
     size = num_bytes + _LARGE_PAGE
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -63,6 +63,8 @@ class LargePages:
 
     def take(self, shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
         """Returns an array that begins with a line of the caches. Raises `MemoryError`."""
+        import numpy as np
+
         num_bytes = prod(shape) * np.dtype(dtype).itemsize
         room = -(-num_bytes // LINE_BYTES) * LINE_BYTES
         if self._free is None or room > len(self._free):
@@ -84,21 +86,21 @@ def trim_heap() -> None:
         libc.malloc_trim(0)
 
 
-def use_gpu(device: torch.device) -> None:
+def use_gpu(device: str) -> None:
     """Makes `device`, if it is one of several GPUs, that of this thread."""
-    if device.index:
+    if int(device.partition(":")[2] or 0):
         import torch
 
-        torch.accelerator.set_device_index(device.index)
+        torch.accelerator.set_device_index(torch.device(device).index)
 
 
-def available_bytes(device: torch.device) -> int:
+def available_bytes(device: str) -> int:
     """Returns the free memory of `device` in bytes, with what torch holds of it unused."""
-    if device.type == "cpu":
+    if device == "cpu":
         return available_ram_bytes()
     import torch
 
-    if device.type == "mps":
+    if device == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     of_device = torch.get_device_module(device)
     unused = of_device.memory_reserved(device) - of_device.memory_allocated(device)
