@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import httpx
 import pytest
 
 from diskprefix.cli import main
+from diskprefix.extras.front import workers
 from tests import forked
 from tests.server.daemon_process import CHAT, clean_environment, serve_flags, wait_until
 from tests.server.test_auth import bearer, write_keys
@@ -121,6 +123,11 @@ def _serve(arguments: list[str], environment: dict[str, str], listener: socket.s
     else:
         listener.detach()
     _hang_once(flag)
+    code = (
+        f"import pathlib; from tests.systemd import test_service; test_service._hang_once(pathlib.Path({str(flag)!r}))"
+    )
+    code += "; from diskprefix.extras.front import worker; worker.main(worker.serve_model)"
+    workers.program = [sys.executable, "-c", code]
     main(arguments)
 
 
