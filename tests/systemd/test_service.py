@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from diskprefix.cli import main
-from diskprefix.extras.front import workers
+from diskprefix.extras.front import worker_program, workers
 from tests import forked
 from tests.server.daemon_process import CHAT, clean_environment, serve_flags, wait_until
 from tests.server.test_auth import bearer, write_keys
@@ -124,11 +124,16 @@ def _serve(arguments: list[str], environment: dict[str, str], listener: socket.s
         listener.detach()
     _hang_once(flag)
     code = (
-        f"import pathlib; from tests.systemd import test_service; test_service._hang_once(pathlib.Path({str(flag)!r}))"
+        f"import pathlib; from tests.systemd import test_service; test_service.serve_one(pathlib.Path({str(flag)!r}))"
     )
-    code += "; from diskprefix.extras.front import worker; worker.main(worker.serve_model)"
     workers.program = [sys.executable, "-c", code]
     main(arguments)
+
+
+def serve_one(flag: Path) -> None:
+    """The program of a worker."""
+    _hang_once(flag)
+    worker_program.main(worker_program.serve_model)
 
 
 def _hang_once(flag: Path) -> None:

@@ -1,4 +1,4 @@
-"""The program of a worker: `python -m diskprefix.extras.front.worker LISTENER CHANNEL`, with numbers of descriptors."""
+"""The program of a worker: `python -m diskprefix.extras.front.worker_program LISTENER CHANNEL`, two descriptors."""
 
 from __future__ import annotations
 
