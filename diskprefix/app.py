@@ -63,32 +63,24 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     started = time.perf_counter()
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
-    from diskprefix.model.load.imports import import_transformers
-    from diskprefix.model.load.loader import begin_packing, load_model
-
-    begun = begin_packing(settings)
-    # Before anything else imports transformers.
-    import_transformers()
-
     from diskprefix.cache.resources import open_store
     from diskprefix.engine.loop import Engine
     from diskprefix.engine.measured_model import load_draft, measured
+    from diskprefix.model.load.loader import load_model
     from diskprefix.model.load.memory import explain_out_of_memory, trim_heap
 
     imported = time.perf_counter()
     with ExitStack() as opened, explain_out_of_memory(_NO_MEMORY_LEFT):
-        if begun is not None:
-            opened.callback(begun.packing.stop)
         # The store comes first: an unusable folder is reported before the model takes seconds to load.
         opening = _open_beside(partial(open_store, settings), progress)
         opened.callback(opening.add_done_callback, _close_store)
         recorder = hooks.open_recorder(settings, lambda: opening.result().secret)
         if recorder is not None:
             opened.callback(recorder.close)
-        loaded = load_model(settings, progress, begun=begun)
+        loaded = load_model(settings, progress)
         store = opening.result()
         loaded_at = time.perf_counter()
-        if loaded.device.type == "cpu":
+        if loaded.device == "cpu":
             buffer_bytes = loaded.fit.buffer_bytes(settings.kv_cache_write_buffer)
             if buffer_bytes < settings.kv_cache_write_buffer:
                 log.info("[disk-cache] the write buffer is %s, for want of memory", format_size(buffer_bytes))
