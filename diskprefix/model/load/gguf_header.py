@@ -54,12 +54,14 @@ class FileTensor:
     dtype: np.dtype[Any]
     stored_shape: tuple[int, ...]
 
-    @property
-    def type(self) -> Any:
-        """The type as the `gguf` library names it."""
-        from gguf import GGMLQuantizationType
+    def numbers(self, content: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Returns the numbers in rows of its content, float32."""
+        if self.kind in ("F32", "F16"):
+            return content.view(self.dtype).astype("f4")
+        from gguf import GGMLQuantizationType, dequantize
 
-        return GGMLQuantizationType[self.kind]
+        found: np.ndarray[Any, Any] = dequantize(content, GGMLQuantizationType[self.kind])
+        return found
 
     @property
     def num_elements(self) -> int:
