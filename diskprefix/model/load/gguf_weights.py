@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
 
 from diskprefix.errors import ModelError
@@ -147,8 +146,7 @@ class GgufWeights(Weights):
         matrix = FileMatrix.whole(tensor) if len(tensor.shape) > 1 else None
         if matrix is not None and matrix.is_packable and self.dtype == "bfloat16":
             return converted(matrix.dequantised(), "float32")
-        found: np.ndarray = gguf.dequantize(tensor.content(), tensor.type).astype(np.float32)
-        return found.reshape(tensor.shape)
+        return tensor.numbers(tensor.content()).astype(np.float32, copy=False).reshape(tensor.shape)
 
     def _dtype_of(self, name: str) -> str:
         return "float32" if any(part in name for part in self._in_float32) else self.dtype

@@ -417,6 +417,8 @@ def _may_have_gpus() -> bool:
 
 
 def _gpus() -> dict[str, int]:
+    if find_spec("torch") is None:
+        return {}
     import torch
 
     return {
@@ -496,5 +498,8 @@ def _load_failures(path: Path) -> Iterator[None]:
             yield
     except DiskPrefixError:
         raise
+    except ModuleNotFoundError as error:
+        install = f"{error.name} is not installed: pip install torch transformers accelerate"
+        raise ModelError(f"the model in {path} cannot be served by a plan alone, and {install}") from error
     except Exception as error:
         raise ModelError(f"cannot load the model in {path}: {first_line(error)}") from error
