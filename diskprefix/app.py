@@ -67,9 +67,6 @@ def _serve(settings: Settings, front: FrontLine | None = None) -> None:
 
 def prepare(settings: Settings, with_model: bool) -> None:
     """Imports all modules for serving; `with_model` reads small parts of the model. The process can fork then."""
-    from diskprefix.model.load.imports import import_transformers
-
-    import_transformers()
     importlib.import_module("diskprefix.server.http_app")
     importlib.import_module("diskprefix.engine.loop")
     import torch
@@ -89,13 +86,9 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     started = time.perf_counter()
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
-    from diskprefix.model.load.imports import import_transformers
     from diskprefix.model.load.loader import begin_packing, load_model
 
     begun = begin_packing(settings)
-    # Before anything else imports transformers.
-    import_transformers()
-
     from diskprefix.cache.resources import open_store
     from diskprefix.engine.loop import Engine
     from diskprefix.engine.measured_model import load_draft, measured

@@ -5,7 +5,10 @@ They take numpy arrays by their addresses. An array of bfloat16 numbers has thei
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ROWS, COLUMNS = 16, 32
 """The size of a block. A matrix has a multiple of both."""

@@ -11,8 +11,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from diskprefix.errors import ModelError
 from diskprefix.printable import first_line, shown
 
@@ -43,12 +41,12 @@ class StoredTensor:
     def num_elements(self) -> int:
         return prod(self.shape)
 
-    def read_into(self, out: np.ndarray, first: int = 0) -> None:
-        """Fills an array with its bytes, from byte `first` on. Raises `ModelError` if the file is cut short.
+    def read_into(self, view: memoryview, first: int = 0) -> None:
+        """Fills memory with its bytes, from byte `first` on. Raises `ModelError` if the file is cut short.
 
         The file is not mapped: a page of a mapped one that is cut short meanwhile would end the process.
         """
-        view, done = out.reshape(-1).view(np.uint8).data, 0
+        done = 0
         with self.file.open("rb", buffering=0) as source:
             source.seek(self.offset + first)
             while done < len(view) and (size := source.readinto(view[done:])):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.draft_layer import with_draft_layer
-from diskprefix.model.load.imports import without_tracer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -49,7 +48,7 @@ class ModelKind:
 
         found = self.model_class(config)
         found = with_draft_layer(found) if self.has_draft_layer else found
-        with without_tracer(), torch.device("meta"), no_init_weights():
+        with torch.device("meta"), no_init_weights():
             return found._from_config(self.config_of_class(config), dtype=torch.bfloat16)
 
 

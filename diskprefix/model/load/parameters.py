@@ -12,7 +12,6 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.checkpoint import StoredTensor
-from diskprefix.model.load.imports import without_tracer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -26,7 +25,7 @@ def stored(tensor: StoredTensor) -> torch.Tensor:
     if tensor.kind not in str_to_torch_dtype:
         raise ModelError(f"{tensor.file.name}: {tensor.name} is of the type {tensor.kind}, which is not known")
     found = torch.empty(tensor.shape, dtype=str_to_torch_dtype[tensor.kind])
-    tensor.read_into(found.view(-1).view(torch.uint8).numpy())
+    tensor.read_into(found.view(-1).view(torch.uint8).numpy().data)
     return found
 
 
@@ -69,18 +68,17 @@ def load_parameters(
     raises."""
     failures = list[Exception]()
     try:
-        with without_tracer():
-            model, info = kind.from_pretrained(
-                None,
-                config=config,
-                state_dict={name: _TensorOnRequest(read, failures) for name, read in sources.items()},
-                dtype=getattr(torch, dtype),
-                device_map=None if device.type == "cpu" else {"": device},
-                local_files_only=True,
-                output_loading_info=True,
-                # Without this, a mismatch is only logged. It is refused below.
-                ignore_mismatched_sizes=True,
-            )
+        model, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict={name: _TensorOnRequest(read, failures) for name, read in sources.items()},
+            dtype=getattr(torch, dtype),
+            device_map=None if device.type == "cpu" else {"": device},
+            local_files_only=True,
+            output_loading_info=True,
+            # Without this, a mismatch is only logged. It is refused below.
+            ignore_mismatched_sizes=True,
+        )
     except RuntimeError as error:
         # transformers raises only that there were some.
         raise (failures or [error])[0] from error
