@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import numpy as np
+    import numpy as np  # The front reads the variants' names without it.
 
 ROWS, COLUMNS = 16, 32
 """The size of a block. A matrix has a multiple of both."""

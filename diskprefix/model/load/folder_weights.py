@@ -18,7 +18,7 @@ from diskprefix.kv.numbers import array_dtype, converted, dtype_of
 from diskprefix.model.families.slot_names import SlotNames, kept_in_float32
 from diskprefix.model.load.checkpoint import StoredTensor
 from diskprefix.model.load.draft_layer import further_layers
-from diskprefix.model.load.large_pages import LargePages
+from diskprefix.model.load.memory import LargePages
 from diskprefix.model.slots import HEAD
 from diskprefix.model.weights import Weights
 
@@ -201,6 +201,6 @@ def _read_into(to: np.ndarray, tensor: StoredTensor) -> None:
         place = rows[first : first + step]
         is_right = stored == dtype_of(to) and place.flags.c_contiguous
         content = place if is_right else np.empty(place.shape, array_dtype(stored))
-        tensor.read_into(content.reshape(-1).view(np.uint8).data, first * (tensor.num_bytes // len(rows)))
+        tensor.read_into(content, first * (tensor.num_bytes // len(rows)))
         if not is_right:
             place[...] = converted(content, dtype_of(to))

@@ -19,7 +19,7 @@ from diskprefix.kv.numbers import array_dtype, converted
 from diskprefix.model.families.slot_names import SlotNames, kept_in_float32
 from diskprefix.model.gguf.architecture import Architecture, SourcedParameter
 from diskprefix.model.load.gguf_header import FileTensor
-from diskprefix.model.load.large_pages import LargePages
+from diskprefix.model.load.memory import LargePages
 from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking, in_order
 from diskprefix.model.weights import ExpertsForm, Quants, Weights
 

@@ -25,7 +25,7 @@ def stored(tensor: StoredTensor) -> torch.Tensor:
     if tensor.kind not in str_to_torch_dtype:
         raise ModelError(f"{tensor.file.name}: {tensor.name} is of the type {tensor.kind}, which is not known")
     found = torch.empty(tensor.shape, dtype=str_to_torch_dtype[tensor.kind])
-    tensor.read_into(found.view(-1).view(torch.uint8).numpy().data)
+    tensor.read_into(found.view(-1).view(torch.uint8).numpy())
     return found
 
 
@@ -59,7 +59,7 @@ def load_parameters(
     sources: Mapping[str, Source],
     weights: str,
     dtype: str,
-    device: torch.device,
+    device: str,
 ) -> PreTrainedModel:
     """Returns the model of a class, made of `sources` by their names in the checkpoint: each is read when its turn
     comes.
@@ -73,7 +73,7 @@ def load_parameters(
             config=config,
             state_dict={name: _TensorOnRequest(read, failures) for name, read in sources.items()},
             dtype=getattr(torch, dtype),
-            device_map=None if device.type == "cpu" else {"": device},
+            device_map=None if device == "cpu" else {"": device},
             local_files_only=True,
             output_loading_info=True,
             # Without this, a mismatch is only logged. It is refused below.

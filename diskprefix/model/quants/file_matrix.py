@@ -19,7 +19,7 @@ import numpy as np
 from diskprefix.errors import ModelError
 from diskprefix.kv.numbers import converted
 from diskprefix.model.load.gguf_header import FileTensor, cut_short
-from diskprefix.model.load.large_pages import LINE_BYTES, LargePages
+from diskprefix.model.load.memory import LINE_BYTES, LargePages
 from diskprefix.model.quants.forms import weights_of
 from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
 from diskprefix.native import ROWS

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 
 from diskprefix.engine.running_request import Reply
@@ -199,8 +198,8 @@ def loaded(kv_limit: int) -> Any:
     fit = SimpleNamespace(kv_limit=kv_limit, context=4096)
     return SimpleNamespace(
         config=config,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        dtype="float32",
+        device="cpu",
         encoder=None,
         stops=[],
         tokenizer=_TOKENIZER,

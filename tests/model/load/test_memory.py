@@ -18,8 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.checkpoint import StoredTensor, stored_tensors
-from diskprefix.model.load.large_pages import LINE_BYTES, large_pages
-from diskprefix.model.load.memory import available_bytes, available_ram_bytes, trim_heap
+from diskprefix.model.load.memory import LINE_BYTES, available_bytes, available_ram_bytes, large_pages, trim_heap
 from diskprefix.model.load.parameters import stored
 from tests import forked
 from tests.model import tiny
