@@ -196,15 +196,14 @@ class _ModelSource:
     def modules(self, *, are_of_encoder: bool = False) -> PreTrainedModel:
         """Returns the modules of the model, or of its encoder of pictures alone, ready to compute. Raises
         `ModelError`."""
-        from diskprefix.model.load.parameters import load_parameters, made, stored
+        from diskprefix.model.load.parameters import load_parameters, stored
 
         kind = replace(self.kind, is_encoder=are_of_encoder)
         with _load_failures(self.path):
             if self.gguf is None:
                 sources = {one.name: partial(stored, one) for one in stored_tensors(self.path, self.files)}
             else:
-                parameters = self.gguf.parameters(kind, self.dtype)
-                sources = {name: partial(made, read) for name, read in parameters.items()}
+                sources = self.gguf.parameters(kind, self.dtype)
             of, weights = kind.model_class(self.whole), f"the weights in {self.path}"
             config = kind.config_of_class(self.whole)
             model = load_parameters(of, config, sources, weights, self.dtype, self.device)
