@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.chat.draft import Compress
-    from diskprefix.model.load.picture_processor import PictureProcessor
-    from diskprefix.server.process.front_line import FrontLine
+    from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
     from diskprefix.settings import Settings
     from diskprefix.tokens import TokenIds
     from diskprefix.values import CacheOptions, CacheReport, Prompt
@@ -71,16 +70,6 @@ class Recorder(Protocol):
 
     def close(self) -> None:
         """Writes pending records and ends."""
-
-
-class RunFront(Protocol):
-    """Serves each model in its own process until the daemon stops. Raises `SettingsError`, and `SystemExit` with the
-    exit code of the only model's process."""
-
-    def __call__(
-        self, settings: Settings, prepare: Callable[[Settings, bool], None], work: Callable[[Settings, FrontLine], None]
-    ) -> None:
-        """Calls `work` in each process, with the settings of its model. `prepare` is `app.prepare`."""
 
 
 @cache
@@ -146,23 +135,18 @@ def open_compression(settings: Settings, max_positions: int, served: int) -> Com
     return cast("Compress | None", _only("open_compression", settings, max_positions, served))
 
 
-def open_pictures(
-    folder: Path, config: Any, problem: str | None, make_processor: Callable[[], Any] | None = None
-) -> PictureProcessor:
-    """Returns the processor of images for the multimodal model in a folder: that of another distribution, or else the
-    package's own, which takes any model.
-
-    `config` is transformers' configuration of the model. With a `problem`, the model takes text only. `make_processor`
-    returns transformers' processor of a `.gguf` model, which has no files of one. Raises `SettingsError`.
-    """
+def open_pictures(model: PicturesModel) -> PictureProcessor:
+    """Returns the processor of images for a multimodal model: that of another distribution, or else the package's own,
+    which takes any model. Raises `SettingsError`."""
     own, *others = _all("open_pictures")
-    processor: PictureProcessor | None = _first(open_(folder, config, problem, make_processor) for open_ in others)
-    return own(folder, config, problem, make_processor) if processor is None else processor
+    processor: PictureProcessor | None = _first(open_(model) for open_ in others)
+    return own(model) if processor is None else processor
 
 
-def open_front(settings: Settings) -> RunFront | None:
-    """Returns the function that serves each model in its own process, None without one. Raises `SettingsError`."""
-    return cast("RunFront | None", _only("open_front", settings))
+def open_front(settings: Settings) -> Callable[[Settings], None] | None:
+    """Returns the function that serves each model in its own process until the daemon stops, None without one. It
+    raises `SettingsError`, as this function does, and `SystemExit` with the exit code of the only model's process."""
+    return cast("Callable[[Settings], None] | None", _only("open_front", settings))
 
 
 def _all(name: str) -> Iterator[Any]:

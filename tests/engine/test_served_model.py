@@ -28,6 +28,7 @@ from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.grid import state_layout
 from diskprefix.grid.rehearsal import rehearse
+from diskprefix.kv.numbers import converted, dtype_of
 from diskprefix.kv.pages import PagePool
 from diskprefix.model import self_check
 from diskprefix.settings import Settings
@@ -212,11 +213,11 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_sta
     """If the logits alone are not finite, the blocks before them are right."""
     cold = tokens_of(run(engine, tokens(100), temperature=temperature, seed=1, scope="off"))
     weight = weight_of(engine, "norm.weight" if where == "logits" else "layers.0.self_attn.v_proj.weight")
-    sound = weight.data.clone()
-    weight.data.fill_(float("nan"))
+    sound = weight.copy()
+    weight[...] = converted(np.array(np.nan, np.float32), dtype_of(weight))
     with pytest.raises(NonFiniteLogits):
         run(engine, tokens(100), temperature=temperature)
-    weight.data.copy_(sound)
+    weight[...] = sound
     engine.cache.settle()
     assert engine.cache.writer.flush(30)
     assert (engine.cache.stats()["blocks"] > 0, engine.cache.stats()["entries"]) == (where == "logits", 0)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from diskprefix.errors import SettingsError
 from diskprefix.native import build, library
@@ -96,12 +95,6 @@ def test_a_library_that_cannot_be_loaded_is_not_used(tmp_path: Path, monkeypatch
     monkeypatch.setattr(build, "LIBRARY", broken)
     assert library.operators() is None
     assert "cannot be loaded" in library.described()
-
-
-def test_a_torch_that_does_not_lend_its_threads_computes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "__file__", str(build.LIBRARY))
-    assert library.operators() is None
-    assert library.described() == "torch (this torch does not lend its threads; 2.10 and newer do)"
 
 
 # Compiling: when, with what, and what happens without a compiler.

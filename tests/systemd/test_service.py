@@ -140,11 +140,11 @@ def _hang_once(flag: Path) -> None:
 
 @pytest.fixture(params=["one model", "several models"])
 def manager(request: pytest.FixtureRequest, chat_model: Path, tmp_path: Path) -> Iterator[Manager]:
-    """Several models have a front, also with a spare: the watchdog's messages come from it, whatever a worker does."""
+    """Several models have a front: the watchdog's messages come from it, whatever a worker does."""
     keys = write_keys(tmp_path / "keys", f"admin {OLD}")
     served: list[str | Path] = ["--model", chat_model]
     if request.param == "several models":
-        served = ["--standby", "--models-file", list_models(tmp_path, chat_model, "ash")]
+        served = ["--models-file", list_models(tmp_path, chat_model, "ash")]
     flags = serve_flags(chat_model, tmp_path / "kv", api_keys=keys)
     manager = Manager(["serve", "--port", "1", *map(str, served), *flags[2:]], tmp_path)
     yield manager

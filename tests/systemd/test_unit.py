@@ -70,7 +70,7 @@ def test_a_stop_in_order_takes_less_time_than_systemd_gives_it(service: configpa
     given_s = parse_duration(service["TimeoutStopSec"], param="TimeoutStopSec")
     assert given_s > 1.5 * longest_s
     assert longest_s + served_model._SAVE_IDLE_S < workers.MAX_UNLOAD_S
-    assert grace_s + workers.MAX_UNLOAD_S + workers._REAPED_S < given_s
+    assert grace_s + workers.MAX_UNLOAD_S + workers._KILLED_S < given_s
 
 
 def test_the_check_has_the_user_and_the_folder_of_the_service(service: configparser.SectionProxy) -> None:

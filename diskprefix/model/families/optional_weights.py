@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from diskprefix.model.families.type_table import options_of
+
 _NORMS, _HEAD_NORMS = r"(input|post_attention)_layernorm|norm", r"self_attn\.[qk]_norm"
 _QUERIES, _OUT = r"self_attn\.(qkv|q|k|v)_proj", r"self_attn\.o_proj"
 _ATTENTION = f"{_QUERIES}|{_OUT}"
@@ -77,10 +79,10 @@ _OF_SOME: Mapping[str, str] = {"self_attn.sinks": _SINKS, "mlp.gate.e_score_corr
 
 def modules_with_bias(config: Any) -> re.Pattern[str]:
     """Returns the pattern of the names of the modules of a decoder that have biases."""
-    kind, own = config.model_type, type(config)
+    kind = config.model_type
     options = {**_BY_OPTION, **_OTHERWISE.get(kind, {})}
-    # An option that the class does not have is one of another class.
-    found = [modules for name, modules in options.items() if hasattr(own, name) and getattr(config, name)]
+    # An option that the type does not have is one of another type.
+    found = [modules for name, modules in options.items() if name in options_of(kind) and getattr(config, name)]
     return re.compile("|".join([_ALWAYS.get(kind, _NONE), *found]))
 
 

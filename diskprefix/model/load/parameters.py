@@ -6,16 +6,34 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
+from transformers.modeling_utils import str_to_torch_dtype
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.imports import without_tracer
+from diskprefix.model.load.checkpoint import StoredTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Source: TypeAlias = Callable[[], torch.Tensor]
 """Reads a tensor of a checkpoint, perhaps later."""
+
+
+def stored(tensor: StoredTensor) -> torch.Tensor:
+    """Reads a tensor of a folder. Raises `ModelError` if its type is not known, or if its file is cut short."""
+    if tensor.kind not in str_to_torch_dtype:
+        raise ModelError(f"{tensor.file.name}: {tensor.name} is of the type {tensor.kind}, which is not known")
+    found = torch.empty(tensor.shape, dtype=str_to_torch_dtype[tensor.kind])
+    tensor.read_into(found.view(-1).view(torch.uint8).numpy())
+    return found
+
+
+def made(read: Callable[[], np.ndarray]) -> torch.Tensor:
+    """Returns the numbers of an array that is read now."""
+    array = read()
+    found = torch.from_numpy(array)
+    return found.view(torch.bfloat16) if array.dtype == np.uint16 else found
 
 
 class _TensorOnRequest:
@@ -40,8 +58,8 @@ def load_parameters(
     config: PreTrainedConfig,
     sources: Mapping[str, Source],
     weights: str,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: str,
+    device: str,
 ) -> PreTrainedModel:
     """Returns the model of a class, made of `sources` by their names in the checkpoint: each is read when its turn
     comes.
@@ -50,18 +68,17 @@ def load_parameters(
     raises."""
     failures = list[Exception]()
     try:
-        with without_tracer():
-            model, info = kind.from_pretrained(
-                None,
-                config=config,
-                state_dict={name: _TensorOnRequest(read, failures) for name, read in sources.items()},
-                dtype=dtype,
-                device_map=None if device.type == "cpu" else {"": device},
-                local_files_only=True,
-                output_loading_info=True,
-                # Without this, a mismatch is only logged. It is refused below.
-                ignore_mismatched_sizes=True,
-            )
+        model, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict={name: _TensorOnRequest(read, failures) for name, read in sources.items()},
+            dtype=getattr(torch, dtype),
+            device_map=None if device == "cpu" else {"": device},
+            local_files_only=True,
+            output_loading_info=True,
+            # Without this, a mismatch is only logged. It is refused below.
+            ignore_mismatched_sizes=True,
+        )
     except RuntimeError as error:
         # transformers raises only that there were some.
         raise (failures or [error])[0] from error

@@ -34,7 +34,8 @@ class DenseProducts {
   bool run() {
     if (!call_.num_rows || !pack_rows()) return !call_.num_rows;
     const int64_t threads = least(call_.num_threads, call_.num_heads * panels_);
-    return spread(threads, call_.parallel_for, threads, 1, [this](int64_t, int64_t) { work(); }) && !failed_;
+    spread(threads, threads, 1, [this](int64_t, int64_t) { work(); });
+    return !failed_;
   }
 
  private:
@@ -54,12 +55,13 @@ class DenseProducts {
     if (!memory.reserve(Memory::size_of<Factor>(call_.num_heads * rows_ * inner_))) return false;
     packed_rows_ = memory.take<Factor>(call_.num_heads * rows_ * inner_);
     const int64_t count = call_.num_heads * call_.num_rows, grain = 1 + 32768 / inner_;
-    return spread(call_.num_threads, call_.parallel_for, count, grain, [this](int64_t begin, int64_t end) {
+    spread(call_.num_threads, count, grain, [this](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t head = i / call_.num_rows, number = i % call_.num_rows;
         Multiply::pack_row(row(head, number), call_.inner, inner_, packed_rows_ + (head * rows_ + number) * inner_);
       }
     });
+    return true;
   }
 
   void work() {

@@ -75,7 +75,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
         token = made_token(settings)
         address = announce_listening(listeners, settings, token)
     else:
-        listeners, address, token = [front.listener], front.address, front.token
+        listeners, address, token = [front.listener], front.order.address, front.order.token
     # A crash, and the watchdog's SIGABRT, write the stacks of the threads. The next start logs them, and checks the
     # store's file, which may have caused it. If the folder is unusable, opening the store raises the error.
     with suppress(OSError, CacheError):
@@ -88,7 +88,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
 
     def load_in_turn(settings: Settings, progress: Callable[[str], None]) -> Engine:
         assert front is not None
-        front.turn.wait_for_turn()
+        front.wait_for_turn()
         return load_engine(settings, progress)
 
     def on_ready(serving: Serving) -> None:
@@ -101,8 +101,8 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
         warn_without_keys(settings, address)
     app = create_app(settings, load_engine if front is None else load_in_turn, keys or token)
     daemon: Daemon = app.state.daemon
-    daemon.prior_s = process_age_s() if front is None else time.perf_counter() - front.began_at
-    daemon.takes_any_name = front is not None and front.takes_any_name
+    daemon.prior_s = process_age_s()
+    daemon.takes_any_name = front is not None and front.order.takes_any_name
     server = _Server(uvicorn_config(app, settings), daemon, keys, front)
     daemon.on_ready, daemon.on_failure = on_ready, server.fail
     with server.while_listening as listening:
@@ -205,7 +205,7 @@ class _Server(SignalledServer):
         """Ends the process, which then raises `error`. A lost accelerator may keep it from ending in order."""
         self.should_exit = True
         if self._front is not None:
-            self._front.turn.fail(error.message)
+            self._front.fail(error.message)
         if isinstance(error, DeviceLost):
             log.critical("[server] %s; the daemon ends, for its supervisor to start it again", error.message)
             timer = threading.Timer(_DEVICE_LOST_S, os._exit, (error.exit_code,))
@@ -239,7 +239,7 @@ class _Server(SignalledServer):
         if self._daemon.failure is None:
             log.info("stopping%s", grace)
         notify(STOPPING=1, STATUS=f"stopping{grace}")
-        self._daemon.hibernates = self._front is not None and self._front.turn.is_unloaded
+        self._daemon.hibernates = self._front is not None and self._front.is_unloaded
         drain = asyncio.create_task(self._daemon.drain(GRACE_S))
         await super().shutdown(sockets)
         await drain

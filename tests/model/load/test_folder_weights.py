@@ -26,5 +26,5 @@ def test_a_folder_gives_a_plan_the_weights_that_it_gives_to_modules(
     model._weight_conversions = get_model_conversion_mapping(model) if is_published else None
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
-    weights = FolderWeights(stored_tensors(tmp_path, weight_files(tmp_path)), again.config, torch.bfloat16)
+    weights = FolderWeights(stored_tensors(tmp_path, weight_files(tmp_path)), again.config, "bfloat16")
     assert torch.equal(logits_of(weights, again.config), logits_of(weights_of(again), again.config))

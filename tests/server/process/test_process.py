@@ -181,7 +181,7 @@ def notifications(tmp_path: Path) -> Iterator[tuple[str, Notifications]]:
         ("keys", 2, "--api-keys: others may read or write FOLDER/keys (mode 0644); run `chmod 600` on it"),
         ("no model", 3, "FOLDER/nothing"),
         ("damaged", 3, "FOLDER/damaged/model.safetensors is damaged or cut short"),
-        ("damaged, with a spare", 3, "FOLDER/damaged/model.safetensors is damaged or cut short"),
+        ("damaged, behind a front", 3, "FOLDER/damaged/model.safetensors is damaged or cut short"),
     ],
 )
 def test_a_daemon_that_cannot_serve_ends_with_one_line_and_is_never_ready(
@@ -208,7 +208,7 @@ def test_a_daemon_that_cannot_serve_ends_with_one_line_and_is_never_ready(
         "keys": serve_flags(chat_model, cache, api_keys=tmp_path / "keys"),
         "no model": serve_flags(tmp_path / "nothing", cache),
         "damaged": serve_flags(damaged, cache),
-        "damaged, with a spare": [*serve_flags(damaged, cache), "--standby"],
+        "damaged, behind a front": [*serve_flags(damaged, cache), "--front"],
     }[wrong]
     with DaemonProcess(*flags, environment=clean_environment(NOTIFY_SOCKET=address)) as refused:
         assert refused.process.wait(120) == code
