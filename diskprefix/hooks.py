@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.chat.draft import Compress
-    from diskprefix.model.load.picture_processor import PictureProcessor
+    from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
     from diskprefix.settings import Settings
     from diskprefix.tokens import TokenIds
     from diskprefix.values import CacheOptions, CacheReport, Prompt
@@ -135,18 +135,12 @@ def open_compression(settings: Settings, max_positions: int, served: int) -> Com
     return cast("Compress | None", _only("open_compression", settings, max_positions, served))
 
 
-def open_pictures(
-    folder: Path, config: Any, problem: str | None, make_processor: Callable[[], Any] | None = None
-) -> PictureProcessor:
-    """Returns the processor of images for the multimodal model in a folder: that of another distribution, or else the
-    package's own, which takes any model.
-
-    `config` is transformers' configuration of the model. With a `problem`, the model takes text only. `make_processor`
-    returns transformers' processor of a `.gguf` model, which has no files of one. Raises `SettingsError`.
-    """
+def open_pictures(model: PicturesModel) -> PictureProcessor:
+    """Returns the processor of images for a multimodal model: that of another distribution, or else the package's own,
+    which takes any model. Raises `SettingsError`."""
     own, *others = _all("open_pictures")
-    processor: PictureProcessor | None = _first(open_(folder, config, problem, make_processor) for open_ in others)
-    return own(folder, config, problem, make_processor) if processor is None else processor
+    processor: PictureProcessor | None = _first(open_(model) for open_ in others)
+    return own(model) if processor is None else processor
 
 
 def open_front(settings: Settings) -> Callable[[Settings], None] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ import pytest
 from diskprefix import hooks
 from diskprefix.cli import command_places
 from diskprefix.errors import SettingsError
+from diskprefix.model.load.picture_processor import PicturesModel
 from diskprefix.settings import Settings
 
 _EXTRA = """
@@ -70,18 +72,21 @@ def test_two_extras_that_answer_for_one_setting_are_an_error(monkeypatch: pytest
         hooks.open_tier(Settings())
 
 
-def test_pictures_are_prepared_by_another_distribution_where_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_are_prepared_by_another_distribution_where_it_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     class Other(ModuleType):
-        def open_pictures(self, _folder: Path, _config: Any, problem: str | None, _processor: Any) -> Any:
-            return None if problem else self
+        def open_pictures(self, model: PicturesModel) -> Any:
+            return None if model.problem() else self
 
     own, other = hooks.extras(), Other("other")
+    pictured = PicturesModel(tmp_path, [], dict, lambda: None)
     monkeypatch.setattr(hooks, "extras", lambda: (*own, other))
-    assert hooks.open_pictures(Path(), None, None) is other
-    assert hooks.open_pictures(Path(), None, "text only").problem == "text only"
+    assert hooks.open_pictures(pictured) is other
+    assert hooks.open_pictures(replace(pictured, problem=lambda: "text only")).problem == "text only"
     monkeypatch.setattr(hooks, "extras", lambda: (*own, other, Other("third")))
     with pytest.raises(SettingsError, match="two extras"):
-        hooks.open_pictures(Path(), None, None)
+        hooks.open_pictures(pictured)
 
 
 def test_an_extra_that_cannot_be_loaded_is_left_out(

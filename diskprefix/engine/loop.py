@@ -45,11 +45,7 @@ class Loop:
         if served.draft is not None:
             served.draft.begin_read = self._fetches.begin
         self._rows: PictureRowsSource | None = None
-        """Gets the rows of pictures; None for a model of text only."""
-        if served.encoder is not None and served.encoded is not None:
-            self._rows = PictureRowsSource(
-                served.encoder, served.encoded, self._fetches.begin, inbox.wake, inbox.heartbeat.beat
-            )
+        """Gets the rows of pictures; None before the first one comes."""
         served.cache.on_forget.append(inbox.wake)
         served.constraints.on_ready = served.pages.pool.on_free = inbox.wake
 
@@ -206,7 +202,8 @@ class Loop:
     def _schedule(self, reply: Reply) -> None:
         """Has the next steps compute a reply, as far as it has the rows of its pictures. Has the next rows fetched."""
         pictures, reply.limit = reply.running.pictures, NO_LIMIT
-        if pictures is not None and self._rows is not None and reply.num_computed < reply.prompt_tokens:
+        if pictures is not None and reply.num_computed < reply.prompt_tokens:
+            self._rows = self._rows or self._new_rows()
             options = reply.running.request.cache
             while (number := pictures.missing(reply.num_computed)) is not None:
                 if not self._rows.want(pictures, number, options):
@@ -218,6 +215,10 @@ class Loop:
                 self._scheduler.remove(reply)
                 return
         self._scheduler.add(reply)
+
+    def _new_rows(self) -> PictureRowsSource:
+        served, inbox = self._served, self._inbox
+        return PictureRowsSource(served.encoder, served.encoded, self._fetches.begin, inbox.wake, inbox.heartbeat.beat)
 
     def _take_rows(self) -> None:
         """Schedules the prompts that got rows of pictures since the last step."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
@@ -26,6 +27,9 @@ from diskprefix.settings import Settings
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger("diskprefix")
 
@@ -87,10 +91,17 @@ def _by_plan(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     )
     check(weights, loaded.config, layout, str(fingerprint))
     log.info("[model] kernels: %s", described())
-    if loaded.processor is not None and loaded.encoder is not None and settings.fingerprint == "strict":
-        # The encoder is of modules of transformers.
-        loaded.processor.computed_by = f"{computed_by(loaded.encoder)} {compiled.identity}"
+    if loaded.processor is not None and loaded.encoder is not None:
+        versions = compiled.identity if settings.fingerprint == "strict" else ""
+        loaded.processor.computed_by = partial(_runs_encoder, loaded.encoder, versions)
     return MeasuredModel(loaded, layout, runtime, fingerprint, "", build_of(compiled))
+
+
+def _runs_encoder(read: Callable[[], PreTrainedModel], versions: str) -> str:
+    """Reads the encoder, which is of modules of transformers. Returns what runs it, "" without the operators'
+    `versions`."""
+    modules = read()
+    return f"{computed_by(modules)} {versions}" if versions else ""
 
 
 def _by_modules(loaded: LoadedModel, settings: Settings) -> MeasuredModel:

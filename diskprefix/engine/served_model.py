@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from diskprefix.kv.kept_blocks import KeptBlock
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.model.families.model_types import pictures_problem
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import kv_bytes
 from diskprefix.model.runtime import Rows, Runtime
@@ -43,7 +45,7 @@ from diskprefix.units import counted, format_size
 from diskprefix.values import CacheReport, Prompt
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
     from diskprefix.model.vision_encoder import VisionEncoder
 
@@ -82,12 +84,12 @@ class ServedModel:
         self.tokenizer: Any = loaded.tokenizer
         self.processor = loaded.processor
         """The processor of images; None for a model of text only."""
-        self.encoder, self.encoded = self._make_encoder(loaded.encoder, cache)
-        """The encoder of images and its stored output; None for a model that takes none."""
+        self._read_encoder = loaded.encoder
         self.model_name = loaded.name
         self.origin = loaded.origin
         """The folder or the `.gguf` file of the model, whose small files extras read."""
         self.cache = cache
+        self._check_pictures()
         self.figures = EngineFigures()
         self.recorder = recorder
         self.identity = identity or {}
@@ -247,7 +249,7 @@ class ServedModel:
         """Returns the pictures of a prompt, None if it has none. Raises `InvalidRequest` if the model takes none."""
         if not prompt.pictures:
             return None
-        if self.encoder is None:
+        if self.processor is None or self.processor.problem is not None:
             raise InvalidRequest("this model takes text only", code="unsupported_content")
         return PromptPictures.of(prompt, self.encoder)
 
@@ -301,21 +303,27 @@ class ServedModel:
             remembered=running.cached.is_published or bool(is_uncached and running.num_generated),
         )
 
-    def _make_encoder(
-        self, modules: PreTrainedModel | None, cache: PrefixCache
-    ) -> tuple[VisionEncoder | None, EncodedPictures | None]:
-        processor = self.processor
-        if modules is None or processor is None or processor.problem is not None:
-            return None, None
-        # Here, as it imports torch.
+    @cached_property
+    def encoder(self) -> VisionEncoder:
+        """The encoder of a model that takes pictures. It is read when the first one comes."""
         from diskprefix.model.vision_encoder import VisionEncoder
 
-        if (problem := VisionEncoder.problem(modules, cache.layout)) is not None:
-            log.warning("this model is served for text only: %s", problem)
-            processor.problem = problem
-            return None, None
-        encoder = VisionEncoder(modules, processor.token_id, is_exact=cache.layout.exact_at == "token")
-        return encoder, EncodedPictures(cache, encoder.levels, encoder.hidden, encoder.dtype)
+        processor, read = self.processor, self._read_encoder
+        assert processor is not None, "a model of text gets no pictures"
+        assert read is not None, "its processor has no problem"
+        return VisionEncoder(read(), processor.token_id, is_exact=self.cache.layout.exact_at == "token")
+
+    @cached_property
+    def encoded(self) -> EncodedPictures:
+        """The stored output of the encoder."""
+        return EncodedPictures(self.cache, self.encoder.levels, self.encoder.hidden, self.encoder.dtype)
+
+    def _check_pictures(self) -> None:
+        """Sets the problem of a processor whose model takes no pictures with the layout of its state."""
+        if self.processor is not None and self.processor.problem is None:
+            self.processor.problem = pictures_problem(self.config, self.cache.layout)
+            if self.processor.problem is not None:
+                log.warning("this model is served for text only: %s", self.processor.problem)
 
     def _make_speculation(self) -> Speculation:
         """Raises `ModelError` if the model lacks the draft layer that the settings ask for."""

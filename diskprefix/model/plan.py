@@ -746,8 +746,7 @@ class ComputePlan:
                 run.start, num_rows[number], run.num_logits, *spans, *addresses, address_of(run.kept), run.num_rows
             )
         step = calls.PlanStep(
-            *(sum(num_rows), num_logits, len(runs), self._page_tokens, is_replay, ctypes.addressof(described), threads),
-            self._operators.parallel_for,
+            sum(num_rows), num_logits, len(runs), self._page_tokens, is_replay, ctypes.addressof(described), threads
         )
         if self._operators.run(bytes(self._made[part][1]), bytes(step)):
             raise MemoryError("there is no memory left for a step")

@@ -61,7 +61,7 @@ class Slots:
 
     def _tensor(self, name: str) -> np.ndarray | None:
         """Returns a tensor by its usual name, None if there is none."""
-        path, has = self._path(name), self._names.has(self._parted(name)[1])
+        path, has = self._path(name), self._names.has(*self._parted(name))
         return self._weights.tensor(path) if (self._weights.has(path) if has is None else has) else None
 
     def _bias(self, name: str, path: str = "") -> np.ndarray | None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from diskprefix.errors import InvalidRequest
-from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.kv.numbers import array_dtype
 from diskprefix.kv.step import Run
 from diskprefix.model.families.model_types import sees_pictures_whole
@@ -83,16 +83,11 @@ class VisionEncoder:
         self._counts_axes = hasattr(model.base_model, "get_rope_index")
 
     @staticmethod
-    def problem(model: PreTrainedModel, layout: Layout) -> str | None:
-        """Returns why a model cannot take pictures; None if it can."""
-        if layout.unsupported:
-            return "its state cannot be cached"
-        accepted = inspect.signature(type(model).forward).parameters
-        if "mm_encoder_outputs" not in accepted or not hasattr(model, "get_image_features"):
-            return f"transformers' {type(model).__name__} takes pictures only together with its whole prompt"
-        whole = sees_pictures_whole(model.config)
-        if whole == "otherwise" or (whole and layout.exact_at != "token"):
-            return "its tokens see later ones of the same picture, or of others"
+    def problem(kind: type[PreTrainedModel]) -> str | None:
+        """Returns why models of a class cannot take pictures; None if they can."""
+        accepted = inspect.signature(kind.forward).parameters
+        if "mm_encoder_outputs" not in accepted or not hasattr(kind, "get_image_features"):
+            return f"transformers' {kind.__name__} takes pictures only together with its whole prompt"
         return None
 
     @torch.inference_mode()

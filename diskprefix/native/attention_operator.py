@@ -13,7 +13,7 @@ from diskprefix.native import address_of, require
 from diskprefix.native.library import Operators
 from diskprefix.native.threads import num_threads
 
-_CALL = struct.Struct("@8q P2q 2P 2d q P")
+_CALL = struct.Struct("@8q P2q 2P 2d q")
 _RUN = struct.Struct("@3q P3q P3q Pq")
 """`Attention` and `Run` of `source/interface.h`."""
 
@@ -82,7 +82,7 @@ def attention(
         *(DTYPES[query.dtype], heads, kv_heads, key_dim, value_dim, len(runs), window, chunk),
         *(address_of(query), *strides[:2], address_of(out)),
         *(address_of(sinks), scale, softcap),
-        *(num_threads(), operators.parallel_for),
+        num_threads(),
     )
     if operators.attention(call, b"".join(runs)):
         raise MemoryError("there is no memory left for attention")

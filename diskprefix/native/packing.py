@@ -11,7 +11,7 @@ from diskprefix.native import ROWS, address_of, require
 from diskprefix.native.library import Operators
 from diskprefix.native.threads import num_threads
 
-_PACKING = struct.Struct("@5q 4P q P")
+_PACKING = struct.Struct("@5q 4P q")
 """`Packing` of `source/interface.h`."""
 
 TYPES = {
@@ -91,8 +91,7 @@ def _call(
         require(order.dtype == np.int32 and order.shape == (strips * ROWS,) and order.flags.c_contiguous, order)
     grid = _grid_of(kind) if kind in _WITH_GRID else None
     parts = map(address_of, (grid, order, out))
-    threads = threads or num_threads()
-    call = _PACKING.pack(number, strips, columns, file, offset, content, *parts, threads, operators.parallel_for)
+    call = _PACKING.pack(number, strips, columns, file, offset, content, *parts, threads or num_threads())
     match operators.pack(call):
         case 1:
             raise MemoryError("there is no memory left for packing weights")

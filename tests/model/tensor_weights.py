@@ -123,8 +123,9 @@ def weights_of(model: PreTrainedModel) -> Weights:
 def tensors_of(model: PreTrainedModel) -> TensorWeights:
     """The weights of a model of modules."""
     tensors, head = dict(decoder_of(model).state_dict()), model.get_output_embeddings()
-    if head.weight is not model.get_input_embeddings().weight:
-        tensors |= {f"{HEAD}.{name}": tensor for name, tensor in head.state_dict().items()}
+    is_tied = head.weight is model.get_input_embeddings().weight
+    own = {name: tensor for name, tensor in head.state_dict().items() if not (is_tied and name == "weight")}
+    tensors |= {f"{HEAD}.{name}": tensor for name, tensor in own.items()}
     names = SlotNames.of(model.config.get_text_config(decoder=True))
     return TensorWeights(tensors, model.dtype, getattr(model, QUANTS, ""), "h." if names.has_turned_matrices else None)
 

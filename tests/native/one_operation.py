@@ -33,7 +33,7 @@ def run(operators: Operators, kind: int, call: ctypes.Structure, num_rows: int, 
         # Before its first token a sequence has zeros.
         place.start, place.num_rows = 1, rows
         place.befores, place.states = map(ctypes.addressof, addresses[-2:])
-    step = (num_rows, 0, len(runs), 1, 0, ctypes.addressof(described), num_threads(), operators.parallel_for)
+    step = (num_rows, 0, len(runs), 1, 0, ctypes.addressof(described), num_threads())
     assert not operators.run(bytes(plan), bytes(calls.PlanStep(*step)))
 
 

@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -293,16 +292,3 @@ def test_scores_of_any_size_give_finite_weights() -> None:
     layer = Layer.of(replace(SMALL, dtype=torch.float32))
     layer.keys.mul_(1e18)
     assert (layer.cut([LENGTH]).double() - plain(layer)).abs().max() < 1e-5
-
-
-def test_there_is_one_pool_of_threads() -> None:
-    assert library.operators() is not None
-    layer, _ = layers("groups of three", torch.bfloat16)
-    use_threads(2)
-    torch.ones(1 << 20).mul_(2)
-    before = len(list(Path("/proc/self/task").iterdir()))
-    layer.cut([LENGTH])
-    # Those of a larger team, of another test, may end meanwhile.
-    assert len(list(Path("/proc/self/task").iterdir())) <= before
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
-    assert len(loaded) == 1

@@ -25,7 +25,7 @@ from diskprefix.native import address_of, calls
 from diskprefix.native.matrix import Matrix
 from diskprefix.settings import Settings
 
-_LEFT_OUT = ("num_rows", "num_runs", "num_threads", "parallel_for", "num_matrices", "table", "value_table")
+_LEFT_OUT = ("num_rows", "num_runs", "num_threads", "num_matrices", "table", "value_table")
 """Fields that each step sets, or that are shown otherwise."""
 _NEUTRAL = (("factor", 1), ("each", 1))
 _LAYOUT = ("stride", "row_bytes", "head_bytes", "kept", "kept_decay", "kept_beta")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any, Literal
 
+from diskprefix.kv.layout import Layout
 from diskprefix.model.config import (
     DecoderConfig,
     DeltaConfig,
@@ -187,6 +188,16 @@ def sees_pictures_whole(config: Any) -> Literal["", "all", "windowed", "otherwis
     if config.model_type in ("paligemma", "molmo2") or (does and text.model_type != "gemma4_text"):
         return "otherwise"
     return "windowed" if does else "all" if text.model_type == "gemma3_text" else ""
+
+
+def pictures_problem(config: Any, layout: Layout) -> str | None:
+    """Returns why a model takes no pictures with the layout of its state; None if it may take some."""
+    if layout.unsupported:
+        return "its state cannot be cached"
+    whole = sees_pictures_whole(config)
+    if whole == "otherwise" or (whole and layout.exact_at != "token"):
+        return "its tokens see later ones of the same picture, or of others"
+    return None
 
 
 def padded_tokens(config: Any) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +23,11 @@ from diskprefix.model.model_config import ModelConfig
 from diskprefix.progress import Report
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedConfig
 
     from diskprefix.model.gguf.encoders import PictureSettings
     from diskprefix.model.load.gguf_weights import GgufWeights
+    from diskprefix.model.load.parameters import Source
     from diskprefix.model.quants.file_matrix import MatrixPacking
 
 
@@ -83,10 +83,10 @@ class GgufModel:
             pictures=pictures,
         )
 
-    def parameters(self, kind: ModelKind, dtype: str) -> dict[str, Callable[[], np.ndarray]]:
+    def parameters(self, kind: ModelKind, dtype: str) -> dict[str, Source]:
         """Returns what makes the parameters of the model's modules, or of those of its encoder. Raises `ModelError` if
         the file lacks tensors, or has others."""
-        from diskprefix.model.load.gguf_weights import parameters_of
+        from diskprefix.model.load.parameters import parameters_of
 
         tensors = [tensor for tensor in self.tensors if not kind.is_encoder or tensor.name.startswith(OF_ENCODERS)]
         return parameters_of(kind.skeleton(self.whole), self.architecture, tensors, dtype)

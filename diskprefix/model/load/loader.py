@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -37,7 +37,7 @@ from diskprefix.model.load.imports import transformers_quietly
 from diskprefix.model.load.kinds import ModelKind, config_of_plan, kind_of_plan, require_served_kind
 from diskprefix.model.load.memory import available_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, own_path, plain_name, require_named
-from diskprefix.model.load.picture_processor import PictureProcessor
+from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
 from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.model.load.tokenizer import Tokenizer
 from diskprefix.native.library import choose, operators
@@ -66,10 +66,10 @@ _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 class LoadedModel:
     """A decoder model: its `weights` if it has a plan, or else its `model`, the modules of transformers on `device`.
 
-    `config` is that of the whole model: ours, or transformers'. `reason` says why it has no plan. `encoder` has the
-    modules that encode pictures, None for a model that takes none, and so is its `processor`. `stops` are tokens that
-    end a reply. `name` is the name for clients. `timings` holds seconds by step: `source` (with download), `imports`,
-    `digest`, `tokenizer` (with the processor), `weights`.
+    `config` is that of the whole model: ours, or transformers'. `reason` says why it has no plan. `encoder` returns the
+    modules that encode pictures, which are read at the first call; it is None for a model that takes none, and so is
+    its `processor`. `stops` are tokens that end a reply. `name` is the name for clients. `timings` holds seconds by
+    step: `source` (with download), `imports`, `digest`, `tokenizer` (with the processor), `weights`.
     """
 
     config: Any
@@ -78,7 +78,7 @@ class LoadedModel:
     weights: Weights | None
     model: PreTrainedModel | None
     reason: str
-    encoder: PreTrainedModel | None
+    encoder: Callable[[], PreTrainedModel] | None
     stops: list[int]
     tokenizer: Tokenizer
     processor: PictureProcessor | None
@@ -93,9 +93,9 @@ class LoadedModel:
 
     def as_modules(self, reason: str) -> LoadedModel:
         """Returns a model that has a plan as modules, because of a `reason`. Raises the errors of `load_model`."""
-        model = self.read_modules()
-        encoder = None if self.encoder is None else model
-        return replace(self, weights=None, model=model, reason=reason, encoder=encoder)
+        read = cache(self.read_modules)
+        encoder = None if self.encoder is None else read
+        return replace(self, weights=None, model=read(), reason=reason, encoder=encoder)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -196,19 +196,24 @@ class _ModelSource:
     def modules(self, *, are_of_encoder: bool = False) -> PreTrainedModel:
         """Returns the modules of the model, or of its encoder of pictures alone, ready to compute. Raises
         `ModelError`."""
-        from diskprefix.model.load.parameters import load_parameters, made, stored
+        from diskprefix.model.load.parameters import load_parameters, stored
 
         kind = replace(self.kind, is_encoder=are_of_encoder)
         with _load_failures(self.path):
             if self.gguf is None:
                 sources = {one.name: partial(stored, one) for one in stored_tensors(self.path, self.files)}
             else:
-                parameters = self.gguf.parameters(kind, self.dtype)
-                sources = {name: partial(made, read) for name, read in parameters.items()}
+                sources = self.gguf.parameters(kind, self.dtype)
             of, weights = kind.model_class(self.whole), f"the weights in {self.path}"
             config = kind.config_of_class(self.whole)
             model = load_parameters(of, config, sources, weights, self.dtype, self.device)
         return model.requires_grad_(False).eval()
+
+    def encoder(self, stamps: Mapping[Path, tuple[int, int, int]]) -> PreTrainedModel:
+        """Returns the modules of the encoder of pictures from files that had these stamps. Raises `ModelError`."""
+        found = self.modules(are_of_encoder=True)
+        _require_unchanged(stamps)
+        return found
 
 
 def load_model(settings: Settings, progress: Report, flag: str = "--model") -> LoadedModel:
@@ -239,7 +244,8 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model") -> L
             stamps = {file: file_stamp(file) for file in source.files}
             weights = model = encoder = None
             if source.reason:
-                model = encoder = source.modules()
+                encoder = cache(source.modules)
+                model = encoder()
             else:
                 packing = source.new_packing()
                 if packing is not None:
@@ -256,11 +262,9 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model") -> L
             if weights is not None:
                 weights.finish()
                 if processor is not None and processor.problem is None:
-                    encoder = source.modules(are_of_encoder=True)
+                    encoder = cache(partial(source.encoder, stamps))
             stops = source.stops()
-            for file, stamp in stamps.items():
-                if file_stamp(file) != stamp:
-                    raise ModelError(f"{file} was changed while it was read; start again")
+            _require_unchanged(stamps)
     return LoadedModel(
         config=source.config,
         dtype=source.dtype,
@@ -412,6 +416,8 @@ def _may_have_gpus() -> bool:
 
 
 def _gpus() -> dict[str, int]:
+    if find_spec("torch") is None:
+        return {}
     import torch
 
     return {
@@ -437,16 +443,30 @@ def _pick_dtype(name: str, given: Mapping[str, Any]) -> str:
 
 def _load_processor(source: _ModelSource, tokenizer: Tokenizer) -> PictureProcessor | None:
     kind, pictures = source.kind, None if source.gguf is None else source.gguf.pictures
-    problem = "it generates in a way of its own, which diskprefix does not follow" if kind.has_own_generate else None
     make = None
     if pictures is not None:
         from diskprefix.model.gguf.file_processor import make_processor
 
         make = partial(make_processor, pictures, tokenizer)
-    processor = hooks.open_pictures(source.path, source.whole, problem, make)
+
+    def problem() -> str | None:
+        if kind.has_own_generate:
+            return "it generates in a way of its own, which diskprefix does not follow"
+        from diskprefix.model.vision_encoder import VisionEncoder
+
+        return VisionEncoder.problem(kind.model_class(source.whole))
+
+    files = sorted(source.path.iterdir()) if source.gguf is None else source.files
+    processor = hooks.open_pictures(PicturesModel(source.path, files, lambda: source.whole, problem, make))
     if processor is not None and processor.problem is not None:
         log.warning("this model is served for text only: %s", processor.problem)
     return processor
+
+
+def _require_unchanged(stamps: Mapping[Path, tuple[int, int, int]]) -> None:
+    for file, stamp in stamps.items():
+        if file_stamp(file) != stamp:
+            raise ModelError(f"{file} was changed while it was read; start again")
 
 
 def stops_in(folder: Path) -> list[int]:
@@ -477,5 +497,8 @@ def _load_failures(path: Path) -> Iterator[None]:
             yield
     except DiskPrefixError:
         raise
+    except ModuleNotFoundError as error:
+        install = f"{error.name} is not installed: pip install torch transformers accelerate"
+        raise ModelError(f"the model in {path} cannot be served by a plan alone, and {install}") from error
     except Exception as error:
         raise ModelError(f"cannot load the model in {path}: {first_line(error)}") from error

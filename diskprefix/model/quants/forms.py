@@ -40,8 +40,7 @@ def weights_of(packed: np.ndarray, form: QuantForm) -> np.ndarray:
     """Returns the weights, bfloat16 [rows, columns]. All variants round them. Raises `MemoryError`."""
     matrix, operators = matrix_of(packed, form, None), compiled()
     ids, out = np.arange(matrix.rows), np.empty((matrix.rows, matrix.columns), np.uint16)
-    threads = num_threads(), operators.parallel_for
-    call = calls.LookupCall(len(ids), address_of(ids), matrix.address, address_of(out), *threads)
+    call = calls.LookupCall(len(ids), address_of(ids), matrix.address, address_of(out), num_threads())
     if operators.look_up(bytes(call)):
         raise MemoryError("there is no memory left for looking rows up")
     return out

@@ -59,7 +59,7 @@ def rows_of(change: Any, tensors: list[FileTensor]) -> np.ndarray[Any, Any]:
 
 
 def weights_of(tensors: list[FileTensor]) -> list[torch.Tensor]:
-    return [torch.from_numpy(gguf.dequantize(tensor.content(), tensor.type)).bfloat16() for tensor in tensors]
+    return [torch.from_numpy(tensor.numbers(tensor.content())).bfloat16() for tensor in tensors]
 
 
 def permuted(weights: list[torch.Tensor]) -> torch.Tensor:
