@@ -1,4 +1,4 @@
-"""What is known of the configurations of each type of model that has a plan.
+"""The options of the configurations of each type of model that has a plan.
 
 `option_defaults.json` is made of transformers' classes by `tests/model/option_table.py`. Each type has `options`, with
 letters for the types that a value may have, and a default; other `names` of options; `unread` ones, which no plan

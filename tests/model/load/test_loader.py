@@ -50,7 +50,7 @@ def test_a_local_folder_loads_ready_to_serve(folder: Path) -> None:
     loaded = load(folder)
     assert loaded.name == "tiny-llama"
     assert loaded.model is None
-    assert loaded.device == torch.device("cpu")
+    assert loaded.device == "cpu"
     modules = loaded.read_modules()
     assert not modules.training
     assert not any(parameter.requires_grad for parameter in modules.parameters())
@@ -344,7 +344,8 @@ def test_the_best_device_is_found(
     name: str, present: dict[str, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_devices(monkeypatch, **present)
-    assert loader.pick_device(name) == torch.device(expected)
+    monkeypatch.setattr(loader, "_may_have_gpus", lambda: True)
+    assert loader.pick_device(name) == expected
 
 
 UNKNOWN = dict.fromkeys(
