@@ -26,7 +26,6 @@ from tests.server.test_auth import bearer
 
 OWN = [
     ("GET", "/dashboard/state"),
-    ("GET", "/dashboard/events"),
     ("GET", "/dashboard/entries"),
     ("DELETE", "/dashboard/entries/0123456789abcdef"),
     ("GET", "/props"),

@@ -7,12 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-COMMANDS = {
-    "inspect": "diskprefix.extras.watch.inspect.inspect_command:inspect",
-    "dashboard": "diskprefix.extras.watch.dashboard.dashboard_command:dashboard",
-    "top": "diskprefix.extras.watch.top:top",
-}
-
 
 def add_routes(app: Starlette) -> None:
     """Adds the dashboard, and its page at `/` for browsers."""
