@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from diskprefix.hooks import Recorder
     from diskprefix.settings import Settings
 
-COMMANDS = {"simulate": "diskprefix.extras.simulate.simulate_command:simulate"}
-
 
 def open_recorder(settings: Settings, secret_of: Callable[[], int]) -> Recorder | None:
     """Returns the recorder that writes the file of `--record`, None without it. Raises `SettingsError`."""

@@ -9,9 +9,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-_FOLDER = "diskprefix.extras.talk"
-COMMANDS = {"run": f"{_FOLDER}.run_command:run", "chat": f"{_FOLDER}.chat_command:chat"}
-
 
 def add_routes(app: Starlette) -> None:
     """Adds the page."""
