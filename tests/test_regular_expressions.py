@@ -41,6 +41,7 @@ MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     ],
     "chat/content.py": [(r"(<\|image_pad\|>)", ("split",))],
     "model/gguf/encoders.py": [(r"model\.visual\.blocks\.(\d+)\.(.+)", ("fullmatch",))],
+    "model/families/optional_weights.py": [(r"(?!)|self_attn\.(qkv|q|k|v)_proj|mamba\.conv1d", ("fullmatch",))],
     "model/load/folder_weights.py": [(r"self_attn\.(f_a_proj\.|f_b_proj\.|dt_bias|A_log)", ("sub",))],
     "chat/normaliser_rules.py": [
         (f"(?m){pattern.pattern}", uses)

@@ -48,7 +48,8 @@ class Scraped:
             engine=SimpleNamespace(
                 figures=self.figures,
                 memory_stats=lambda: dict(KV_MEMORY),
-                model=SimpleNamespace(device="cpu", dtype="torch.bfloat16"),
+                device="cpu",
+                dtype="torch.bfloat16",
             ),
             inbox=SimpleNamespace(num_running=1, queue_depth=2, heartbeat=heartbeat),
             model_name="a model",

@@ -196,10 +196,17 @@ def loaded(kv_limit: int) -> Any:
     """Returns what `ServedModel` takes as a model that is loaded."""
     config = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=4096)
     config.get_text_config = lambda decoder: config  # noqa: ARG005
-    model = SimpleNamespace(
-        device=torch.device("cpu"), dtype=torch.float32, config=config, generation_config=SimpleNamespace()
-    )
     fit = SimpleNamespace(kv_limit=kv_limit, context=4096)
     return SimpleNamespace(
-        model=model, tokenizer=_TOKENIZER, processor=None, name="hash", origin=Path("hash"), fit=fit, timings={}
+        config=config,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        encoder=None,
+        stops=[],
+        tokenizer=_TOKENIZER,
+        processor=None,
+        name="hash",
+        origin=Path("hash"),
+        fit=fit,
+        timings={},
     )
