@@ -64,23 +64,28 @@ class RunFront(Protocol):
 
 def add_routes(app: Any) -> None:
     """Adds the routes of extras to the Starlette application. `app.state.daemon` is the daemon."""
-    for name in ("talk", "watch", "infill", "embedding", "ollama"):
+    modules = "watch.dashboard.dashboard_routes", "infill.infill", "embedding.embeddings", "ollama.ollama_routes"
+    for name in modules:
         _extra(name).add_routes(app)
 
 
 def open_tier(settings: Settings) -> SharedTier | None:
     """Returns the shared tier, None if the settings ask for none. Raises `SettingsError`."""
-    return cast("SharedTier | None", _extra("remote").open_tier(settings))
+    if settings.remote_tier is None or settings.namespace_key_file is None:
+        return None
+    return cast("SharedTier", _extra("remote.remote_tier").open_tier(settings))
 
 
 def open_bucket(url: str, key_file: Path) -> Bucket:
     """Returns the opened bucket of a shared tier, to remove objects from it. Raises `SettingsError`."""
-    return cast("Bucket", _extra("remote").open_bucket(url, key_file))
+    return cast("Bucket", _extra("remote.upkeep").open_bucket(url, key_file))
 
 
 def open_recorder(settings: Settings, secret_of: Callable[[], int]) -> Recorder | None:
     """Returns the recorder, None without one. `secret_of` returns the store's secret. Raises `SettingsError`."""
-    return cast("Recorder | None", _extra("simulate").open_recorder(settings, secret_of))
+    if settings.record is None:
+        return None
+    return cast("Recorder", _extra("simulate.recording").RequestRecorder(settings.record, settings, secret_of))
 
 
 def open_compression(settings: Settings, max_positions: int, served: int) -> Compress | None:
@@ -88,7 +93,9 @@ def open_compression(settings: Settings, max_positions: int, served: int) -> Com
 
     Of the model's `max_positions`, KV memory has room for `served`. Raises `SettingsError`.
     """
-    return cast("Compress | None", _extra("compression").open_compression(settings, max_positions, served))
+    if settings.prefill_compression == "off":
+        return None
+    return cast("Compress", _extra("compression.compression").compress_of(settings, max_positions, served))
 
 
 def open_pictures(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pydantic import BaseModel, Field
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,7 +13,7 @@ from starlette.types import Scope
 from diskprefix.api.error_forms import HttpError
 from diskprefix.extras.watch.dashboard.entries import SavedPrompts
 from diskprefix.extras.watch.dashboard.watch import Watch
-from diskprefix.extras.web_page import DASHBOARD_PAGE, wants_page
+from diskprefix.extras.web_page import CHAT_PAGE, DASHBOARD_PAGE, wants_page
 from diskprefix.server.body import read_parameters
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.log_context import log_context
@@ -50,6 +51,10 @@ class PageRoute(AppRoute):
 
 async def _page(_request: Request) -> Response:
     return DASHBOARD_PAGE.response()
+
+
+async def _chat(_request: Request) -> Response:
+    return CHAT_PAGE.response()
 
 
 class StateParameters(BaseModel):
@@ -95,3 +100,11 @@ async def delete_entry(request: Request) -> JSONResponse:
     serving = await dashboard.daemon.ready()
     purged = await dashboard.saved_prompts.delete(serving.engine.cache.delete, entry_id)
     return JSONResponse({"id": entry_id, "deleted": True} | purged.counts())
+
+
+def add_routes(app: Starlette) -> None:
+    """Adds the dashboard, its page at `/` for browsers, and the chat page."""
+    app.state.dashboard = Dashboard(app.state.daemon)
+    app.routes.extend([*routes, AppRoute("/chat", _chat)])
+    # Before the daemon's own route.
+    app.routes.insert(0, PageRoute())
