@@ -39,6 +39,7 @@ class ModelConfig:
 
     model_type: str
     layer_types: list[str]
+    num_hidden_layers: int
     tie_word_embeddings: bool
     _names: Sequence[str] = ()
     """The options of a decoder, without those that always follow from others."""

@@ -23,9 +23,9 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def has_type(kind: Any) -> bool:
+def has_type(kind: str) -> bool:
     """Returns whether a type is known."""
-    return isinstance(kind, str) and kind in _table()
+    return kind in _table()
 
 
 def class_of(kind: str) -> str:

@@ -135,6 +135,19 @@ def test_loading_prints_nothing(folder: Path, capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_file_and_a_folder_that_have_plans_are_loaded_without_torch_and_transformers(
+    folder: Path, tmp_path: Path
+) -> None:
+    models = [str(folder), str(tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1"))]
+    code = (
+        "import sys\nfrom diskprefix.model.load.loader import load_model\nfrom diskprefix.settings import Settings\n"
+        f"print([load_model(Settings(model=model), lambda _: None).reason for model in {models}])\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout == "['', '']\n[]\n"
+
+
 def test_a_missing_path_is_refused_and_digests_are_computed_without_torch() -> None:
     code = (
         "import sys, diskprefix.model.load.fingerprint\n"
