@@ -46,11 +46,11 @@ BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its firs
 
 BESIDE = {
     "watch": {"daemon_call", "open_page", "web_page"},
-    "warm": {"daemon_call"},
+    "warm": {"clients", "daemon_call"},
     "open_page": {"daemon_call"},
     "talk": {"clients", "daemon_call", "open_page", "web_page"},
     "clients": {"catalogue", "daemon_call"},
-    "setup": {"catalogue", "daemon_call", "front"},
+    "setup": {"catalogue", "clients", "daemon_call", "front"},
     "front": {"catalogue", "ollama", "web_page"},
     "ollama": {"catalogue", "embedding"},
 }
