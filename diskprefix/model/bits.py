@@ -25,7 +25,7 @@ from diskprefix.model.tiny_models import MODELS, NAMES, PAGE_TOKENS, VOCAB, Tiny
 from diskprefix.native import address_of, calls
 from diskprefix.native.build import LIBRARY
 from diskprefix.native.library import Operators
-from diskprefix.native.threads import num_threads
+from diskprefix.native.thread_count import num_threads
 
 _START = 270
 STEPS = 37, 1

@@ -22,7 +22,7 @@ from diskprefix.model.planned import DTYPES, NotExact, PlanRuntime
 from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.model.weights import Weights
 from diskprefix.native.library import described, operators
-from diskprefix.native.threads import num_threads
+from diskprefix.native.thread_count import num_threads
 from diskprefix.printable import first_line
 from diskprefix.tokens import Logits
 

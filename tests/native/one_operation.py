@@ -14,7 +14,7 @@ from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native import attention_operator, calls, packing
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
-from diskprefix.native.threads import num_threads
+from diskprefix.native.thread_count import num_threads
 from tests.arrays import array_of, tensor_of
 
 DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}

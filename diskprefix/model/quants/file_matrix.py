@@ -24,7 +24,7 @@ from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
 from diskprefix.native import ROWS
 from diskprefix.native.library import Operators, operators
 from diskprefix.native.packing import pack, pack_file
-from diskprefix.native.threads import num_threads
+from diskprefix.native.thread_count import num_threads
 
 _PIECE_BYTES = 1 << 24
 """What is read of a file at a time."""
