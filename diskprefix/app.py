@@ -22,8 +22,9 @@ from diskprefix.units import format_size
 log = logging.getLogger("diskprefix")
 
 _SPINS = "1500"
-"""GOMP_SPINCOUNT on x86-64: the rounds that a thread of a step spins before it sleeps. Beside busy processes, a thread
-that sleeps soon is scheduled again at once; libgomp's default of 300 000 rounds (7 ms) costs all of them time."""
+"""GOMP_SPINCOUNT on x86-64: the rounds that a thread of torch, for a model on the grid, spins before it sleeps. Beside
+busy processes, a thread that sleeps soon is scheduled again at once; libgomp's default of 300 000 rounds (7 ms) costs
+all of them time."""
 _NO_MEMORY_LEFT = "the model fits in memory, but nothing to compute with is left"
 
 if TYPE_CHECKING:

@@ -46,11 +46,11 @@ BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its firs
 
 BESIDE = {
     "watch": {"daemon_call", "open_page", "web_page"},
-    "warm": {"daemon_call"},
+    "warm": {"clients", "daemon_call"},
     "open_page": {"daemon_call"},
     "talk": {"clients", "daemon_call", "open_page", "web_page"},
     "clients": {"catalogue", "daemon_call"},
-    "setup": {"catalogue", "daemon_call", "front"},
+    "setup": {"catalogue", "clients", "daemon_call", "front"},
     "front": {"catalogue", "ollama", "web_page"},
     "ollama": {"catalogue", "embedding"},
 }
@@ -78,7 +78,7 @@ WITHOUT_TORCH = {
     "printable",
     "units",
 }
-WITHOUT_TORCH |= {"store", "kv", "hooks", "cache", "chat", "api", "server"}
+WITHOUT_TORCH |= {"native", "store", "kv", "hooks", "cache", "chat", "api", "server"}
 TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 
 
@@ -225,8 +225,13 @@ OF_COMMANDS = (
     "cache.tiers.loading",
     "cache.cost_model",
 )
+OF_MODULES = ("model.vision_encoder", "model.load.parameters")
+"""These compute and load models that are modules of transformers."""
 OF_SERVING = tuple(
-    name for name in SOURCES if package_of(name) in {"store", "kv", "cache", "engine", "chat", "api", "server"}
+    name
+    for name in SOURCES
+    if package_of(name) in {"native", "store", "kv", "model", "cache", "engine", "chat", "api", "server"}
+    and name not in OF_MODULES
 )
 OF_THE_FRONT = "app", "cli.serve_command", "extras.front.front_server", "extras.catalogue.catalogue"
 

@@ -98,7 +98,8 @@ def _by_plan(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
 
 
 def _runs_encoder(read: Callable[[], PreTrainedModel], versions: str) -> str:
-    """Returns what runs the encoder, which is of modules of transformers: "" without `versions` of the operators."""
+    """Reads the encoder, which is of modules of transformers. Returns what runs it, "" without the operators'
+    `versions`."""
     modules = read()
     return f"{computed_by(modules)} {versions}" if versions else ""
 

@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import httpx
 import pytest
 
 from diskprefix.cli import main
+from diskprefix.extras.front import worker_program, workers
 from tests import forked
 from tests.server.daemon_process import CHAT, clean_environment, serve_flags, wait_until
 from tests.server.test_auth import bearer, write_keys
@@ -121,7 +123,17 @@ def _serve(arguments: list[str], environment: dict[str, str], listener: socket.s
     else:
         listener.detach()
     _hang_once(flag)
+    code = (
+        f"import pathlib; from tests.systemd import test_service; test_service.serve_one(pathlib.Path({str(flag)!r}))"
+    )
+    workers.program = [sys.executable, "-c", code]
     main(arguments)
+
+
+def serve_one(flag: Path) -> None:
+    """The program of a worker."""
+    _hang_once(flag)
+    worker_program.main(worker_program.serve_model)
 
 
 def _hang_once(flag: Path) -> None:

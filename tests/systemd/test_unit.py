@@ -20,6 +20,7 @@ from diskprefix.server.process import process
 from diskprefix.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of
 from diskprefix.units import parse_duration, parse_size
 from tests.closing import needs
+from tools.releasing.environment import SMALL
 
 ROOT = Path(__file__).parent.parent.parent
 SYSTEMD = ROOT / "systemd"
@@ -179,6 +180,7 @@ def test_a_container_has_a_wheel_and_compiles_nothing() -> None:
     ((file, target),) = re.findall(r"source=(\S+\.txt),target=(\S+)", said("RUN")[0])
     assert (ROOT / file).exists()
     assert f" --constraint {target} /mnt/dist/*_" in said("RUN")[0]
+    assert f"/mnt/dist/{SMALL};" in said("RUN")[0]
     assert not any("apt-get" in line for line in said("RUN"))
 
 

@@ -33,7 +33,7 @@ _KILLED_S = 5.0
 """The time for a worker that was killed to be gone."""
 _BACKLOG = 2048
 _MAX_MESSAGE_BYTES = 64 * 1024
-program = [sys.executable, "-P", "-m", "diskprefix.extras.front.worker"]
+program = [sys.executable, "-P", "-m", "diskprefix.extras.front.worker_program"]
 
 
 @dataclass(eq=False, kw_only=True)

@@ -95,8 +95,9 @@ class PictureReader:
         """Returns a reader for a model. If its processor cannot be used, `problem` says why. If it can, what it says of
         itself is remembered. Raises only the errors of torch when memory runs out."""
         make = model.make_processor or partial(_load_processor, model.path, model.read_config)
-        if isinstance(known := _known.get(key := _key_of(model.files)), list):
-            return cls(make, *known)
+        match _known.get(key := _key_of(model.files)):
+            case [str(mark), int(token_id), list(placeholders)]:
+                return cls(make, mark, token_id, placeholders)
         from transformers.utils import is_vision_available
 
         if (problem := model.problem()) is not None:

@@ -1,31 +1,24 @@
 """The weights of a `.gguf` file, for a plan or for modules of transformers.
 
 Matrices whose quants are computed with as they are stay matrices of the file (`quants.file_matrix`), and are packed on
-other threads. All others, and the parameters of modules, are made when they are asked for. Nothing here needs
-transformers.
+other threads. All others, and the parameters of modules, are made when they are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import gguf
 import numpy as np
 
 from diskprefix.errors import ModelError
 from diskprefix.kv.numbers import array_dtype, converted
-from diskprefix.model.families.slot_names import SlotNames, kept_in_float32
+from diskprefix.model.families.slot_names import kept_in_float32
 from diskprefix.model.gguf.architecture import Architecture, SourcedParameter
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.memory import LargePages
 from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking, in_order
 from diskprefix.model.weights import ExpertsForm, Quants, Weights
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
 
 
 class GgufWeights(Weights):
@@ -147,8 +140,7 @@ class GgufWeights(Weights):
         matrix = FileMatrix.whole(tensor) if len(tensor.shape) > 1 else None
         if matrix is not None and matrix.is_packable and self.dtype == "bfloat16":
             return converted(matrix.dequantised(), "float32")
-        found: np.ndarray = gguf.dequantize(tensor.content(), tensor.type).astype(np.float32)
-        return found.reshape(tensor.shape)
+        return tensor.numbers(tensor.content()).astype(np.float32, copy=False).reshape(tensor.shape)
 
     def _dtype_of(self, name: str) -> str:
         return "float32" if any(part in name for part in self._in_float32) else self.dtype
@@ -162,33 +154,3 @@ def _stays(matrix: FileMatrix, dims: int) -> bool:
 def _nothing(tensor: FileTensor) -> np.ndarray:
     """Returns numbers of the shape of a tensor that take no memory."""
     return np.broadcast_to(np.float32(0), tensor.shape)
-
-
-def parameters_of(
-    model: PreTrainedModel, architecture: Architecture, tensors: Sequence[FileTensor], dtype: str
-) -> dict[str, Callable[[], np.ndarray]]:
-    """Returns what makes each parameter of `model`, which has no weights. It raises `ModelError` for another shape and
-    a file that is cut short, `OSError`. Raises `ModelError` if the file lacks tensors, or has others."""
-    weights, tied = GgufWeights(architecture, model.config, tensors, dtype), model.all_tied_weights_keys
-    parameters = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    is_turned = SlotNames.of(model.config.get_text_config(decoder=True)).experts.is_turned
-    return {
-        name: partial(_module_parameter, weights, name, part, parameters[name], is_turned and ".experts." in name)
-        for name, part in architecture.parts_of(parameters, {tensor.name: tensor for tensor in tensors}).items()
-    }
-
-
-def _module_parameter(
-    weights: GgufWeights, name: str, part: SourcedParameter, parameter: torch.Tensor, is_turned: bool
-) -> np.ndarray:
-    made = weights.parameter(name, part)
-    if is_turned and made.ndim == 3:
-        made = made.swapaxes(1, 2)
-    if parameter.ndim == 1 and made.size == len(parameter):
-        return made.reshape(-1)
-    found, expected = ([size for size in shape if size > 1] for shape in (made.shape, parameter.shape))
-    if found != expected:
-        raise ModelError(
-            f"the model takes {tuple(parameter.shape)} where the file has {tuple(made.shape)}: {part.names}"
-        )
-    return made.reshape(tuple(parameter.shape))

@@ -34,7 +34,7 @@ from diskprefix.model.load.fit import Fit, ModelNeeds, needs_of_folder, needs_of
 from diskprefix.model.load.gguf_file import file_stamp, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.imports import transformers_quietly
-from diskprefix.model.load.kinds import ModelKind, config_of_plan, kind_of_text, require_served_kind
+from diskprefix.model.load.kinds import ModelKind, config_of_plan, kind_of_plan, require_served_kind
 from diskprefix.model.load.memory import available_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, own_path, plain_name, require_named
 from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
@@ -196,15 +196,14 @@ class _ModelSource:
     def modules(self, *, are_of_encoder: bool = False) -> PreTrainedModel:
         """Returns the modules of the model, or of its encoder of pictures alone, ready to compute. Raises
         `ModelError`."""
-        from diskprefix.model.load.parameters import load_parameters, made, stored
+        from diskprefix.model.load.parameters import load_parameters, stored
 
         kind = replace(self.kind, is_encoder=are_of_encoder)
         with _load_failures(self.path):
             if self.gguf is None:
                 sources = {one.name: partial(stored, one) for one in stored_tensors(self.path, self.files)}
             else:
-                parameters = self.gguf.parameters(kind, self.dtype)
-                sources = {name: partial(made, read) for name, read in parameters.items()}
+                sources = self.gguf.parameters(kind, self.dtype)
             of, weights = kind.model_class(self.whole), f"the weights in {self.path}"
             config = kind.config_of_class(self.whole)
             model = load_parameters(of, config, sources, weights, self.dtype, self.device)
@@ -335,7 +334,7 @@ def _source(
                 given = read_config(path)
                 require_plain_weights(str(path), given)
                 if (config := config_of_plan(path, given)) is not None:
-                    kind = kind_of_text(config)
+                    kind = kind_of_plan(config)
                 else:
                     whole = _read_config(path)
                     kind = require_served_kind(path, whole)
@@ -417,6 +416,8 @@ def _may_have_gpus() -> bool:
 
 
 def _gpus() -> dict[str, int]:
+    if find_spec("torch") is None:
+        return {}
     import torch
 
     return {
@@ -496,5 +497,8 @@ def _load_failures(path: Path) -> Iterator[None]:
             yield
     except DiskPrefixError:
         raise
+    except ModuleNotFoundError as error:
+        install = f"{error.name} is not installed: pip install torch transformers accelerate"
+        raise ModelError(f"the model in {path} cannot be served by a plan alone, and {install}") from error
     except Exception as error:
         raise ModelError(f"cannot load the model in {path}: {first_line(error)}") from error

@@ -3,7 +3,8 @@ them as those of any checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -11,7 +12,11 @@ import torch
 from transformers.modeling_utils import str_to_torch_dtype
 
 from diskprefix.errors import ModelError
+from diskprefix.model.families.slot_names import SlotNames
+from diskprefix.model.gguf.architecture import Architecture, SourcedParameter
 from diskprefix.model.load.checkpoint import StoredTensor
+from diskprefix.model.load.gguf_header import FileTensor
+from diskprefix.model.load.gguf_weights import GgufWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -29,11 +34,36 @@ def stored(tensor: StoredTensor) -> torch.Tensor:
     return found
 
 
-def made(read: Callable[[], np.ndarray]) -> torch.Tensor:
-    """Returns the numbers of an array that is read now."""
-    array = read()
-    found = torch.from_numpy(array)
-    return found.view(torch.bfloat16) if array.dtype == np.uint16 else found
+def parameters_of(
+    model: PreTrainedModel, architecture: Architecture, tensors: Sequence[FileTensor], dtype: str
+) -> dict[str, Source]:
+    """Returns what makes each parameter of `model`, which has no weights. It raises `ModelError` for another shape and
+    a file that is cut short, `OSError`. Raises `ModelError` if the file lacks tensors, or has others."""
+    weights, tied = GgufWeights(architecture, model.config, tensors, dtype), model.all_tied_weights_keys
+    parameters = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    is_turned = SlotNames.of(model.config.get_text_config(decoder=True)).experts.is_turned
+    return {
+        name: partial(_module_parameter, weights, name, part, parameters[name], is_turned and ".experts." in name)
+        for name, part in architecture.parts_of(parameters, {tensor.name: tensor for tensor in tensors}).items()
+    }
+
+
+def _module_parameter(
+    weights: GgufWeights, name: str, part: SourcedParameter, parameter: torch.Tensor, is_turned: bool
+) -> torch.Tensor:
+    array = weights.parameter(name, part)
+    made = torch.from_numpy(array)
+    made = made.view(torch.bfloat16) if array.dtype == np.uint16 else made
+    if is_turned and made.ndim == 3:
+        made = made.mT
+    if parameter.ndim == 1 and made.numel() == len(parameter):
+        return made.flatten()
+    found, expected = ([size for size in shape if size > 1] for shape in (made.shape, parameter.shape))
+    if found != expected:
+        raise ModelError(
+            f"the model takes {tuple(parameter.shape)} where the file has {tuple(made.shape)}: {part.names}"
+        )
+    return made.reshape(parameter.shape)
 
 
 class _TensorOnRequest:

@@ -13,7 +13,6 @@ from functools import partial
 from math import prod
 from threading import Thread
 
-import gguf
 import numpy as np
 
 from diskprefix.errors import ModelError
@@ -167,10 +166,7 @@ class FileMatrix:
         for first, last, parts in self.pieces():
             for part in parts:
                 dtype = _FLOATING.get(part.tensor.kind)
-                if dtype is not None:
-                    weights = part.content.view(dtype)
-                else:
-                    weights = gguf.dequantize(part.content, part.tensor.type)
+                weights = part.content.view(dtype) if dtype is not None else part.tensor.numbers(part.content)
                 found[first:last][part.places] = converted(weights, "bfloat16")[part.order]
         return found.reshape(self.shape)
 

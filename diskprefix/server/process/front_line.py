@@ -17,13 +17,13 @@ from diskprefix.server.process.systemd import notify, notify_through
 from diskprefix.settings import Settings
 
 LOAD, UNLOAD = b"load", b"unload"
-"""What the front tells a worker: load the model now; save what only the memory has, and end."""
+"""The front's orders to a worker: load the model now; save what only the memory has, and end."""
 _ORPHAN_S = 60.0
 """The time for a worker to end in order after the front died."""
 
 
 class Order(NamedTuple):
-    """What the front tells a worker first. `address` is the front's, for people. `token` is None with API keys."""
+    """The front's first words to a worker. `address` is the front's, for people. `token` is None with API keys."""
 
     settings: Settings
     address: str

@@ -13,7 +13,7 @@ import time
 from functools import partial
 
 from diskprefix.cli.logs import configure_logging
-from diskprefix.extras.front import worker, workers
+from diskprefix.extras.front import worker_program, workers
 from diskprefix.extras.front.front_server import run_front
 from diskprefix.extras.front.listing import Listing
 from diskprefix.server.process.front_line import FrontLine
@@ -52,7 +52,7 @@ def work(action: str, _settings: Settings, _front: FrontLine) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "worker":
-        worker.main(partial(work, sys.argv[2]))
+        worker_program.main(partial(work, sys.argv[2]))
     configure_logging()
     workers.MAX_UNLOAD_S = 0.5
     # Behind what `DaemonProcess` gives every program.

@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from diskprefix.model.load import folder_weights
 from diskprefix.model.load.checkpoint import stored_tensors, weight_files
 from diskprefix.model.load.folder_weights import FolderWeights
+from tests.arrays import tensor_of
 from tests.exactness.architectures import tiny_model
 from tests.model.plans import logits_of
 from tests.model.tensor_weights import weights_of
@@ -42,3 +44,17 @@ def test_a_tied_head_that_is_stored_twice_is_kept_once_if_it_is_a_copy(is_copy: 
     names = [name for name, _ in weights.named()]
     assert weights.has("lm_head.weight") != is_copy
     assert ("lm_head.weight" in names, "embed_tokens.weight" in names) == (not is_copy, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_numbers_are_rounded_as_torch_rounds_them(
+    stored: torch.dtype, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_weights, "_PIECE_BYTES", 100)
+    model = tiny_model("llama", torch.float32)
+    model.to(stored).save_pretrained(tmp_path)
+    name = str(dtype).removeprefix("torch.")
+    weights = FolderWeights(stored_tensors(tmp_path, weight_files(tmp_path)), model.config, name)
+    for own, parameter in model.get_decoder().state_dict().items():
+        assert torch.equal(tensor_of(weights.tensor(own)), parameter.to(dtype)), own

@@ -19,7 +19,7 @@ from diskprefix.errors import ModelError
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.fit import needs_of_gguf
 from diskprefix.model.load.gguf import GgufModel
-from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
+from diskprefix.model.load.gguf_header import TYPES, FileTensor, GgufHeader
 from diskprefix.model.load.gguf_rope import scale_positions
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.planned import plan_layout
@@ -512,3 +512,8 @@ def test_latent_attention_of_a_file_is_exact_at_every_token(tmp_path: Path) -> N
     served = load_model(Settings(model=str(file)), lambda _: None)
     assert served.weights is not None
     check(served.weights, served.config, plan_layout(served.weights, served.config))
+
+
+def test_types_of_tensors_are_those_of_the_library() -> None:
+    known = {kind.value: (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
+    assert known.items() <= TYPES.items()

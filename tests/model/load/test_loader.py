@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -541,3 +542,12 @@ def test_a_quant_of_a_repository_is_loaded_by_its_name_and_without_the_hub_from_
     assert online.name == offline.name == "org/tiny:q4_0"
     first = file.with_name("tiny-Q4_0-00001-of-00003.gguf")
     assert online.weights_digest == offline.weights_digest == load(first).weights_digest
+
+
+def test_a_model_that_needs_what_is_not_installed_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    said = "x cannot be served by a plan alone, and transformers is not installed: pip install torch transformers"
+    with pytest.raises(ModelError, match=said), loader._load_failures(Path("x")):
+        import_module("transformers")

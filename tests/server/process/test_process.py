@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -259,9 +260,11 @@ def test_the_ready_line_warns_of_a_disk_with_less_than_the_budget(room: int, cap
 )
 def test_threads_that_wait_soon_sleep_unless_the_environment_says_otherwise(own: dict[str, str], read: str) -> None:
     """OpenMP prints what it has read when it is loaded, as torch loads it."""
-    [library] = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
-    code = "import ctypes; from diskprefix import app, settings; "
-    code += f"app._serve = lambda *_: ctypes.CDLL({library!r}); app.serve(settings.Settings())"
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    [library] = map(str, Path(str(found.origin)).parent.glob("lib/libgomp*"))
+    code = "import ctypes; from diskprefix import app, settings; from diskprefix.server.process import process; "
+    code += f"process.run = lambda *_: ctypes.CDLL({library!r}); app.serve(settings.Settings())"
     environment = clean_environment(OMP_DISPLAY_ENV="verbose", **own)
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert f"GOMP_SPINCOUNT = '{read}'" in found.stderr
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert f"GOMP_SPINCOUNT = '{read}'" in said.stderr

@@ -1,13 +1,14 @@
-"""The program of a worker: `python -m diskprefix.extras.front.worker LISTENER CHANNEL`, with numbers of descriptors."""
+"""The program of a worker: `python -m diskprefix.extras.front.worker_program LISTENER CHANNEL`, two descriptors."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import socket
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from diskprefix.app import load_engine
 from diskprefix.cli.logs import configure_logging
@@ -15,6 +16,10 @@ from diskprefix.errors import DiskPrefixError
 from diskprefix.printable import printable_only
 from diskprefix.server.process.front_line import FrontLine, Order
 from diskprefix.settings import Settings
+
+if TYPE_CHECKING:
+    from diskprefix.engine.loop import Engine
+    from diskprefix.progress import Report
 
 MAX_ORDER_BYTES = 64 * 1024
 
@@ -38,7 +43,13 @@ def main(serve: Callable[[Settings, FrontLine], None]) -> NoReturn:
 def serve_model(settings: Settings, front: FrontLine) -> None:
     from diskprefix.server.process.process import run
 
-    run(settings, load_engine, front)
+    def load_in_turn(settings: Settings, progress: Report) -> Engine:
+        # While it waits.
+        importlib.import_module("diskprefix.engine.measured_model")
+        front.wait_for_turn()
+        return load_engine(settings, progress)
+
+    run(settings, load_in_turn, front)
 
 
 if __name__ == "__main__":
