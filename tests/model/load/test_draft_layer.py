@@ -206,7 +206,7 @@ def tensors_of(loaded: LoadedModel) -> State:
 def require_equal(found: State, expected: State) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name].float(), tensor.float()), name
+        assert torch.equal(found[name].squeeze().float(), tensor.squeeze().float()), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
