@@ -80,7 +80,7 @@ def test_pictures_are_prepared_by_another_distribution_where_it_does(
             return None if model.problem() else self
 
     own, other = hooks.extras(), Other("other")
-    pictured = PicturesModel(tmp_path, [], dict, lambda: None)
+    pictured = PicturesModel(tmp_path, [], dict, lambda: None, lambda: None)
     monkeypatch.setattr(hooks, "extras", lambda: (*own, other))
     assert hooks.open_pictures(pictured) is other
     assert hooks.open_pictures(replace(pictured, problem=lambda: "text only")).problem == "text only"
