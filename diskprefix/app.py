@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import importlib
 import logging
 import os
 import platform
@@ -24,14 +22,14 @@ from diskprefix.units import format_size
 log = logging.getLogger("diskprefix")
 
 _SPINS = "1500"
-"""GOMP_SPINCOUNT on x86-64: the rounds that a thread of a step spins before it sleeps. Beside busy processes, a thread
-that sleeps soon is scheduled again at once; libgomp's default of 300 000 rounds (7 ms) costs all of them time."""
+"""GOMP_SPINCOUNT on x86-64: the rounds that a thread of torch, for a model on the grid, spins before it sleeps. Beside
+busy processes, a thread that sleeps soon is scheduled again at once; libgomp's default of 300 000 rounds (7 ms) costs
+all of them time."""
 _NO_MEMORY_LEFT = "the model fits in memory, but nothing to compute with is left"
 
 if TYPE_CHECKING:
     from diskprefix.engine.loop import Engine
     from diskprefix.progress import Report
-    from diskprefix.server.process.front_line import FrontLine
     from diskprefix.store.store import Store
 
 
@@ -53,35 +51,12 @@ def serve(settings: Settings) -> None:
         if not error.passing:
             raise
     run_front = hooks.open_front(settings)
-    if run_front is None:
-        _serve(settings)
-    else:
-        run_front(settings, prepare, _serve)
-
-
-def _serve(settings: Settings, front: FrontLine | None = None) -> None:
+    if run_front is not None:
+        run_front(settings)
+        return
     from diskprefix.server.process.process import run
 
-    run(settings, load_engine, front)
-
-
-def prepare(settings: Settings, with_model: bool) -> None:
-    """Imports all modules for serving; `with_model` reads small parts of the model. The process can fork then."""
-    from diskprefix.model.load.imports import import_transformers
-
-    import_transformers()
-    importlib.import_module("diskprefix.server.http_app")
-    importlib.import_module("diskprefix.engine.loop")
-    import torch
-
-    from diskprefix.model.load.loader import import_model
-    from diskprefix.model.load.memory import one_thread
-
-    if with_model and torch.version.cuda is None and torch.version.hip is None:
-        with one_thread():
-            import_model(settings)
-    # A collection in a worker would write to all pages that it shares.
-    gc.freeze()
+    run(settings, load_engine)
 
 
 def load_engine(settings: Settings, progress: Report) -> Engine:
@@ -89,32 +64,24 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     started = time.perf_counter()
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
-    from diskprefix.model.load.imports import import_transformers
-    from diskprefix.model.load.loader import begin_packing, load_model
-
-    begun = begin_packing(settings)
-    # Before anything else imports transformers.
-    import_transformers()
-
     from diskprefix.cache.resources import open_store
     from diskprefix.engine.loop import Engine
     from diskprefix.engine.measured_model import load_draft, measured
+    from diskprefix.model.load.loader import load_model
     from diskprefix.model.load.memory import explain_out_of_memory, trim_heap
 
     imported = time.perf_counter()
     with ExitStack() as opened, explain_out_of_memory(_NO_MEMORY_LEFT):
-        if begun is not None:
-            opened.callback(begun.packing.stop)
         # The store comes first: an unusable folder is reported before the model takes seconds to load.
         opening = _open_beside(partial(open_store, settings), progress)
         opened.callback(opening.add_done_callback, _close_store)
         recorder = hooks.open_recorder(settings, lambda: opening.result().secret)
         if recorder is not None:
             opened.callback(recorder.close)
-        loaded = load_model(settings, progress, begun=begun)
+        loaded = load_model(settings, progress)
         store = opening.result()
         loaded_at = time.perf_counter()
-        if loaded.device.type == "cpu":
+        if loaded.device == "cpu":
             buffer_bytes = loaded.fit.buffer_bytes(settings.kv_cache_write_buffer)
             if buffer_bytes < settings.kv_cache_write_buffer:
                 log.info("[disk-cache] the write buffer is %s, for want of memory", format_size(buffer_bytes))

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.chat.draft import Compress
-    from diskprefix.model.load.picture_processor import PictureProcessor
-    from diskprefix.server.process.front_line import FrontLine
+    from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
     from diskprefix.settings import Settings
     from diskprefix.tokens import TokenIds
     from diskprefix.values import CacheOptions, CacheReport, Prompt
@@ -52,16 +51,6 @@ class Recorder(Protocol):
         """Writes pending records and ends."""
 
 
-class RunFront(Protocol):
-    """Serves each model in its own process until the daemon stops. Raises `SettingsError`, and `SystemExit` with the
-    exit code of the only model's process."""
-
-    def __call__(
-        self, settings: Settings, prepare: Callable[[Settings, bool], None], work: Callable[[Settings, FrontLine], None]
-    ) -> None:
-        """Calls `work` in each process, with the settings of its model. `prepare` is `app.prepare`."""
-
-
 def add_routes(app: Any) -> None:
     """Adds the routes of extras to the Starlette application. `app.state.daemon` is the daemon."""
     modules = "watch.dashboard.dashboard_routes", "infill.infill", "embedding.embeddings", "ollama.ollama_routes"
@@ -98,20 +87,15 @@ def open_compression(settings: Settings, max_positions: int, served: int) -> Com
     return cast("Compress", _extra("compression.compression").compress_of(settings, max_positions, served))
 
 
-def open_pictures(
-    folder: Path, config: Any, problem: str | None, make_processor: Callable[[], Any] | None = None
-) -> PictureProcessor:
-    """Returns the processor of images for the multimodal model in a folder.
-
-    `config` is the configuration of the model. With a `problem`, the model takes text only. `make_processor` returns
-    transformers' processor of a `.gguf` model, which has no files of one. Raises `SettingsError`.
-    """
-    return cast("PictureProcessor", _extra("pictures").open_pictures(folder, config, problem, make_processor))
+def open_pictures(model: PicturesModel) -> PictureProcessor:
+    """Returns the processor of images for a multimodal model. Raises `SettingsError`."""
+    return cast("PictureProcessor", _extra("pictures").open_pictures(model))
 
 
-def open_front(settings: Settings) -> RunFront | None:
-    """Returns the function that serves each model in its own process, None without one. Raises `SettingsError`."""
-    return cast("RunFront | None", _extra("front").open_front(settings))
+def open_front(settings: Settings) -> Callable[[Settings], None] | None:
+    """Returns the function that serves each model in its own process until the daemon stops, None without one. It
+    raises `SettingsError`, as this function does, and `SystemExit` with the exit code of the only model's process."""
+    return cast("Callable[[Settings], None] | None", _extra("front").open_front(settings))
 
 
 def _extra(name: str) -> Any:

@@ -256,12 +256,7 @@ class Settings:
     front: bool = _server(
         False,
         "Serve the model in a process of its own, which is started again if it dies, behind one that holds the port. "
-        "It needs about 50 MiB of memory. Several models, --standby and --idle-unload do the same.",
-    )
-    standby: bool = _server(
-        False,
-        "Keep a process ready that has imported everything, for the next model that is loaded, or if one's process "
-        "dies. It needs about 250 MiB of memory.",
+        "It needs about 50 MiB of memory. Several models and --idle-unload do the same.",
     )
     memory_limit: int | None = _server(
         None,

@@ -15,7 +15,7 @@ from tests.model.tensor_weights import weights_of
 
 def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
     """Returns the layout of a model, and why it is not exact at every token, "" if it is."""
-    reason = known_reason(model.config, model.dtype, model.device)
+    reason = known_reason(model.config, str(model.dtype).removeprefix("torch."), model.device.type)
     if not reason:
         weights = weights_of(model)
         layout = plan_layout(weights, model.config)

@@ -188,29 +188,28 @@ class Runner:
         """The calls that the engine makes, in its order. `reply`: greedy tokens to generate; the last of them is not
         run through the model. `have`: tokens of the prompt that the last sequence holds."""
         token_ids = prompt.token_ids
-        with torch.inference_mode():
-            self.in_prompt = self._pictures_of(prompt, options)
-            cached = CachedRequest(self.cache, prompt, options)
-            sequence = self.sequence if have else self.new_sequence(len(token_ids))
-            sequence.truncate(have)
-            sequence.reserve(len(token_ids))
-            restored = cached.restore(sequence, have)
-            logits, num_forwards = restored.logits, 0
-            if logits is None:
-                num_forwards = -(-(len(token_ids) - restored.num_tokens) // self.settings.block_size)
-                logits = prefill(
-                    self.runtime,
-                    sequence,
-                    token_ids,
-                    start=restored.num_tokens,
-                    block_size=self.settings.block_size,
-                    after_step=cached.after_step,
-                    stops=self._stops(cached),
-                    pictures=self.in_prompt,
-                )
-            cached.publish(sequence, logits, 0.0)
-            greedy = self._decode(logits, reply)
-            cached.publish_reply(sequence, np.concatenate([token_ids, as_token_ids(greedy[:-1])]))
+        self.in_prompt = self._pictures_of(prompt, options)
+        cached = CachedRequest(self.cache, prompt, options)
+        sequence = self.sequence if have else self.new_sequence(len(token_ids))
+        sequence.truncate(have)
+        sequence.reserve(len(token_ids))
+        restored = cached.restore(sequence, have)
+        logits, num_forwards = restored.logits, 0
+        if logits is None:
+            num_forwards = -(-(len(token_ids) - restored.num_tokens) // self.settings.block_size)
+            logits = prefill(
+                self.runtime,
+                sequence,
+                token_ids,
+                start=restored.num_tokens,
+                block_size=self.settings.block_size,
+                after_step=cached.after_step,
+                stops=self._stops(cached),
+                pictures=self.in_prompt,
+            )
+        cached.publish(sequence, logits, 0.0)
+        greedy = self._decode(logits, reply)
+        cached.publish_reply(sequence, np.concatenate([token_ids, as_token_ids(greedy[:-1])]))
         return Answer(torch.from_numpy(logits.copy()), greedy, cached.close(), num_forwards, cached.is_published)
 
     def cancelled(self, prompt: Prompt, options: CacheOptions, steps: int) -> CacheReport:
@@ -226,20 +225,19 @@ class Runner:
             if steps <= 0:
                 raise Gone
 
-        with torch.inference_mode():
-            cached = CachedRequest(self.cache, prompt, options)
-            sequence = self.new_sequence(len(prompt.token_ids))
-            restored, block_size = cached.restore(sequence), self.settings.block_size
-            stops = self._stops(cached)
-            # Of a prompt that is restored whole, no step is left.
-            if restored.logits is None:
-                try:
-                    prefill(
-                        *(self.runtime, sequence, prompt.token_ids),
-                        start=restored.num_tokens, block_size=block_size, after_step=after_step, stops=stops,
-                    )  # fmt: skip
-                except Gone:
-                    cached.save_partial(sequence, prompt.token_ids[: sequence.num_tokens])
+        cached = CachedRequest(self.cache, prompt, options)
+        sequence = self.new_sequence(len(prompt.token_ids))
+        restored, block_size = cached.restore(sequence), self.settings.block_size
+        stops = self._stops(cached)
+        # Of a prompt that is restored whole, no step is left.
+        if restored.logits is None:
+            try:
+                prefill(
+                    *(self.runtime, sequence, prompt.token_ids),
+                    start=restored.num_tokens, block_size=block_size, after_step=after_step, stops=stops,
+                )  # fmt: skip
+            except Gone:
+                cached.save_partial(sequence, prompt.token_ids[: sequence.num_tokens])
         return cached.close()
 
     def _stops(self, cached: CachedRequest) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ def test_without_settings_that_ask_for_it_no_extra_joins() -> None:
 
 def test_settings_that_ask_for_an_extra_get_it() -> None:
     assert hooks.open_compression(Settings(prefill_compression="auto"), 1024, 1024) is not None
-    assert hooks.open_front(Settings(standby=True)) is not None
+    assert hooks.open_front(Settings(front=True)) is not None
 
 
 def test_the_threshold_of_compression_is_the_models_and_at_most_what_is_served() -> None:

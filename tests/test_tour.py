@@ -29,7 +29,6 @@ from diskprefix.chat.draft import PromptDraft
 from diskprefix.chat.messages import Conversation, TextPart
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.scheduler import Chunk, Scheduler
-from diskprefix.kv.layout import dtype_name
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.settings import Settings
 from diskprefix.store.save import Save
@@ -122,7 +121,7 @@ def restored(found: RestoreResult | None, _: Restoration, sequence: KVSequence, 
         *(f"{short(node.name)}: {node.num_tokens} tokens" for node in found.blocks),
         f"{short(part.node.name)}: {part.end - part.node.position} of its {part.node.num_tokens} tokens",
         f"{found.num_tokens} tokens from the tier {found.source}, {found.num_bytes} bytes",
-        f"{len(table.pages)} pages of the group: {tuple(page.tensor.shape)}, {dtype_name(page.tensor.dtype)}",
+        f"{len(table.pages)} pages of the group: {tuple(page.tensor.shape)}, {table.group.dtype}",
     ]
 
 

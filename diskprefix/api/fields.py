@@ -77,7 +77,8 @@ class Body(BaseModel):
     Lists and objects are read up to their first error: an error takes two kilobytes, and only one is reported.
     """
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    # Most bodies are never read by a daemon, and making their validators takes longer than the other imports.
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

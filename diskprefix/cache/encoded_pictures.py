@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
+import numpy as np
 from msgspec.structs import replace
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError, StoreCorrupt
+from diskprefix.kv.numbers import Array, array_dtype
 from diskprefix.store.changes import NewNode, batches
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutGroup, LayoutText, PayloadLayout, split_payload
@@ -43,18 +44,18 @@ class EncodedPictures:
     never raised: without its output, a picture is encoded again.
     """
 
-    def __init__(self, cache: PrefixCache, levels: int, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(self, cache: PrefixCache, levels: int, hidden: int, dtype: str) -> None:
         """Outputs have the shape [levels, tokens of the picture, hidden] and this dtype."""
-        self._cache, self._shape, self._dtype = cache, (levels, hidden), dtype
-        group = LayoutGroup(levels, hidden, str(dtype).removeprefix("torch."), ("rows",))
+        self._cache, self._shape, self._dtype = cache, (levels, hidden), array_dtype(dtype)
+        group = LayoutGroup(levels, hidden, dtype, ("rows",))
         self._text = LayoutText(LAYOUT_VERSION, (group,), (0, "float32")).text()
         self._layout = PayloadLayout.parse(self._text)
-        self._copied: dict[tuple[Tenant, bytes], torch.Tensor] = {}
+        self._copied: dict[tuple[Tenant, bytes], Array] = {}
         """Outputs that are being copied for the writer."""
 
     def load(
         self, picture: Picture, options: CacheOptions, is_wanted: Callable[[], bool] = lambda: True
-    ) -> torch.Tensor | None:
+    ) -> Array | None:
         """Returns the output for a picture; None if some of its blocks are not stored, or with the scope `off`. Removes
         damaged blocks. Waits for the disk. `is_wanted` is called before each block; if it returns False, no more is
         read. For any thread."""
@@ -64,7 +65,7 @@ class EncodedPictures:
             return copied
         levels, hidden = self._shape
         try:
-            rows = torch.empty((levels, picture.num_tokens, hidden), dtype=self._dtype)
+            rows = np.empty((levels, picture.num_tokens, hidden), self._dtype)
             _, nodes = self._root_of(picture, options.tenant, self.epoch)
             path = _path(nodes)
             with open_views(self._cache.tiers) as views:
@@ -82,9 +83,7 @@ class EncodedPictures:
         """The store's epoch now. `save` needs the epoch in which the request began."""
         return self._cache.store.epoch
 
-    def save(
-        self, picture: Picture, rows: torch.Tensor, options: CacheOptions, epoch: Epoch, encode_s: float = 0.0
-    ) -> None:
+    def save(self, picture: Picture, rows: Array, options: CacheOptions, epoch: Epoch, encode_s: float = 0.0) -> None:
         """Has a copy of an output written, if outputs of the request `are_saved`. `encode_s` is how long computing the
         output took. For the engine's thread; the copy is made on another thread."""
         cache, num_bytes, writer = self._cache, rows.nbytes, self._cache.writer
@@ -101,9 +100,9 @@ class EncodedPictures:
             writer.note_loss(Save(epoch, "a picture"), "the write buffer has no room for it")
 
     def _submit(
-        self, picture: Picture, rows: torch.Tensor, options: CacheOptions, epoch: Epoch, encode_s: float, room: Room
+        self, picture: Picture, rows: Array, options: CacheOptions, epoch: Epoch, encode_s: float, room: Room
     ) -> None:
-        """Gives copies of the rows, for which `room` is reserved, to the writer."""
+        """Gives the rows, for which `room` is reserved, to the writer."""
         cache, writer, save = self._cache, self._cache.writer, Save(epoch, "a picture")
         try:
             record, nodes = self._root_of(picture, options.tenant, epoch)
@@ -133,12 +132,12 @@ class EncodedPictures:
         ids, root = picture_ids(picture.name, picture.num_tokens), root_hash(record.identity)
         return record, PromptNodes(TokenPath(epoch.secret, root, ids, record.block_size), self._layout)
 
-    def _read(self, views: Sequence[View], nodes: PromptNodes, node: Node, rows: torch.Tensor) -> bool:
+    def _read(self, views: Sequence[View], nodes: PromptNodes, node: Node, rows: Array) -> bool:
         """Reads the rows of a block. Returns False if it is not stored, or damaged."""
         view = next((view for view in views if view.has(node, nodes.token_bytes(node))), None)
         if view is None:
             return False
-        cuts, out = nodes.cuts(node), rows[:, node.position : node.end].flatten(1).view(torch.uint8).numpy()
+        cuts, out = nodes.cuts(node), rows[:, node.position : node.end].reshape(len(rows), -1).view(np.uint8)
         try:
             for cut, write in zip(cuts, view.pieces(node, cuts, range(len(cuts))), strict=True):
                 write(out[cut.first_row : cut.first_row + cut.piece.num_rows])
@@ -147,12 +146,10 @@ class EncodedPictures:
             return False
         return True
 
-    def _capture(
-        self, nodes: PromptNodes, node: Node, rows: torch.Tensor, token_s: float, ttl_s: float | None
-    ) -> NewNode:
+    def _capture(self, nodes: PromptNodes, node: Node, rows: Array, token_s: float, ttl_s: float | None) -> NewNode:
         pieces = tuple(cut.piece for cut in nodes.cuts(node))
-        copy = rows[:, node.position : node.end].to("cpu", copy=True, memory_format=torch.contiguous_format)
-        payload = split_payload(copy.flatten().view(torch.uint8).numpy().data, pieces)
+        part = np.ascontiguousarray(rows[:, node.position : node.end])
+        payload = split_payload(part.reshape(-1).view(np.uint8).data, pieces)
         return nodes.new_node(node, payload, prefill_s=token_s * node.num_tokens, ttl_s=ttl_s)
 
 

@@ -1,4 +1,4 @@
-"""Finding the stored nodes of a prompt, and how much of them can be restored. Free of torch: the simulator uses it."""
+"""Finding the stored nodes of a prompt, and how much of them can be restored."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ A `Planner` lists the nodes that the policy selected and the store lacks. A `Sav
 gives them to the writer, parents first: blocks and checkpoints after each step of the prompt, the end of the prompt and
 its entry once it is computed, then the reply, or the state of a request that is cancelled. Together they are one
 `Save`, which fails as a whole: then nothing is added any more but that the prompt was seen.
-
-Free of torch when imported, because the simulator plans with it too.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import re
 
-import torch
-
 from diskprefix.errors import DeviceLost, DiskPrefixError
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.printable import first_line
@@ -41,6 +39,8 @@ def raise_if_lost(error: BaseException) -> None:
 
 def probe_devices() -> None:
     """Waits for all GPUs with memory of this process, and computes on them. Raises the errors of torch."""
+    import torch  # Here, as only the grid needs it.
+
     for of_device in (torch.cuda, torch.xpu):
         for index in range(of_device.device_count()):
             if of_device.memory_reserved(index):
@@ -62,4 +62,4 @@ def _follows_from_driver(error: BaseException) -> bool:
 def _is_from_driver(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError) or is_out_of_memory(error):
         return False
-    return isinstance(error, torch.AcceleratorError) or _DRIVER_ERROR.search(str(error)) is not None
+    return type(error).__name__ == "AcceleratorError" or _DRIVER_ERROR.search(str(error)) is not None

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-import torch
-
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.fetch import Fetch, Step
 from diskprefix.cache.tiers.loading import MAX_LOADS
@@ -204,8 +202,7 @@ class Fetches:
             read.has_begun_to_load = is_wanted and read.step in ("load", "draft")
         if is_wanted:
             try:
-                with torch.inference_mode():
-                    read.result = run()
+                read.result = run()
             except Exception as error:  # noqa: BLE001 (`on_end` gets it)
                 read.error = error
             read.is_running = False

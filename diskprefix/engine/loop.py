@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 
-import torch
-
 from diskprefix.cache.matching import RestoreResult
 from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.fetches import Fetches, RunningFetch
@@ -47,31 +45,25 @@ class Loop:
         if served.draft is not None:
             served.draft.begin_read = self._fetches.begin
         self._rows: PictureRowsSource | None = None
-        """Gets the rows of pictures; None for a model of text only."""
-        if served.encoder is not None and served.encoded is not None:
-            self._rows = PictureRowsSource(
-                served.encoder, served.encoded, self._fetches.begin, inbox.wake, inbox.heartbeat.beat
-            )
+        """Gets the rows of pictures; None before the first one comes."""
         served.cache.on_forget.append(inbox.wake)
         served.constraints.on_ready = served.pages.pool.on_free = inbox.wake
 
     def run(self) -> None:
         """Returns when the inbox is stopped. Raises `DeviceLost`."""
         try:
-            with torch.inference_mode():
-                self._served.warm_up_thread()
-                while True:
-                    self._take_in()
-                    has_encoded = self._rows is not None and self._rows.run_slice()
-                    step = self._next_step()
-                    is_idle = not (step and self._compute(step)) and not has_encoded
-                    # The encoder goes on for clients that have gone, but not when all is over.
-                    is_idle |= self._inbox.is_over
-                    if is_idle and not self._inbox.is_over and self._works_ahead():
-                        continue
-                    times = [s for s in (self._served.expires_in_s(), self._fetches.check_in_s) if s is not None]
-                    if is_idle and not self._inbox.wait(min(times, default=None)):
-                        return
+            while True:
+                self._take_in()
+                has_encoded = self._rows is not None and self._rows.run_slice()
+                step = self._next_step()
+                is_idle = not (step and self._compute(step)) and not has_encoded
+                # The encoder goes on for clients that have gone, but not when all is over.
+                is_idle |= self._inbox.is_over
+                if is_idle and not self._inbox.is_over and self._works_ahead():
+                    continue
+                times = [s for s in (self._served.expires_in_s(), self._fetches.check_in_s) if s is not None]
+                if is_idle and not self._inbox.wait(min(times, default=None)):
+                    return
         finally:
             if self._served.draft is not None:
                 self._served.draft.stop_ahead()
@@ -210,7 +202,8 @@ class Loop:
     def _schedule(self, reply: Reply) -> None:
         """Has the next steps compute a reply, as far as it has the rows of its pictures. Has the next rows fetched."""
         pictures, reply.limit = reply.running.pictures, NO_LIMIT
-        if pictures is not None and self._rows is not None and reply.num_computed < reply.prompt_tokens:
+        if pictures is not None and reply.num_computed < reply.prompt_tokens:
+            self._rows = self._rows or self._new_rows()
             options = reply.running.request.cache
             while (number := pictures.missing(reply.num_computed)) is not None:
                 if not self._rows.want(pictures, number, options):
@@ -222,6 +215,10 @@ class Loop:
                 self._scheduler.remove(reply)
                 return
         self._scheduler.add(reply)
+
+    def _new_rows(self) -> PictureRowsSource:
+        served, inbox = self._served, self._inbox
+        return PictureRowsSource(served.encoder, served.encoded, self._fetches.begin, inbox.wake, inbox.heartbeat.beat)
 
     def _take_rows(self) -> None:
         """Schedules the prompts that got rows of pictures since the last step."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
@@ -26,6 +27,9 @@ from diskprefix.settings import Settings
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger("diskprefix")
 
@@ -82,15 +86,22 @@ def _by_plan(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     fingerprint = PlanFingerprint.of(
         *(runtime.config, runtime.plan, compiled),
         weights_digest=loaded.weights_digest,
-        dtype=str(loaded.dtype).removeprefix("torch."),
+        dtype=loaded.dtype,
         mode=settings.fingerprint,
     )
     check(weights, loaded.config, layout, str(fingerprint))
     log.info("[model] kernels: %s", described())
-    if loaded.processor is not None and loaded.encoder is not None and settings.fingerprint == "strict":
-        # The encoder is of modules of transformers.
-        loaded.processor.computed_by = f"{computed_by(loaded.encoder)} {compiled.identity}"
+    if loaded.processor is not None and loaded.encoder is not None:
+        versions = compiled.identity if settings.fingerprint == "strict" else ""
+        loaded.processor.computed_by = partial(_runs_encoder, loaded.encoder, versions)
     return MeasuredModel(loaded, layout, runtime, fingerprint, "", build_of(compiled))
+
+
+def _runs_encoder(read: Callable[[], PreTrainedModel], versions: str) -> str:
+    """Reads the encoder, which is of modules of transformers. Returns what runs it, "" without the operators'
+    `versions`."""
+    modules = read()
+    return f"{computed_by(modules)} {versions}" if versions else ""
 
 
 def _by_modules(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
@@ -102,7 +113,7 @@ def _by_modules(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     layout = rehearse(loaded.model, str(fingerprint))
     reason = "its state is not cached" if layout.unsupported else loaded.reason
     log.info("[model] exact in steps of one grid: %s", reason)
-    if loaded.device.type == "cpu" and are_missing():
+    if loaded.device == "cpu" and are_missing():
         log.warning("[model] replies are many times slower without the compiled operators: %s", REMEDY)
     return MeasuredModel(loaded, layout, GridRuntime(loaded.model, layout), fingerprint, reason)
 

@@ -14,18 +14,18 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
-import torch
-
 from diskprefix.cache.encoded_pictures import EncodedPictures, are_saved
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.fetches import Read
 from diskprefix.engine.prompt_pictures import PromptPictures
-from diskprefix.model.vision_encoder import VisionEncoder
+from diskprefix.kv.numbers import Array
 from diskprefix.store.store_identity import Epoch
 from diskprefix.values import CacheOptions, Picture
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from diskprefix.model.vision_encoder import VisionEncoder
 
 
 class _Closed(BaseException):
@@ -35,11 +35,11 @@ class _Closed(BaseException):
 class SlicedCall:
     """A call on a thread of its own, which runs while `run_slice` waits: up to the next one of `modules`."""
 
-    def __init__(self, call: Callable[[], torch.Tensor], modules: Iterable[nn.Module]) -> None:
+    def __init__(self, call: Callable[[], Array], modules: Iterable[nn.Module]) -> None:
         self._call = call
         self._may_go, self._has_paused = threading.Semaphore(0), threading.Semaphore(0)
         self._is_closed = self.is_over = False
-        self.result: torch.Tensor | None = None
+        self.result: Array | None = None
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="encoder", daemon=True)
         self._thread.start()
@@ -70,8 +70,7 @@ class SlicedCall:
     def _run(self) -> None:
         try:
             self._wait()
-            with torch.inference_mode():
-                self.result = self._call()
+            self.result = self._call()
         except _Closed:
             pass
         except Exception as error:  # noqa: BLE001 (the engine raises it)
@@ -97,7 +96,7 @@ class _Job:
     epoch: Epoch
     wanted_by: list[tuple[PromptPictures, int]] = field(default_factory=list)
     inputs: dict[str, Any] | None = None
-    rows: torch.Tensor | None = None
+    rows: Array | None = None
     error: Exception | None = None
     call: SlicedCall | None = None
     is_preparing: bool = False
@@ -124,7 +123,7 @@ class PictureRowsSource:
     ) -> None:
         self._encoder, self._stored, self._begin, self._wake, self._beat = encoder, stored, begin, wake, beat
         self._jobs: dict[_Key, _Job] = {}
-        self._recent: WeakValueDictionary[_Key, torch.Tensor] = WeakValueDictionary()
+        self._recent: WeakValueDictionary[_Key, Array] = WeakValueDictionary()
         """Rows that some prompt still has."""
         self._encoding: deque[_Job] = deque()
         """Pictures that are not stored. The first ones are prepared."""
@@ -147,7 +146,7 @@ class PictureRowsSource:
             job.wanted_by.append((pictures, number))
         if is_new:
             read = Read(lambda: not job.is_over, partial(self._end_load, job))
-            read.steps = iter([("picture", partial(self._load, job, read.is_wanted))])
+            read.steps = iter([("picture", lambda: self._stored.load(picture, job.options, read.is_wanted))])
             self._begin(read)
         return False
 
@@ -195,11 +194,6 @@ class PictureRowsSource:
             if job.call is not None:
                 job.call.close()
         self._preparer.shutdown(wait=False, cancel_futures=True)
-
-    def _load(self, job: _Job, is_wanted: Callable[[], bool]) -> torch.Tensor | None:
-        """Runs on the loading thread."""
-        rows = self._stored.load(job.picture, job.options, is_wanted)
-        return None if rows is None else rows.to(self._encoder.nothing.device)
 
     def _end_load(self, job: _Job, read: Read) -> None:
         if read.is_late:

@@ -9,16 +9,19 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from diskprefix.engine.scheduler import NO_LIMIT
-from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
+from diskprefix.kv.numbers import Array
+from diskprefix.model.runtime import PictureRows
 from diskprefix.tokens import TokenIds
 from diskprefix.values import Picture, Prompt
+
+if TYPE_CHECKING:
+    from diskprefix.model.vision_encoder import VisionEncoder
 
 
 @dataclass(eq=False)
@@ -32,12 +35,12 @@ class PromptPictures:
     encoder: VisionEncoder
     pictures: tuple[Picture, ...]
     token_ids: npt.NDArray[np.int64]
-    is_picture: torch.Tensor
+    is_picture: npt.NDArray[np.bool_]
     places: TokenIds
     """The positions of the rows, ascending."""
-    positions: torch.Tensor | None
+    positions: npt.NDArray[np.int64] | None
     spans: tuple[tuple[int, int], ...]
-    encoded: list[torch.Tensor | None]
+    encoded: list[Array | None]
     encode_s: float = 0.0
     num_encoded: int = 0
     num_restored: int = 0
@@ -49,15 +52,15 @@ class PromptPictures:
         """Returns the pictures of `prompt`, which has some."""
         places = np.flatnonzero(prompt.token_ids < 0).astype(np.int32)
         assert len(places) == sum(picture.num_tokens for picture in prompt.pictures), "each row has its token"
-        is_picture = torch.from_numpy(prompt.token_ids < 0)
-        token_ids = np.where(prompt.token_ids < 0, encoder.token_id, prompt.token_ids).astype(np.int64)
+        is_picture = prompt.token_ids < 0
+        token_ids = np.where(is_picture, encoder.token_id, prompt.token_ids).astype(np.int64)
         return cls(
             encoder=encoder,
             pictures=prompt.pictures,
             token_ids=token_ids,
             is_picture=is_picture,
             places=places,
-            positions=encoder.positions(torch.from_numpy(token_ids)[None], is_picture, prompt.pictures),
+            positions=encoder.positions(token_ids, is_picture, prompt.pictures),
             spans=tuple(_runs(places)) if encoder.sees_whole else (),
             encoded=[None] * len(prompt.pictures),
         )
@@ -96,22 +99,22 @@ class PromptPictures:
             encoded = self.encoded[number]
             assert encoded is not None, "a step ends before what is missing"
             parts.append(encoded[:, max(0, first - begin) : last - begin])
-        is_picture = torch.zeros(end - start, dtype=torch.bool)
+        is_picture = np.zeros(end - start, bool)
         is_picture[: max(0, len(self.is_picture) - start)] = self.is_picture[start:end]
         spans = tuple((begin, stop) for begin, stop in self.spans if begin < end and stop > start)
-        return PictureRows(self.encoder, is_picture, torch.cat(parts, dim=1), self._positions(start, end), spans)
+        return PictureRows(self.encoder, is_picture, np.concatenate(parts, axis=1), self._positions(start, end), spans)
 
     def release(self, end: int) -> None:
         """Releases the rows of pictures that end before position `end`."""
         for number in range(bisect_right(self.ends, int(np.searchsorted(self.places, end)))):
             self.encoded[number] = None
 
-    def _positions(self, start: int, end: int) -> torch.Tensor | None:
+    def _positions(self, start: int, end: int) -> npt.NDArray[np.int64] | None:
         if self.positions is None:
             return None
         first, last = (max(0, at - len(self.is_picture)) for at in (start, end))
-        behind = self.next_position + torch.arange(first, last)
-        return torch.cat([self.positions[:, start:end], behind.expand(len(self.positions), -1)], dim=1)
+        behind = np.tile(self.next_position + np.arange(first, last), (len(self.positions), 1))
+        return np.concatenate([self.positions[:, start:end], behind], axis=1)
 
     def timings(self) -> dict[str, Any]:
         """Returns the fields of `Timings` about pictures."""

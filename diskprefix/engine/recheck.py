@@ -14,7 +14,6 @@ from threading import Event
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from diskprefix.cache.context import RequestContext
 from diskprefix.cache.fetch import Fetch
@@ -166,15 +165,11 @@ class Recheck:
             is_wanted=lambda: not is_over.is_set(),
         )
 
-        def run() -> None:
-            with torch.inference_mode():
-                fetch.run()
-
         def end(_: Future[Any]) -> None:
             fetch.close()
             pages.end(sequence, keep=False)
 
-        reading = self._read(run)
+        reading = self._read(fetch.run)
         try:
             yield _Restoring(sequence, fetch, reading)
         finally:
@@ -208,7 +203,4 @@ def _has_state_of(sequence: KVSequence, other: KVSequence, start: int, end: int)
                 of_block = slice(max(first - block * size, 0) * width, min(end - block * size, size) * width)
                 pairs.append((one, same, of_block))
     pairs += [(one, same, slice(None)) for one, same in zip(sequence.states, other.states, strict=True)]
-    return all(
-        one.rows is not None and same.rows is not None and np.array_equal(one.rows[:, part], same.rows[:, part])
-        for one, same, part in pairs
-    )
+    return all(np.array_equal(one.rows[:, part], same.rows[:, part]) for one, same, part in pairs)

@@ -1,4 +1,4 @@
-"""Chooses the rows that the next step computes. Free of torch and of clocks: it sees counts and measured times only.
+"""Chooses the rows that the next step computes. It sees counts and measured times only, no clock.
 
 A step has a row for each sequence that decodes. The rest of its rows, or as many as `Pace` allows, are for prompts,
 then for guesses (`speculation`). The tenant that had the fewest rows comes first, and of its prompts the one with the

@@ -7,10 +7,10 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import save_idle
@@ -36,16 +36,18 @@ from diskprefix.kv.kept_blocks import KeptBlock
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.model.families.model_types import pictures_problem
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import kv_bytes
 from diskprefix.model.runtime import Rows, Runtime
-from diskprefix.model.vision_encoder import VisionEncoder
 from diskprefix.printable import first_line
 from diskprefix.units import counted, format_size
 from diskprefix.values import CacheReport, Prompt
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
+
+    from diskprefix.model.vision_encoder import VisionEncoder
 
 log = logging.getLogger("diskprefix")
 
@@ -82,12 +84,12 @@ class ServedModel:
         self.tokenizer: Any = loaded.tokenizer
         self.processor = loaded.processor
         """The processor of images; None for a model of text only."""
-        self.encoder, self.encoded = self._make_encoder(loaded.encoder, cache)
-        """The encoder of images and its stored output; None for a model that takes none."""
+        self._read_encoder = loaded.encoder
         self.model_name = loaded.name
         self.origin = loaded.origin
         """The folder or the `.gguf` file of the model, whose small files extras read."""
         self.cache = cache
+        self._check_pictures()
         self.figures = EngineFigures()
         self.recorder = recorder
         self.identity = identity or {}
@@ -152,11 +154,6 @@ class ServedModel:
         self.cache.warm_up(sequence)
         self.pages.end(sequence, keep=False)
 
-    def warm_up_thread(self) -> None:
-        """Runs the operations of a first token once. torch starts threads for each thread that calls it, and the first
-        token would wait milliseconds for them. For the engine's thread."""
-        torch.zeros(1, self.runtime.vocab_size).max(dim=-1)
-
     def give_way(self) -> None:
         """Ends the work done ahead of the first request, because it has come. For any thread."""
         self.pages.give_way()
@@ -190,16 +187,15 @@ class ServedModel:
             cache.namespaces.forget_deleted()
         self.drop_gone()
         ended = [(cache, pages, block) for cache, pages in self._caches() for block in pages.kept.sequence_ends()]
-        with torch.inference_mode():
-            for number, (cache, pages, block) in enumerate(ended):
-                if time.monotonic() > deadline:
-                    log.warning("[disk-cache] %d conversations in memory were not saved in time", len(ended) - number)
-                    return
-                try:
-                    _save_idle(cache, pages, block)
-                except Exception:
-                    # Its next turn computes it again. The others must be saved, and the cache closed.
-                    log.exception("[disk-cache] a conversation that only memory had was not saved")
+        for number, (cache, pages, block) in enumerate(ended):
+            if time.monotonic() > deadline:
+                log.warning("[disk-cache] %d conversations in memory were not saved in time", len(ended) - number)
+                return
+            try:
+                _save_idle(cache, pages, block)
+            except Exception:
+                # Its next turn computes it again. The others must be saved, and the cache closed.
+                log.exception("[disk-cache] a conversation that only memory had was not saved")
 
     def _caches(self) -> list[tuple[PrefixCache, PageCache]]:
         """Returns the caches on disk and in memory of the model, and those of the draft model."""
@@ -253,7 +249,7 @@ class ServedModel:
         """Returns the pictures of a prompt, None if it has none. Raises `InvalidRequest` if the model takes none."""
         if not prompt.pictures:
             return None
-        if self.encoder is None:
+        if self.processor is None or self.processor.problem is not None:
             raise InvalidRequest("this model takes text only", code="unsupported_content")
         return PromptPictures.of(prompt, self.encoder)
 
@@ -307,25 +303,34 @@ class ServedModel:
             remembered=running.cached.is_published or bool(is_uncached and running.num_generated),
         )
 
-    def _make_encoder(
-        self, modules: PreTrainedModel | None, cache: PrefixCache
-    ) -> tuple[VisionEncoder | None, EncodedPictures | None]:
-        processor = self.processor
-        if modules is None or processor is None or processor.problem is not None:
-            return None, None
-        if (problem := VisionEncoder.problem(modules, cache.layout)) is not None:
-            log.warning("this model is served for text only: %s", problem)
-            processor.problem = problem
-            return None, None
-        encoder = VisionEncoder(modules, processor.token_id, is_exact=cache.layout.exact_at == "token")
-        return encoder, EncodedPictures(cache, encoder.levels, encoder.hidden, encoder.dtype)
+    @cached_property
+    def encoder(self) -> VisionEncoder:
+        """The encoder of a model that takes pictures. It is read when the first one comes."""
+        from diskprefix.model.vision_encoder import VisionEncoder
+
+        processor, read = self.processor, self._read_encoder
+        assert processor is not None, "a model of text gets no pictures"
+        assert read is not None, "its processor has no problem"
+        return VisionEncoder(read(), processor.token_id, is_exact=self.cache.layout.exact_at == "token")
+
+    @cached_property
+    def encoded(self) -> EncodedPictures:
+        """The stored output of the encoder."""
+        return EncodedPictures(self.cache, self.encoder.levels, self.encoder.hidden, self.encoder.dtype)
+
+    def _check_pictures(self) -> None:
+        """Sets the problem of a processor whose model takes no pictures with the layout of its state."""
+        if self.processor is not None and self.processor.problem is None:
+            self.processor.problem = pictures_problem(self.config, self.cache.layout)
+            if self.processor.problem is not None:
+                log.warning("this model is served for text only: %s", self.processor.problem)
 
     def _make_speculation(self) -> Speculation:
         """Raises `ModelError` if the model lacks the draft layer that the settings ask for."""
         wanted, has_layer = self.cache.settings.speculative, self.cache.layout.has_draft_layer
         if wanted == "mtp" and not has_layer:
             raise ModelError(
-                f"--speculative mtp: {self.model_name} has no draft layer that is used on {self.device.type}; "
+                f"--speculative mtp: {self.model_name} has no draft layer that is used on {self.device}; "
                 "choose auto, ngram or off"
             )
         times, clock = StepTimes(), lambda: self.clock()
@@ -365,10 +370,9 @@ class ServedModel:
         reasons = ", ".join(self.cache.layout.unsupported)
         log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", reasons)
         try:
-            with torch.inference_mode():
-                state = self.runtime.new_state()
-                for num_tokens in (2, 1):
-                    self.runtime.run([Rows(state, np.zeros(num_tokens, np.int64))])
+            state = self.runtime.new_state()
+            for num_tokens in (2, 1):
+                self.runtime.run([Rows(state, np.zeros(num_tokens, np.int64))])
         except Exception as error:
             if is_out_of_memory(error):
                 raise

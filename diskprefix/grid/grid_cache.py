@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from diskprefix.kv.numbers import Array, array_dtype
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 
@@ -42,10 +43,10 @@ class GridCache(DynamicCache):  # type: ignore[misc]
             rows = torch.stack([_rows(added, spec.layer, spec.part)[0] for spec in table.group.specs])
             if rows.shape[2] != run.num_rows:
                 raise RuntimeError(f"the model adds {rows.shape[2]} of {run.num_rows} tokens to its cache")
-            table.put(run.start, rows.cpu())
+            table.put(run.start, rows.cpu().view(torch.uint8).numpy().view(array_dtype(table.group.dtype)))
         for page, group in zip(sequence.states, sequence.layout.states, strict=True):
             states = torch.stack([self._state(spec.layer, spec.part, spec.index) for spec in group.specs])
-            page.tensor.copy_(states)
+            _tensor(page.tensor, group.dtype).copy_(states)
 
     def _state(self, layer_idx: int, part: str, index: int) -> torch.Tensor:
         layer: Any = self.layers[layer_idx]
@@ -65,6 +66,11 @@ def _rows(added: dict[int, tuple[torch.Tensor, torch.Tensor]], layer_idx: int, p
     return torch.cat([keys, values], dim=-1) if part == "latent" else keys if part == "keys" else values
 
 
+def _tensor(numbers: Array, dtype: str) -> torch.Tensor:
+    """Returns the memory of an array as a tensor."""
+    return torch.from_numpy(numbers).view(getattr(torch, dtype))
+
+
 def filled(cache: DynamicCache, sequence: KVSequence, device: torch.device) -> DynamicCache:
     """Copies all of a sequence's state to an empty cache of its model on a device. Returns the cache."""
     num_tokens, layers = sequence.num_tokens, sequence.layout.layers
@@ -73,8 +79,8 @@ def filled(cache: DynamicCache, sequence: KVSequence, device: torch.device) -> D
     rows: dict[int, dict[str, torch.Tensor]] = {}
     for table in sequence.tables:
         # A layer with a window keeps a view of its arguments, so it does not get all tokens.
-        content = table.gathered(table.group.first_needed(num_tokens), num_tokens).to(device)
-        for spec, part in zip(table.group.specs, content, strict=True):
+        content = table.gathered(table.group.first_needed(num_tokens), num_tokens)
+        for spec, part in zip(table.group.specs, _tensor(content, table.group.dtype).to(device), strict=True):
             rows.setdefault(spec.layer, {})[spec.part] = part[None]
     for number, parts in rows.items():
         if (latent := parts.get("latent")) is not None:
@@ -84,7 +90,7 @@ def filled(cache: DynamicCache, sequence: KVSequence, device: torch.device) -> D
         if layers[number].window is not None:
             cache.layers[number].cumulative_length = num_tokens
     for page, group in zip(sequence.states, sequence.layout.states, strict=True):
-        for of_state, state in zip(group.specs, page.tensor.to(device), strict=True):
+        for of_state, state in zip(group.specs, _tensor(page.tensor, group.dtype).to(device), strict=True):
             update = cache.update_conv_state if of_state.part == "conv" else cache.update_recurrent_state
             update(state, of_state.layer, of_state.index)
     if isinstance(cache, GridCache):

@@ -46,10 +46,11 @@ class GridRuntime:
     def prepare(self) -> None:
         """Does nothing."""
 
+    @torch.inference_mode()
     def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
         """Computes the rows of one sequence."""
         (rows,) = step
-        use_gpu(self._model.device)
+        use_gpu(str(self._model.device))
         if isinstance(rows.state, TransformersState):
             return StepOutput([_as_array(rows.state.forward(rows.token_ids)[None])])
         (sequence,), (run,) = begin_step(step)

@@ -98,7 +98,7 @@ def _first_recurrent(layout: Layout, state: bytes) -> torch.Tensor:
         (spec.part != "recurrent", spec.layer, spec.index, start, spec)
         for spec, start in zip(specs, starts, strict=False)
     )
-    return torch.frombuffer(bytearray(state[start : start + spec.num_bytes]), dtype=spec.dtype)
+    return torch.frombuffer(bytearray(state[start : start + spec.num_bytes]), dtype=getattr(torch, spec.dtype))
 
 
 def _run(

@@ -79,7 +79,7 @@ def or_unsupported(model: PreTrainedModel, find: Callable[[], Layout]) -> Layout
 
 def unsupported(model: PreTrainedModel, *reasons: str) -> Layout:
     """Returns the layout of a model that is not cached."""
-    return Layout(layers=(), groups=(), vocab_size=0, logits_dtype=model.dtype, unsupported=reasons)
+    return Layout(layers=(), groups=(), vocab_size=0, logits_dtype=_name(model.dtype), unsupported=reasons)
 
 
 def _check_outside(model: PreTrainedModel) -> None:
@@ -128,7 +128,7 @@ def _read_layout(model: PreTrainedModel) -> Layout:
         layers=tuple(map(_layer_spec, layers)),
         groups=tuple(map(Group, _by_form(tensors))),
         vocab_size=output.logits.shape[-1],
-        logits_dtype=output.logits.dtype,
+        logits_dtype=_name(output.logits.dtype),
         states=tuple(map(StateGroup, _by_form(states))),
         cache_argument=argument,
         options=tuple(option for option in _OPTIONS if option in inspect.signature(type(model).forward).parameters),
@@ -139,6 +139,10 @@ def _by_form(specs: list[_Spec]) -> list[tuple[_Spec, ...]]:
     """Returns the specs grouped by form, in the order of the first of each form."""
     forms = dict.fromkeys(spec.form for spec in specs)
     return [tuple(spec for spec in specs if spec.form == form) for form in forms]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _layer_spec(layer: Any) -> LayerSpec:
@@ -172,7 +176,7 @@ def _tensor_specs(index: int, layer: Any) -> list[TensorSpec]:
             raise Unsupported(f"{type(layer).__name__} with {part} of shape {list(tensor.shape)}")
     if spec.latent_dim:
         parts = [("latent", torch.cat([layer.keys, layer.values], dim=-1))]
-    return [TensorSpec(index, part, t.shape[1], t.shape[3], t.dtype, spec.window) for part, t in parts]
+    return [TensorSpec(index, part, t.shape[1], t.shape[3], _name(t.dtype), spec.window) for part, t in parts]
 
 
 def _state_specs(index: int, layer: Any) -> list[StateSpec]:
@@ -180,7 +184,7 @@ def _state_specs(index: int, layer: Any) -> list[StateSpec]:
         return []
     named = [("conv", layer.conv_states), ("recurrent", layer.recurrent_states)]
     return [
-        StateSpec(index, part, i, tuple(tensor.shape[1:]), tensor.dtype)
+        StateSpec(index, part, i, tuple(tensor.shape[1:]), _name(tensor.dtype))
         for part, states in named
         for i, tensor in states.items()
         if tensor is not None

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
-import torch
-
+from diskprefix.kv.numbers import item_bytes
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutGroup, LayoutState, LayoutText
 
 LayerKind: TypeAlias = Literal["full", "sliding", "linear", "linear+full", "linear+sliding", "none"]
@@ -51,16 +50,16 @@ class TensorSpec:
     part: str
     heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: str
     window: int | None = None
 
     @property
-    def form(self) -> tuple[int, int, torch.dtype, int | None]:
+    def form(self) -> tuple[int, int, str, int | None]:
         return self.heads, self.head_dim, self.dtype, self.window
 
     @property
     def bytes_per_token(self) -> int:
-        return self.heads * self.head_dim * self.dtype.itemsize
+        return self.heads * self.head_dim * item_bytes(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -71,15 +70,15 @@ class StateSpec:
     part: str
     index: int
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
 
     @property
-    def form(self) -> tuple[tuple[int, ...], torch.dtype]:
+    def form(self) -> tuple[tuple[int, ...], str]:
         return self.shape, self.dtype
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * item_bytes(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Group:
         return self.specs[0].head_dim
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> str:
         return self.specs[0].dtype
 
     @property
@@ -114,7 +113,7 @@ class Group:
 
     def described(self) -> LayoutGroup:
         tensors = tuple(f"{spec.layer}.{spec.part}" for spec in self.specs)
-        return LayoutGroup(self.heads, self.head_dim, dtype_name(self.dtype), tensors, self.window)
+        return LayoutGroup(self.heads, self.head_dim, self.dtype, tensors, self.window)
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class StateGroup:
         return self.specs[0].shape
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> str:
         return self.specs[0].dtype
 
     @property
@@ -142,7 +141,7 @@ class StateGroup:
 
     def described(self) -> LayoutState:
         tensors = tuple(f"{spec.layer}.{spec.part}{spec.index}" for spec in self.specs)
-        return LayoutState(self.shape, self.rows_each, dtype_name(self.dtype), tensors)
+        return LayoutState(self.shape, self.rows_each, self.dtype, tensors)
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ class Layout:
     layers: tuple[LayerSpec, ...]
     groups: tuple[Group, ...]
     vocab_size: int
-    logits_dtype: torch.dtype
+    logits_dtype: str
     unsupported: tuple[str, ...] = ()
     states: tuple[StateGroup, ...] = ()
     cache_argument: CacheArgument = "past_key_values"
@@ -197,27 +196,26 @@ class Layout:
 
     @property
     def logits_bytes(self) -> int:
-        return self.vocab_size * self.logits_dtype.itemsize
+        return self.vocab_size * item_bytes(self.logits_dtype)
 
     def describe(self) -> str:
         """Returns a canonical text, which is a part of the root's identity and of its record."""
         text = LayoutText(
             version=LAYOUT_VERSION,
             groups=tuple(group.described() for group in self.groups),
-            logits=(self.vocab_size, dtype_name(self.logits_dtype)),
+            logits=(self.vocab_size, self.logits_dtype),
             states=tuple(group.described() for group in self.states),
         )
         return text.text()
 
     def record(self) -> dict[str, Any]:
         """Returns all fields as JSON values, from which `of_record` makes the layout again."""
-        record: dict[str, Any] = json.loads(json.dumps(asdict(self), default=dtype_name))
+        record: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return record
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Layout:
-        """Returns the layout of a record. Raises `AttributeError`, `LookupError`, `TypeError` or `ValueError` for
-        another record."""
+        """Returns the layout of a record. Raises `LookupError`, `TypeError` or `ValueError` for another record."""
         layers = tuple(LayerSpec(**_fields(layer)) for layer in record["layers"])
         groups = tuple(Group(tuple(TensorSpec(**_fields(s)) for s in group["specs"])) for group in record["groups"])
         states = tuple(StateGroup(tuple(StateSpec(**_fields(s)) for s in group["specs"])) for group in record["states"])
@@ -225,21 +223,13 @@ class Layout:
 
 
 def _fields(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a record, with tuples and dtypes."""
-    return {
-        name: getattr(torch, value) if name.endswith("dtype") else tuple(value) if isinstance(value, list) else value
-        for name, value in record.items()
-    }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    """Returns the fields of a record, with tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether `error` of Python, torch or a driver says that no memory is left, on any device."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
     # cuBLAS, cuDNN and the like allocate memory of their own, and torch raises a plain RuntimeError when that fails.
-    phrases = ("can't allocate memory", "out of memory", "_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
+    phrases = ("OutOfMemoryError", "can't allocate memory", "out of memory", "_ALLOC_FAILED")
+    text = f"{type(error).__name__} {error}" if isinstance(error, RuntimeError) else ""
+    return isinstance(error, MemoryError) or any(phrase in text for phrase in phrases)

@@ -6,9 +6,10 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 
 from diskprefix.kv.layout import Group
+from diskprefix.kv.numbers import Array
 from diskprefix.kv.pages import Page
 
 
@@ -29,7 +30,7 @@ class PageTable:
         self.pages += [None] * (number + 1 - len(self.pages))
         self.addresses.extend([0] * (number + 1 - len(self.addresses)))
         self.pages[number] = page
-        self.addresses[number] = 0 if page is None else page.tensor.data_ptr()
+        self.addresses[number] = 0 if page is None else page.address
 
     def unwritable(self, first: int, stop: int) -> list[int]:
         """Returns the numbers of pages from `first` to `stop` that are missing, or that others use too."""
@@ -46,15 +47,15 @@ class PageTable:
         """The position from which on no token is missing."""
         return self.first * self.block_size
 
-    def put(self, position: int, rows: torch.Tensor) -> None:
+    def put(self, position: int, rows: Array) -> None:
         """Writes rows of all tensors, [tensors, heads, n, head_dim], from a position on."""
         for page, at, done, count in self.parts(position, position + rows.shape[2]):
             page.tensor[:, :, at : at + count] = rows[:, :, done : done + count]
 
-    def gathered(self, position: int, stop: int) -> torch.Tensor:
+    def gathered(self, position: int, stop: int) -> Array:
         """Returns a copy of the rows from `position` to `stop`, [tensors, heads, n, head_dim]."""
         parts = self.parts(position, stop)
-        return torch.cat([page.tensor[:, :, at : at + count] for page, at, _, count in parts], dim=2)
+        return np.concatenate([page.tensor[:, :, at : at + count] for page, at, _, count in parts], axis=2)
 
     def parts(self, position: int, stop: int) -> Iterator[tuple[Page, int, int, int]]:
         """Yields the pages of the tokens from `position` to `stop`: where they begin in the page, how many came before

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from diskprefix.errors import ContextTooLong
-from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.kv.layout import Layout
+from diskprefix.kv.numbers import Array, array_dtype
 from diskprefix.kv.sizes import num_pages
-from diskprefix.kv.transfer import bytes_of, give_back, populate
+from diskprefix.kv.transfer import give_back, populate
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
 from diskprefix.units import format_size
@@ -36,7 +36,9 @@ class Page:
     position, [tensors, *shape]. Groups are numbered as in payloads (`store.pieces`)."""
 
     group: int
-    tensor: torch.Tensor
+    tensor: Array
+    address: int
+    """The address of its memory, for operators and the kernel."""
     num_rows: int
     """The number of rows as in payloads: a row is one head of one tensor, or a part of a state."""
     rows: Bytes
@@ -51,7 +53,7 @@ class Page:
 
     @property
     def num_bytes(self) -> int:
-        return self.tensor.numel() * self.tensor.itemsize
+        return self.tensor.nbytes
 
     def payload(self, rows: slice = slice(None), row_bytes: int | None = None) -> memoryview:
         """Returns the first `row_bytes` bytes of each of these rows: the memory itself, or a copy if there are gaps
@@ -87,8 +89,8 @@ class PagePool:
         """The kept blocks whose pages got or lost a user. `KeptBlocks.sums` counts them again."""
         self._free_bytes = free_bytes
         self._forms = [
-            *(((len(group.specs), group.heads, block_size, group.head_dim), group.dtype) for group in layout.groups),
-            *(((len(group.specs), 1, *group.shape), group.dtype) for group in layout.states),
+            *(((len(of.specs), of.heads, block_size, of.head_dim), array_dtype(of.dtype)) for of in layout.groups),
+            *(((len(of.specs), 1, *of.shape), array_dtype(of.dtype)) for of in layout.states),
         ]
         self._num_rows = [
             *(len(group.specs) * group.heads for group in layout.groups),
@@ -188,7 +190,7 @@ class PagePool:
         if taken:
             self.release(taken)
             # The last page is taken first.
-            made = ([page.tensor for page in reversed(taken)], is_wanted)
+            made = [(page.address, page.num_bytes) for page in reversed(taken)], is_wanted
             threading.Thread(target=populate, args=made, name="kv-memory", daemon=True).start()
 
     def check(self, users: Iterable[Page | None]) -> list[str]:
@@ -224,17 +226,17 @@ class PagePool:
             return self._blank[group].pop()
         page = next(self._unused[group], None)
         if page is None:
-            (shape, dtype), size = self._forms[group], max(self.page_bytes[group], _SLAB_BYTES >> 10)
-            count = max(1, _SLAB_BYTES // size)
+            (shape, dtype), size = self._forms[group], self.page_bytes[group]
+            count = max(1, _SLAB_BYTES // max(size, _SLAB_BYTES >> 10))
             try:
                 slab = zeros((count, *shape), dtype)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
+            except MemoryError:
                 return None
-            num_rows = self._num_rows[group]
-            rows = bytes_of(slab.view(count, num_rows, -1))
-            self._unused[group] = (Page(group, slab[index], num_rows, rows[index]) for index in range(count))
+            num_rows, address = self._num_rows[group], slab.ctypes.data
+            rows = slab.reshape(count, num_rows, -1).view(np.uint8)
+            self._unused[group] = (
+                Page(group, slab[index], address + index * size, num_rows, rows[index]) for index in range(count)
+            )
             page = next(self._unused[group])
         return page
 
@@ -244,9 +246,9 @@ class PagePool:
         self.taken_bytes -= page.num_bytes
         if page.is_secret or page.num_bytes % mmap.PAGESIZE:
             # The first and the last page of the kernel may be shared with a neighbour, and stay.
-            page.tensor.zero_()
+            page.rows.fill(0)
         page.is_secret = False
-        give_back(page.tensor)
+        give_back(page.address, page.num_bytes)
         self._blank[page.group].append(page)
 
 
@@ -289,12 +291,11 @@ class Captured(Sequence[memoryview]):
             self._pool.on_free()
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    # Reading threads are not in inference mode, and may not write to tensors made in inference mode.
-    with torch.inference_mode(False):
-        # numpy asks the kernel for huge pages, torch does not: without them, a restore loses a quarter of its speed.
-        # The kernel fills pages with zeros when they are first written.
-        num_bytes = math.prod(shape) * dtype.itemsize
-        memory = np.zeros(num_bytes + mmap.PAGESIZE, dtype=np.uint8)
-        first = -memory.ctypes.data % mmap.PAGESIZE
-        return torch.from_numpy(memory[first : first + num_bytes]).view(dtype).view(shape)
+def zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Returns zeros that begin with a page of the kernel. Raises `MemoryError`."""
+    # numpy asks the kernel for huge pages: without them, a restore loses a quarter of its speed. The kernel fills pages
+    # with zeros when they are first written.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + mmap.PAGESIZE, dtype=np.uint8)
+    first = -memory.ctypes.data % mmap.PAGESIZE
+    return memory[first : first + num_bytes].view(dtype).reshape(shape)

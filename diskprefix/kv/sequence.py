@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+import numpy as np
 
+from diskprefix.kv.numbers import Array, array_dtype, converted
 from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sizes import MAX_TAKEN_BACK
 from diskprefix.kv.step import Run
-from diskprefix.kv.transfer import bytes_of
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
 from diskprefix.tokens import Logits, TokenIds, TokenPath
@@ -145,7 +145,7 @@ class KVSequence:
                 table.set(number, page)
             table.first = next((n for n, page in enumerate(pages) if page is not None), len(pages))
         for state, source in zip(self.states, prefix.states, strict=bool(prefix.num_tokens)):
-            state.tensor.copy_(source.tensor)
+            state.tensor[:] = source.tensor
         self.truncate(prefix.num_tokens)
         # The last page is copied, because it is written to.
         return self.make_room(prefix.num_tokens + 1)
@@ -245,7 +245,6 @@ class KVSequence:
             assert block is not None
             page, at, width = block, position % size, block.num_bytes // block.num_rows // size
             part = slice(at * width, (at + num_tokens) * width)
-        # numpy: for a small piece, torch takes longer than the copy.
         write(page.rows[rows, part])
 
     def block(self, number: int) -> list[Page | None]:
@@ -254,8 +253,7 @@ class KVSequence:
 
     def logits_from(self, payload: Bytes) -> Logits:
         """Returns the logits in a tail's payload, shape [vocab]. `payload` must not change afterwards."""
-        logits: Logits = torch.from_numpy(payload.reshape(-1)).view(self.layout.logits_dtype).float().numpy()
-        return logits
+        return converted(payload.reshape(-1).view(array_dtype(self.layout.logits_dtype)), "float32")
 
     def capture(self, position: int, cuts: Sequence[Cut], logits: Logits | None = None) -> Captured | None:
         """Returns the payload of a node that begins at `position`: the pages of its tokens, copies of the states now,
@@ -277,7 +275,7 @@ class KVSequence:
                 self.pool.release(copies)
         try:
             for copied in copies:
-                copied.tensor.copy_(self.states[copied.group - first].tensor)
+                copied.tensor[:] = self.states[copied.group - first].tensor
                 copied.is_secret |= self._is_secret
         except BaseException:
             captured.release()
@@ -286,17 +284,19 @@ class KVSequence:
 
     def content(self, start: int = 0, stop: int | None = None) -> bytes:
         """Returns a copy of the state of the tokens from `start` to `stop`, and of the states, for comparisons."""
-        size, stop, parts = self.pool.block_size, self.num_tokens if stop is None else stop, list[torch.Tensor]()
+        size, stop, parts = self.pool.block_size, self.num_tokens if stop is None else stop, list[Array]()
         for table in self.tables if start < stop else ():
             pages = [page for page in table.pages[start // size : -(-stop // size)] if page is not None]
             assert len(pages) == -(-stop // size) - start // size, "tokens that left the window are not read"
-            parts.append(torch.cat([page.tensor for page in pages], dim=2)[:, :, start % size :][:, :, : stop - start])
+            parts.append(
+                np.concatenate([page.tensor for page in pages], axis=2)[:, :, start % size :][:, :, : stop - start]
+            )
         parts += [page.tensor for page in self.states]
-        return b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+        return b"".join(part.tobytes() for part in parts)
 
     def logits_bytes(self, logits: Logits) -> memoryview:
         """Returns next-token logits, shape [vocab], as in a tail's payload."""
-        return bytes_of(torch.from_numpy(logits.copy()).to(self.layout.logits_dtype)).data
+        return converted(logits, self.layout.logits_dtype).copy().view(np.uint8).data
 
     def make_secret(self) -> None:
         """Has all pages, also those taken later, wiped once their last users have ended: the content was purged."""

@@ -1,4 +1,4 @@
-"""The memory that sequences of so many tokens take. Free of torch: it is estimated before a model is loaded."""
+"""The memory that sequences of so many tokens take. It is estimated before a model is loaded."""
 
 from __future__ import annotations
 

@@ -1,14 +1,10 @@
-"""Tensors as bytes, and the kernel's pages of their memory."""
+"""The kernel's pages of memory."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Sequence
-
-import torch
-
-from diskprefix.store.codec.planes import Bytes
+from collections.abc import Callable, Iterable
 
 _MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23
@@ -18,17 +14,11 @@ _POPULATED_BYTES = 2 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Returns the bytes of a tensor without a copy."""
-    return tensor.view(torch.uint8).numpy()
-
-
-def populate(tensors: Sequence[torch.Tensor], is_wanted: Callable[[], bool] = lambda: True) -> None:
-    """Has the kernel make the pages of tensors while `is_wanted` returns True. The content stays. For
-    any thread, also while others use the tensors."""
-    for tensor in tensors:
-        first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        stop = tensor.data_ptr() + tensor.numel() * tensor.dtype.itemsize
+def populate(memory: Iterable[tuple[int, int]], is_wanted: Callable[[], bool] = lambda: True) -> None:
+    """Has the kernel make the pages of memory, given as addresses with numbers of bytes, while `is_wanted` returns
+    True. The content stays. For any thread, also while others use the memory."""
+    for start, num_bytes in memory:
+        first, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, start + num_bytes
         while first < stop and is_wanted():
             part = min(_POPULATED_BYTES - first % _POPULATED_BYTES, stop - first)
             if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(part), _MADV_POPULATE_WRITE):
@@ -36,9 +26,9 @@ def populate(tensors: Sequence[torch.Tensor], is_wanted: Callable[[], bool] = la
             first += part
 
 
-def give_back(tensor: torch.Tensor) -> None:
-    """Gives the pages within a tensor, which must be private memory, back to the kernel. The content is lost."""
-    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    stop = (tensor.data_ptr() + tensor.numel() * tensor.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
+def give_back(start: int, num_bytes: int) -> None:
+    """Gives the pages within private memory back to the kernel. The content is lost."""
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (start + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < stop:
         _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), _MADV_DONTNEED)

@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from itertools import accumulate, chain
 
 import numpy as np
-import torch
 
 from diskprefix.memo import Memo
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.draft_decoder import draft
 from diskprefix.model.load.fingerprint import remembered_digest
-from diskprefix.model.load.kernel_settings import code_digest, cpu_kind
+from diskprefix.model.load.kernel_settings import code_digest, processor
 from diskprefix.model.operands import PlannedRun
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots
 from diskprefix.model.tiny_models import MODELS, NAMES, PAGE_TOKENS, VOCAB, TinyModel, TinyWeights, below, made_up
-from diskprefix.native import calls
+from diskprefix.native import address_of, calls
 from diskprefix.native.build import LIBRARY
 from diskprefix.native.library import Operators
+from diskprefix.native.threads import num_threads
 
 _START = 270
 STEPS = 37, 1
@@ -38,7 +38,7 @@ _measured = Memo("bits", version=1, max_records=64)
 def build_of(operators: Operators) -> str:
     """Returns a digest of what makes a build, 16 hex digits: the library, our own code, and the kind of CPU."""
     library = remembered_digest(LIBRARY), operators.variant
-    return _digest(f"{library} {code_digest()} {torch.__version__} {np.__version__} {cpu_kind()}".encode())
+    return _digest(f"{library} {code_digest()} {np.__version__} {processor()}".encode())
 
 
 def bits_of_build(operators: Operators) -> str:
@@ -73,16 +73,16 @@ def computed(
     decoder(plan, config, slots, with_hidden=True)
     num_pages = -(-(_START + sum(steps)) // PAGE_TOKENS)
     tables = [made_up((num_pages, size // item_bytes), n, dtype).copy() for n, size in enumerate(of_tables)]
-    pages = [np.array([_at(page) for page in table], np.uint64) for table in tables]
+    pages = [np.array([address_of(page) for page in table], np.uint64) for table in tables]
     states = [np.zeros(size, np.uint8) for size in of_states]
-    at_states, ids, rows = [_at(state) for state in states], below(VOCAB, sum(steps), 4), list[bytes]()
+    at_states, ids, rows = [address_of(state) for state in states], below(VOCAB, sum(steps), 4), list[bytes]()
     before, drafts = None, ComputePlan(operators, dtype, max(steps), VOCAB, PAGE_TOKENS)
     if config.draft_layer is not None:
         before, _ = draft(drafts, config, slots)
     for end, count in zip(accumulate(steps), steps, strict=True):
         start = _START + end - count
-        run = PlannedRun(start, count, count, [_at(one) for one in pages], array("q"), at_states, at_states)
-        step = [run], ids[end - count : end], np.arange(start, start + count)[None], threads or torch.get_num_threads()
+        run = PlannedRun(start, count, count, [address_of(one) for one in pages], array("q"), at_states, at_states)
+        step = [run], ids[end - count : end], np.arange(start, start + count)[None], threads or num_threads()
         plan.run(*step)
         outs = [plan.copied(out, count) for out in (plan.logits, plan.hidden)]
         if before is not None:
@@ -91,10 +91,6 @@ def computed(
             outs = [drafts.copied(out, count) for out in (drafts.logits, drafts.hidden)]
         rows += [one.tobytes() for of_row in zip(*outs, strict=True) for one in of_row]
     return rows, [memory.tobytes() for memory in (*tables, *states)]
-
-
-def _at(numbers: np.ndarray) -> int:
-    return int(numbers.ctypes.data)
 
 
 def _digest(*parts: bytes) -> str:

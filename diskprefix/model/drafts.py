@@ -21,6 +21,7 @@ from diskprefix.model.families.draft_decoder import draft
 from diskprefix.model.operands import PlannedRun
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots
+from diskprefix.native.threads import num_threads
 
 _MOST_BEHIND = 32
 """The most tokens that the layer's memory may lack."""
@@ -50,11 +51,9 @@ class DraftLayer:
     """The draft layer of a model. `begin` returns an empty plan for so many rows at least, and the model's weights.
     Hidden states are bytes in the type of the plan, uint8 [.., bytes]."""
 
-    def __init__(
-        self, config: DecoderConfig, begin: Callable[[int], tuple[ComputePlan, Slots]], threads: Callable[[], int]
-    ) -> None:
+    def __init__(self, config: DecoderConfig, begin: Callable[[int], tuple[ComputePlan, Slots]]) -> None:
         assert config.draft_layer is not None
-        self._config, self._begin, self._threads = config, begin, threads
+        self._config, self._begin = config, begin
         self._memory = config.draft_layer.places["hidden"]
         self._make(0)
 
@@ -132,7 +131,7 @@ class DraftLayer:
             [_planned(part.sequence, part.run, num_logits) for part in parts],
             np.array([token for part in parts for token in part.token_ids], np.int64),
             np.concatenate([np.arange(part.run.start, part.run.end) for part in parts])[None],
-            self._threads(),
+            num_threads(),
         )
 
     def _hidden_before(self, sequence: KVSequence, run: Run) -> np.ndarray:
@@ -144,7 +143,6 @@ class DraftLayer:
         """Yields the memory of the hidden states of tokens, page by page."""
         size, memory = sequence.pool.block_size, self._memory
         for page, at, _, count in sequence.tables[memory.table].parts(start, stop):
-            assert page.rows is not None, "a plan's memory is main memory"
             of_page = page.rows.reshape(-1)[memory.offset :][: size * memory.dim * memory.item_bytes]
             yield of_page.reshape(size, -1)[at : at + count]
 

@@ -36,7 +36,7 @@ from diskprefix.model.operands import (
     Weight,
     WeightedNorm,
 )
-from diskprefix.native import calls
+from diskprefix.native import address_of, calls
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
 
@@ -127,7 +127,7 @@ class ComputePlan:
         ids = self._ids_below[min(table.rows, self.vocab_size)]
         out = self.rows(table.columns)
         if isinstance(table, Matrix):
-            call = calls.LookupCall(ids=_at(ids), matrix=table.address, out=out.address)
+            call = calls.LookupCall(ids=address_of(ids), matrix=table.address, out=out.address)
             self._add(calls.LOOK_UP, out, call, table)
         else:
             self._pick(table.weight.address, ids, out, table.weight)
@@ -153,7 +153,9 @@ class ComputePlan:
         return out
 
     def _pick(self, source: int, numbers: np.ndarray, out: Buffer, *kept: Any) -> None:
-        call = calls.PickCall(row_bytes=out.width * out.item_bytes, rows=source, numbers=_at(numbers), out=out.address)
+        call = calls.PickCall(
+            row_bytes=out.width * out.item_bytes, rows=source, numbers=address_of(numbers), out=out.address
+        )
         self._add(calls.PICK, out, call, *kept)
 
     def norm(self, rows: Buffer, norm: WeightedNorm) -> Buffer:
@@ -251,8 +253,8 @@ class ComputePlan:
         frequencies = np.ascontiguousarray(rotary.frequencies, np.float32)
         axes = None if rotary.axes is None else np.ascontiguousarray(rotary.axes, np.int64)
         call = calls.AnglesCall(
-            dtype=self.dtype, half=half, axis_stride=self.max_rows, positions=_at(self._positions),
-            frequencies=_at(frequencies), axes=0 if axes is None else _at(axes), factor=rotary.factor,
+            dtype=self.dtype, half=half, axis_stride=self.max_rows, positions=address_of(self._positions),
+            frequencies=address_of(frequencies), axes=address_of(axes), factor=rotary.factor,
             cosines=cosines.address, sines=sines.address,
         )  # fmt: skip
         self._add(calls.ANGLES, cosines, call, frequencies, axes)
@@ -337,7 +339,7 @@ class ComputePlan:
             dtype=self.dtype, width=width, each=width // gate.width, gate_stride=gate.stride,
             up_stride=0 if up is None else up.stride, function=calls.FUNCTIONS[function], factor=factor,
             gate=gate.address, up=0 if up is None else up.address,
-            curve=0 if table is None else _at(table), out=out.address,
+            curve=address_of(table), out=out.address,
         )  # fmt: skip
         self._add(calls.GATE, gate, call, table, kept)
         return out
@@ -372,7 +374,7 @@ class ComputePlan:
         self._require(rows.width == rows.stride, "experts of other rows")
         is_short = self.dtype == calls.BFLOAT16
         curves = [gating.table(name) if is_short else None for name in (gating.function, gating.up_function)]
-        of_gate, of_up = (0 if one is None else _at(one) for one in curves)
+        of_gate, of_up = map(address_of, curves)
         if isinstance(experts, PackedExperts):
             sizes = {(one.rows, one.columns) for one in (*experts.gate, *experts.up)}
             sizes |= {(one.columns, one.rows) for one in experts.down}
@@ -414,7 +416,7 @@ class ComputePlan:
         self._require(not rows.is_of_logits, "rows without positions")
         call = calls.TemperingCall(
             dtype=self.dtype, width=rows.width, offset=offset, period=period, factor=factor,
-            positions=_at(self._positions), rows=rows.address,
+            positions=address_of(self._positions), rows=rows.address,
         )  # fmt: skip
         self._add(calls.TEMPER, rows, call)
 
@@ -672,8 +674,8 @@ class ComputePlan:
             address = free.pop()
         else:
             memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
-            address = -(-_at(memory) // _ALIGNMENT) * _ALIGNMENT
-            self.buffers[address] = memory[address - _at(memory) :][:num_bytes]
+            address = -(-address_of(memory) // _ALIGNMENT) * _ALIGNMENT
+            self.buffers[address] = memory[address - address_of(memory) :][:num_bytes]
         if self._scratch is not None:
             self._scratch.append((num_bytes, address))
         return address
@@ -718,7 +720,7 @@ class ComputePlan:
         for level, call in enumerate(self._of_pictures):
             call.count = 0 if pictures is None else len(pictures.numbers)
             if pictures is not None:
-                call.numbers, call.from_ = _at(pictures.numbers), pictures.level(level)
+                call.numbers, call.from_ = address_of(pictures.numbers), pictures.level(level)
         self._compute(
             "all" if num_logits else "without logits", runs, [run.num_rows for run in runs], num_logits, threads
         )
@@ -740,13 +742,11 @@ class ComputePlan:
         for number, (run, of_run) in enumerate(zip(runs, lists, strict=True)):
             spans = run.spans.buffer_info()[0], len(run.spans) // 2
             addresses = (one.buffer_info()[0] for one in of_run)
-            kept = 0 if run.kept is None else _at(run.kept)
             described[number] = calls.PlanRun(
-                run.start, num_rows[number], run.num_logits, *spans, *addresses, kept, run.num_rows
+                run.start, num_rows[number], run.num_logits, *spans, *addresses, address_of(run.kept), run.num_rows
             )
         step = calls.PlanStep(
-            *(sum(num_rows), num_logits, len(runs), self._page_tokens, is_replay, ctypes.addressof(described), threads),
-            self._operators.parallel_for,
+            sum(num_rows), num_logits, len(runs), self._page_tokens, is_replay, ctypes.addressof(described), threads
         )
         if self._operators.run(bytes(self._made[part][1]), bytes(step)):
             raise MemoryError("there is no memory left for a step")
@@ -766,7 +766,3 @@ def _operations(made: Sequence[tuple[int, bool, ctypes.Structure]]) -> tuple[Any
     for place, (kind, is_of_logits, call) in zip(found, made, strict=True):
         place.kind, place.is_of_logits, place.call = kind, is_of_logits, ctypes.addressof(call)
     return found, calls.Operations(len(found), ctypes.addressof(found))
-
-
-def _at(numbers: np.ndarray) -> int:
-    return int(numbers.ctypes.data)

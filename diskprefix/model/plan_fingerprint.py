@@ -20,6 +20,7 @@ from diskprefix.model.config import DecoderConfig
 from diskprefix.model.load.kernel_settings import code_digest
 from diskprefix.model.operands import HeadMatrices, Weight
 from diskprefix.model.plan import ComputePlan
+from diskprefix.native import address_of
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
 
@@ -120,7 +121,7 @@ def _described(weight: Any) -> bytes:
     form = f"{tuple(kept.shape)} {kept.itemsize} ".encode()
     if num_bytes > _SMALL_BYTES:
         return form
-    address = weight.address if isinstance(weight, Weight) else int(kept.ctypes.data)
+    address = weight.address if isinstance(weight, Weight) else address_of(kept)
     return form + hashlib.sha256(ctypes.string_at(address, num_bytes)).digest()
 
 

@@ -8,30 +8,30 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from diskprefix.kv.layout import Layout
+from diskprefix.kv.numbers import array_dtype, converted, item_bytes
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.drafts import DraftLayer, DraftRow
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.memory_layout import layout_of
-from diskprefix.model.families.model_types import of_model, padded_tokens
+from diskprefix.model.families.model_types import of_model, padded_tokens, sees_pictures_whole
 from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.load.draft_layer import with_one_more
 from diskprefix.model.operands import Buffer, EncodedRows, Location, PlannedRun, StateLocation
 from diskprefix.model.plan import ComputePlan
-from diskprefix.model.runtime import Rows, StepOutput, UncachedState, begin_step
+from diskprefix.model.runtime import PictureRows, Rows, StepOutput, UncachedState, begin_step
 from diskprefix.model.slots import Slots
-from diskprefix.model.vision_encoder import PictureRows, sees_pictures_whole
 from diskprefix.model.weights import Weights
-from diskprefix.native import calls
+from diskprefix.native import address_of, calls
 from diskprefix.native.library import operators
+from diskprefix.native.threads import num_threads
 
 _ROWS = 256
 """The rows that a plan is made for. A step of more makes a larger one."""
-DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
+DTYPES = {"float32": calls.FLOAT32, "bfloat16": calls.BFLOAT16}
 
 
 class NotExact(Exception):
@@ -65,7 +65,7 @@ class PlanRuntime:
     @cached_property
     def draft_layer(self) -> DraftLayer:
         """The draft layer of a layout that has one."""
-        return DraftLayer(self.config, self._begin, torch.get_num_threads)
+        return DraftLayer(self.config, self._begin)
 
     def prepare(self) -> None:
         """Makes the plans."""
@@ -99,8 +99,8 @@ class PlanRuntime:
         ids, of_pictures = token_ids, _encoded(pictures, runs)
         if self._padded:
             ids = np.where(np.isin(ids, self._padded[1:]), self._padded[0], ids)
-        plan.run(described, ids, _positions(runs, pictures), torch.get_num_threads(), of_pictures)
-        logits = self._copied(plan, plan.logits, sum(counts)).float().numpy()
+        plan.run(described, ids, _positions(runs, pictures), num_threads(), of_pictures)
+        logits = self._copied(plan, plan.logits, sum(counts))
         if self.layout.has_draft_layer:
             may_lag, hidden = all(rows.may_lag for rows in step), plan.copied(plan.hidden, len(ids))
             self.draft_layer.keep_up(sequences, runs, token_ids, hidden, may_lag=may_lag)
@@ -108,7 +108,7 @@ class PlanRuntime:
             sequence.end_step(run)
         return StepOutput(
             np.split(logits, np.cumsum(counts)[:-1]),
-            self._copied(plan, plan.hidden, len(ids)).float().numpy() if needs_hidden else None,
+            self._copied(plan, plan.hidden, len(ids)) if needs_hidden else None,
         )
 
     def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
@@ -126,10 +126,10 @@ class PlanRuntime:
             if not has_room or table.complete_from > table.group.first_needed(run.start):
                 raise NotExact("attention to tokens that the memory does not keep")
         addresses = [table.addresses.buffer_info()[0] for table in sequence.tables]
-        states = [page.tensor.data_ptr() for page in sequence.states]
+        states = [page.address for page in sequence.states]
         if run.replays is None:
             return PlannedRun(run.start, run.num_rows, num_logits, addresses, run.flat_spans, states, states)
-        befores = [page.tensor.data_ptr() for page in sequence.spares]
+        befores = [page.address for page in sequence.spares]
         kept = np.empty(run.num_rows * plan.kept_bytes, np.uint8)
         found = PlannedRun(run.start, run.num_rows, num_logits, addresses, run.flat_spans, befores, states, kept)
         run.replays.append(partial(self._replay, plan, found))
@@ -137,10 +137,10 @@ class PlanRuntime:
 
     @staticmethod
     def _replay(plan: ComputePlan, run: PlannedRun, num_rows: int) -> None:
-        plan.replay(run, num_rows, torch.get_num_threads())
+        plan.replay(run, num_rows, num_threads())
 
-    def _copied(self, plan: ComputePlan, rows: Buffer, num_rows: int) -> torch.Tensor:
-        return torch.from_numpy(plan.copied(rows, num_rows)).view(self._dtype)
+    def _copied(self, plan: ComputePlan, rows: Buffer, num_rows: int) -> np.ndarray:
+        return converted(plan.copied(rows, num_rows).view(array_dtype(self._dtype)), "float32")
 
 
 def _positions(runs: Sequence[Run], pictures: Sequence[PictureRows | None]) -> np.ndarray:
@@ -148,7 +148,7 @@ def _positions(runs: Sequence[Run], pictures: Sequence[PictureRows | None]) -> n
     found = [np.arange(run.start, run.end)[None] for run in runs]
     for number, one in enumerate(pictures):
         if one is not None and one.positions is not None:
-            found[number] = one.positions.numpy()
+            found[number] = one.positions
     axes = max(map(len, found))
     return np.concatenate([np.broadcast_to(one, (axes, one.shape[1])) for one in found], axis=1)
 
@@ -158,17 +158,16 @@ def _encoded(pictures: Sequence[PictureRows | None], runs: Sequence[Run]) -> Enc
     token like any other."""
     given = [one for one in pictures if one is not None]
     is_picture = [
-        np.zeros(run.num_rows, bool) if one is None else one.is_picture.numpy()
-        for run, one in zip(runs, pictures, strict=True)
+        np.zeros(run.num_rows, bool) if one is None else one.is_picture for run, one in zip(runs, pictures, strict=True)
     ]
     numbers = np.flatnonzero(np.concatenate(is_picture))
     if not len(numbers):
         return None
-    encoded = torch.cat([one.encoded for one in given], dim=1)
-    return EncodedRows(numbers, encoded.data_ptr(), encoded.nbytes // len(encoded), encoded)
+    encoded = np.concatenate([one.encoded for one in given], axis=1)
+    return EncodedRows(numbers, address_of(encoded), encoded[0].nbytes, encoded)
 
 
-def config_of(config: Any, dtype: torch.dtype, layout: Layout, page_tokens: int) -> DecoderConfig:
+def config_of(config: Any, dtype: str, layout: Layout, page_tokens: int) -> DecoderConfig:
     """Returns the configuration of a model that computes in `dtype`. `config` is transformers' of the whole."""
     text = config.get_text_config(decoder=True)
     num_layers = text.num_hidden_layers
@@ -183,9 +182,8 @@ def config_of(config: Any, dtype: torch.dtype, layout: Layout, page_tokens: int)
     draft_layer = found.layers[-1] if layout.has_draft_layer else None
     found = replace(found, layers=found.layers[:num_layers], draft_layer=draft_layer)
     # transformers multiplies by a number in the type of the model.
-    rounded, of_layers = (
-        float(torch.tensor(one).to(dtype)) for one in (found.embedding_multiplier, found.layer_input_multiplier)
-    )
+    multipliers = np.array([found.embedding_multiplier, found.layer_input_multiplier], np.float32)
+    rounded, of_layers = converted(converted(multipliers, dtype), "float32").tolist()
     levels = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(levels))
 
@@ -200,13 +198,11 @@ def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Locatio
     """Returns where the parts of a layer are in pages, by their names in the layout."""
     found = {}
     for table, group in enumerate(layout.groups):
-        of_head = page_tokens * group.head_dim
+        of_head, size = page_tokens * group.head_dim, item_bytes(group.dtype)
         for index, spec in enumerate(group.specs):
             if spec.layer == layer:
-                offset = index * group.heads * of_head * group.dtype.itemsize
-                found[spec.part] = Location(
-                    table, offset, group.heads, group.head_dim, group.dtype.itemsize, of_head, group.head_dim
-                )
+                offset, dim = index * group.heads * of_head * size, group.head_dim
+                found[spec.part] = Location(table, offset, group.heads, dim, size, of_head, dim)
     return found
 
 
@@ -221,7 +217,7 @@ def _parted(places: dict[str, Location], key_dim: int) -> dict[str, Location]:
 def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation]:
     """Returns where the states of a layer are in pages of states, by part and index."""
     return {
-        (spec.part, spec.index): StateLocation(number, index * spec.num_bytes, spec.shape, spec.dtype.itemsize)
+        (spec.part, spec.index): StateLocation(number, index * spec.num_bytes, spec.shape, item_bytes(spec.dtype))
         for number, group in enumerate(layout.states)
         for index, spec in enumerate(group.specs)
         if spec.layer == layer

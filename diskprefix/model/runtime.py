@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,6 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.drafts import DraftRow
-from diskprefix.model.vision_encoder import PictureRows
 from diskprefix.tokens import Logits
 
 
@@ -24,6 +23,20 @@ class UncachedState:
 State: TypeAlias = KVSequence | UncachedState
 Hidden: TypeAlias = npt.NDArray[np.float32]
 """Hidden states behind the last norm, [rows, hidden_size]."""
+
+
+@dataclass(frozen=True, eq=False)
+class PictureRows:
+    """The input beside token ids for rows of a step that belong to a prompt with pictures. `is_picture`, bool
+    [num_rows], says which of them are of pictures, `encoded` has the rows for these that `encoder` (a `VisionEncoder`)
+    gave, [levels, count, hidden] in the type of the model. `positions` are int64 [axes, num_rows], None for a model
+    that counts tokens. For `spans` see `Run`."""
+
+    encoder: Any
+    is_picture: npt.NDArray[np.bool_]
+    encoded: np.ndarray
+    positions: npt.NDArray[np.int64] | None = None
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence, Prefix
 from diskprefix.memo import Memo
@@ -23,6 +22,7 @@ from diskprefix.model.planned import DTYPES, NotExact, PlanRuntime
 from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.model.weights import Weights
 from diskprefix.native.library import described, operators
+from diskprefix.native.threads import num_threads
 from diskprefix.printable import first_line
 from diskprefix.tokens import Logits
 
@@ -38,35 +38,34 @@ _PAGE_TOKENS = 256
 TokenIds64 = npt.NDArray[np.int64]
 
 
-def known_reason(config: Any, dtype: torch.dtype, device: torch.device) -> str:
-    """Returns why a model has no plan, "" if it has one. `config` is transformers' of the whole model."""
-    if device.type != "cpu":
-        return f"the compiled operators, which make a model exact at every token, do not run on {device.type}"
+def known_reason(config: Any, dtype: str, device: str) -> str:
+    """Returns why a model has no plan on a kind of device, "" if it has one. `config` is that of the whole model."""
+    if device != "cpu":
+        return f"the compiled operators, which make a model exact at every token, do not run on {device}"
     if operators() is None:
         return f"it needs the compiled operators: {described()}"
     if dtype not in DTYPES:
-        return f"no plan computes in {str(dtype).removeprefix('torch.')}"
+        return f"no plan computes in {dtype}"
     return without_plan(config)
 
 
 def check(weights: Weights, config: Any, layout: Layout, identity: str = "") -> None:
-    """Raises `NotExact` if the plan of a model is not exact at every token, and what torch raises when memory runs out.
+    """Raises `NotExact` if the plan of a model is not exact at every token, and `MemoryError`.
 
     A check that passed is remembered for `identity`, the model's fingerprint, if it is given. One that failed is not,
     so that a wrong moment of one process does not decide for the next.
     """
     compiled = operators()
     assert compiled is not None, "the model has a plan"
-    named = f"{compiled.identity} {torch.__version__} {torch.get_num_threads()} {identity}"
+    named = f"{compiled.identity} {np.__version__} {num_threads()} {identity}"
     key = hashlib.sha256(named.encode()).hexdigest() if identity else ""
     if key and _passed.get(key) is True:
         return
     try:
-        with torch.inference_mode():
-            _check(PlanRuntime(weights, config, layout, _PAGE_TOKENS, is_of_first=True))
+        _check(PlanRuntime(weights, config, layout, _PAGE_TOKENS, is_of_first=True))
+    except MemoryError:
+        raise
     except Exception as error:
-        if is_out_of_memory(error):
-            raise
         line = first_line(error)
         raise NotExact(line if isinstance(error, NotExact) else f"{type(error).__name__}: {line}") from error
     if key:
@@ -119,13 +118,13 @@ def _made_up(runtime: Runtime, seed: int, num_tokens: int) -> TokenIds64:
 
 
 def sequence_with_room(pool: PagePool, num_tokens: int, prefix: Prefix | None = None) -> KVSequence:
-    """Returns a sequence with room for so many tokens, full of NaN behind the prefix: what reads behind the last token
-    is then not exact."""
+    """Returns a sequence with room for so many tokens, full of NaN, of bits that are all set, behind the prefix:
+    what reads behind the last token is then not exact."""
     sequence = KVSequence(pool)
     has_memory = (prefix is None or sequence.begin_with(prefix)) and sequence.make_room(num_tokens)
     assert has_memory, "the pool has no limit"
     for table in sequence.tables:
         for number, page in enumerate(table.pages):
             if page is not None:
-                page.tensor[:, :, max(0, sequence.num_tokens - number * pool.block_size) :] = torch.nan
+                page.tensor[:, :, max(0, sequence.num_tokens - number * pool.block_size) :].view(np.uint8)[:] = 0xFF
     return sequence

@@ -6,14 +6,15 @@ import re
 from collections.abc import Mapping, Sequence, Sized
 from itertools import count, takewhile
 
-import torch
+import numpy as np
 
+from diskprefix.kv.numbers import converted, dtype_of
 from diskprefix.model.config import NormKind
 from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.operands import DenseExperts, DenseMatrix, HeadMatrices, PackedExperts, Weight, WeightedNorm
 from diskprefix.model.quants.forms import matrix_of
 from diskprefix.model.weights import Weights
-from diskprefix.native import calls
+from diskprefix.native import address_of, calls
 from diskprefix.native.matrix import Matrix, fills_blocks
 
 _NORMS: Mapping[NormKind, int] = {
@@ -58,16 +59,16 @@ class Slots:
         assert found is not None, "it matches everything"
         return found[1] or "", found[2]
 
-    def _tensor(self, name: str) -> torch.Tensor | None:
+    def _tensor(self, name: str) -> np.ndarray | None:
         """Returns a tensor by its usual name, None if there is none."""
-        path, has = self._path(name), self._names.has(self._parted(name)[1])
+        path, has = self._path(name), self._names.has(*self._parted(name))
         return self._weights.tensor(path) if (self._weights.has(path) if has is None else has) else None
 
-    def _bias(self, name: str, path: str = "") -> torch.Tensor | None:
-        """Returns the bias of a module by its usual name. `path` is the real name of a part of it."""
+    def _bias(self, name: str, path: str = "") -> np.ndarray | None:
+        """Returns the bias of a module by its usual name, in float32. `path` is the real name of a part of it."""
         bias, modules = f"{path or self._path(name)}.bias", self._names.with_bias
         has_bias = self._weights.has(bias) if modules is None else modules.fullmatch(self._parted(name)[1])
-        return self._weights.tensor(bias) if has_bias else None
+        return converted(self._weights.tensor(bias), "float32") if has_bias else None
 
     def has(self, name: str) -> bool:
         """Returns whether there is a module or tensor."""
@@ -76,67 +77,67 @@ class Slots:
 
     def matrix(self, name: str, *, is_float: bool = False) -> Matrix | DenseMatrix:
         """Returns the matrix of a product, if it is so in float32. Raises `ValueError` for a bias of other rows."""
-        dtype = torch.float32 if is_float else self._weights.dtype
+        dtype = "float32" if is_float else self._weights.dtype
         return self._matrix(self._path(name), self._bias(name), dtype, is_turned=self._names.has_turned_matrices)
 
     def _matrix(
-        self, path: str, bias: torch.Tensor | None, dtype: torch.dtype, *, is_turned: bool = False
+        self, path: str, bias: np.ndarray | None, dtype: str, *, is_turned: bool = False
     ) -> Matrix | DenseMatrix:
         weights = self._weights
-        quants = weights.quants(f"{path}.weight") if dtype is torch.bfloat16 else None
+        quants = weights.quants(f"{path}.weight") if dtype == "bfloat16" else None
         if quants is not None and quants.columns is None:
-            return _with_bias(matrix_of(quants.packed, quants.form, bias), bias)
+            return matrix_of(quants.packed, quants.form, bias)
         weight = weights.tensor(f"{path}.weight", is_turned=is_turned)
-        if weight.dtype is dtype is torch.bfloat16 and fills_blocks(weight):
-            return _with_bias(Matrix(weight, (weight.shape[0], weight.shape[1]), bias=bias), bias)
+        if dtype == dtype_of(weight) == "bfloat16" and fills_blocks(weight):
+            return Matrix(weight, (weight.shape[0], weight.shape[1]), bias=bias)
         if bias is not None and len(bias) != len(weight):
             raise ValueError("a bias of other rows")
-        return DenseMatrix(_weight(weight, dtype), None if bias is None else _weight(bias, torch.float32))
+        return DenseMatrix(_weight(weight, dtype), None if bias is None else _weight(bias, "float32"))
 
     def regrouped(self, name: str) -> tuple[Matrix | DenseMatrix, tuple[int, int, int] | None]:
         """Returns the matrix of a product, and by which sizes its columns are in another order (see `FileMatrix`)."""
         path = self._path(name)
-        quants = self._weights.quants(f"{path}.weight") if self._weights.dtype is torch.bfloat16 else None
+        quants = self._weights.quants(f"{path}.weight") if self._weights.dtype == "bfloat16" else None
         if quants is not None:
-            return _with_bias(matrix_of(quants.packed, quants.form, bias := self._bias(name)), bias), quants.columns
+            return matrix_of(quants.packed, quants.form, self._bias(name)), quants.columns
         return self.matrix(name), None
 
     def numbers(self, name: str) -> Weight | None:
         """Returns a vector in float32, None if there is none."""
         found = self._tensor(name)
-        return None if found is None else _weight(found.flatten(), torch.float32)
+        return None if found is None else _weight(found.reshape(-1), "float32")
 
     def vector(self, name: str) -> Weight:
         """Returns a vector in the type of the plan."""
-        return _weight(self._weights.tensor(self._path(name)).flatten(), self._weights.dtype)
+        return _weight(self._weights.tensor(self._path(name)).reshape(-1), self._weights.dtype)
 
     def convolution(self, name: str) -> tuple[Weight, Weight | None]:
         """Returns the weights [channels, kernel] of a convolution of each channel alone, and its bias."""
         path, dtype = self._path(name), self._weights.dtype
         weight, bias = self._weights.tensor(f"{path}.weight"), self._bias(name)
-        return _weight(weight.flatten(1), dtype), None if bias is None else _weight(bias, dtype)
+        return _weight(weight.reshape(len(weight), -1), dtype), None if bias is None else _weight(bias, dtype)
 
     def decays(self, name: str, each: int = 1) -> Weight:
         """Returns -exp(numbers) in float32, `each` times each number."""
-        numbers = self._weights.tensor(self._path(name)).float()
-        return _weight(-numbers.exp().flatten().repeat_interleave(each), torch.float32)
+        numbers = converted(self._weights.tensor(self._path(name)), "float32").reshape(-1)
+        return _weight(np.repeat(-np.exp(numbers.astype(np.float64)), each), "float32")
 
     def spread(self, numbers: Sequence[float], widths: Sequence[int]) -> Weight:
         """Returns each number so many times, in the type of the plan."""
-        return _weight(torch.tensor(numbers).repeat_interleave(torch.tensor(widths)), self._weights.dtype)
+        return _weight(np.repeat(np.array(numbers, np.float32), widths), self._weights.dtype)
 
     def factor(self, name: str) -> float:
         """Returns a number."""
-        return float(self._weights.tensor(self._path(name)))
+        return float(converted(self._weights.tensor(self._path(name)), "float32").item())
 
     def experts(self, name: str) -> PackedExperts | DenseExperts:
         """Returns the experts of a mixture. Raises `ValueError` if they are not as many as the configuration says."""
         path, weights, form = self._path(name), self._weights, self._names.experts
         names = form.first, "down_proj"
-        biases = [weights.tensor(f"{path}.{one}_bias") for one in names] if form.has_bias else []
+        biases = [converted(weights.tensor(f"{path}.{one}_bias"), "float32") for one in names] if form.has_bias else []
         of_parts = [form.halves(one, bias) for one, bias in zip(names, biases, strict=False)]
         of_experts = {part: bias for halves in of_parts for part, bias in halves.items()}
-        is_short = weights.dtype is torch.bfloat16
+        is_short = weights.dtype == "bfloat16"
         if found := weights.expert_quants(path, form) if is_short else {}:
             packed = {
                 part: [
@@ -150,15 +151,15 @@ class Slots:
         first, last = (weights.tensor(f"{path}.{one}") for one in names)
         self._require_all(first, last, *biases)
         is_turned = form.is_turned and weights.turns_experts
-        if is_short and not is_turned and first.dtype is last.dtype is torch.bfloat16:
+        if is_short and not is_turned and dtype_of(first) == dtype_of(last) == "bfloat16":
             halves = form.halves(form.first, first) | {"down": last}
-            if all(half[0].is_contiguous() and fills_blocks(half[0]) for half in halves.values()):
+            if all(half[0].flags.c_contiguous and fills_blocks(half[0]) for half in halves.values()):
                 plain = {part: _matrices(half, of_experts.get(part)) for part, half in halves.items()}
                 return PackedExperts(plain["gate"], plain.get("up", []), plain["down"])
         return DenseExperts(
             _weight(first, weights.dtype),
             _weight(last, weights.dtype),
-            [_weight(one, torch.float32) for one in biases] or None,
+            [_weight(one, "float32") for one in biases] or None,
             has_up=form.has_up,
             is_turned=is_turned,
             turns_about=form.turns_about,
@@ -177,7 +178,7 @@ class Slots:
     def table(self, name: str) -> Matrix | DenseMatrix:
         """Returns a matrix whose rows are looked up."""
         weight, dtype = f"{self._path(name)}.weight", self._weights.dtype
-        quants = self._weights.quants(weight) if dtype is torch.bfloat16 else None
+        quants = self._weights.quants(weight) if dtype == "bfloat16" else None
         if quants is not None:
             return matrix_of(quants.packed, quants.form, None)
         return DenseMatrix(_weight(self._weights.tensor(weight), dtype))
@@ -191,7 +192,7 @@ class Slots:
             raise ValueError(f"{name} has {len(kept)} rows, {heads} times {rows} expected")
         found, first = [], 0
         for dim in dims:
-            address = kept.data_ptr() + first * columns * kept.itemsize
+            address = address_of(kept) + first * columns * kept.itemsize
             found.append(HeadMatrices(address, heads, dim, columns, rows * columns, kept))
             first += dim
         return found
@@ -200,14 +201,14 @@ class Slots:
         """Returns a norm."""
         path, (kind, epsilon) = self._path(name), self._norm
         weights = [_of_norm(weight, bias, kind) for weight, bias in self._of_norms(name, path)]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        weight = weights[0] if len(weights) == 1 else np.concatenate(weights)
         return WeightedNorm(_weight(weight, self._weights.dtype), _NORMS[kind], self._epsilon(name, epsilon))
 
-    def _of_norms(self, name: str, path: str) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    def _of_norms(self, name: str, path: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """Returns the weights and biases of a norm, of each of its heads. Some norms of hidden states have none."""
         weights = self._weights
         if self._names.has_plain_norms:
-            return [(torch.ones(self._names.hidden_size), None)]
+            return [(np.ones(self._names.hidden_size, np.float32), None)]
         if not weights.has(f"{path}.weight") and weights.has(path):
             return [(weights.tensor(path), None)]
         paths = takewhile(lambda head: weights.has(f"{head}.weight"), (f"{path}.norms.{i}" for i in count()))
@@ -221,38 +222,30 @@ class Slots:
         """Returns a norm whose weights are float32, as they are, None if there is none."""
         if not self.has(name):
             return None
-        weight = _weight(self._weights.tensor(f"{self._path(name)}.weight").flatten(), torch.float32)
+        weight = _weight(self._weights.tensor(f"{self._path(name)}.weight").reshape(-1), "float32")
         return WeightedNorm(weight, calls.ROUNDED, self._epsilon(name, self._norm[1]))
 
     def unweighted_norm(self, width: int) -> WeightedNorm:
         """Returns a norm without weights."""
         kind, epsilon = self._norm
-        return WeightedNorm(_weight(torch.ones(width), self._weights.dtype), _NORMS[kind], epsilon)
+        return WeightedNorm(_weight(np.ones(width, np.float32), self._weights.dtype), _NORMS[kind], epsilon)
 
 
-def _with_bias(matrix: Matrix, bias: torch.Tensor | None) -> Matrix:
-    """Returns a matrix. Raises `ValueError` if its bias has other rows."""
-    if bias is not None and len(bias) != matrix.rows:
-        raise ValueError("a bias of other rows")
-    return matrix
-
-
-def _of_norm(weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind) -> torch.Tensor:
+def _of_norm(weight: np.ndarray, bias: np.ndarray | None, kind: NormKind) -> np.ndarray:
     """Returns the weights of a norm, with biases behind those of a layer norm."""
     if not kind.startswith("layer"):
         return weight
-    if kind == "layer_plus_one":
-        weight = weight + 1
-    return torch.cat([weight, torch.zeros_like(weight) if bias is None else bias], dim=-1).flatten()
+    weight = converted(weight, "float32") + (1 if kind == "layer_plus_one" else 0)
+    return np.concatenate([weight, np.zeros_like(weight) if bias is None else bias], axis=-1).reshape(-1)
 
 
-def _matrices(weight: torch.Tensor, bias: torch.Tensor | None) -> list[Matrix]:
+def _matrices(weight: np.ndarray, bias: np.ndarray | None) -> list[Matrix]:
     """Returns the matrices of experts, [experts, rows, columns], with their biases."""
     biases = [None] * len(weight) if bias is None else [*bias]
     return [Matrix(one, (one.shape[0], one.shape[1]), bias=of_one) for one, of_one in zip(weight, biases, strict=True)]
 
 
-def _weight(tensor: torch.Tensor, dtype: torch.dtype) -> Weight:
-    """Returns a tensor in the type that an operator reads: some models keep others in float32."""
-    kept = tensor.to(dtype).contiguous()
-    return Weight(kept.data_ptr(), tuple(kept.shape), kept)
+def _weight(array: np.ndarray, dtype: str) -> Weight:
+    """Returns an array in the type that an operator reads: some models keep others in float32."""
+    kept = np.ascontiguousarray(converted(array, dtype))
+    return Weight(address_of(kept), kept.shape, kept)

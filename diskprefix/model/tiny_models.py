@@ -14,8 +14,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 
+from diskprefix.kv.numbers import converted
 from diskprefix.model.config import (
     DecoderConfig,
     DeltaConfig,
@@ -77,9 +77,8 @@ def made_up(shape: Sequence[int], seed: int, dtype: int | None = calls.FLOAT32) 
 
 
 def in_dtype(numbers: np.ndarray, dtype: int) -> np.ndarray:
-    """Returns numbers that bfloat16 has in a type of plans: those of bfloat16 as uint16."""
-    floats = np.ascontiguousarray(numbers, np.float32)
-    return floats if dtype == calls.FLOAT32 else (floats.view(np.uint32) >> 16).astype(np.uint16)
+    """Returns numbers in a type of plans."""
+    return converted(numbers, "float32" if dtype == calls.FLOAT32 else "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class TinyWeights(Weights):
     their name chooses."""
 
     def __init__(self, operators: Operators, model: TinyModel, dtype: int, *, has_quants: bool) -> None:
-        super().__init__(torch.float32 if dtype == calls.FLOAT32 else torch.bfloat16)
+        super().__init__("float32" if dtype == calls.FLOAT32 else "bfloat16")
         self._operators, self._shapes, self._kind = operators, model.shapes, dtype
         self._forms = sorted(_QUANTS) if has_quants else []
 
@@ -145,11 +144,11 @@ class TinyWeights(Weights):
     def has(self, name: str) -> bool:
         return self._shape(name) is not None
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _read(self, name: str) -> np.ndarray:
         shape = self._shape(name)
         assert shape is not None, f"no tiny model has {name}"
         numbers = made_up(shape, _seed(name)) * np.float32(4 if "norm" in name else 0.25)
-        return torch.from_numpy(in_dtype(numbers, self._kind)).view(self.dtype)
+        return in_dtype(numbers, self._kind)
 
     def quants(self, name: str) -> Quants | None:
         shape = self._shape(name) or (0,)
@@ -167,10 +166,9 @@ class TinyWeights(Weights):
         """Returns matrices of this size, one or several of one form."""
         packed_as, kind = _QUANTS[self._forms[_seed(name) % len(self._forms)]]
         rows, columns = size
-        out = torch.zeros(len(matrices), *FILE_FORMS[packed_as].packed_shape(rows, columns), dtype=torch.uint8)
+        out = np.zeros((len(matrices), *FILE_FORMS[packed_as].packed_shape(rows, columns)), np.uint8)
         for one, packed in zip(matrices, out, strict=True):
-            content = torch.from_numpy(_made_up_quants(packed_as, rows, columns, _seed(one)))
-            pack(self._operators, packed_as, content, None, packed)
+            pack(self._operators, packed_as, _made_up_quants(packed_as, rows, columns, _seed(one)), None, packed)
         return Quants(out[0] if len(matrices) == 1 else out, FILE_FORMS[kind])
 
     def finish(self) -> None:

@@ -9,38 +9,28 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from diskprefix.errors import InvalidRequest
-from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.kv.layout import is_out_of_memory
+from diskprefix.kv.numbers import array_dtype
 from diskprefix.kv.step import Run
+from diskprefix.model.families.model_types import sees_pictures_whole
+from diskprefix.model.runtime import PictureRows
 from diskprefix.native.attention_operator import attention_to_all
 from diskprefix.native.library import operators
 from diskprefix.printable import first_line
 from diskprefix.values import Picture
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-
-@dataclass(frozen=True, eq=False)
-class PictureRows:
-    """The input beside token ids for rows of a step that belong to a prompt with pictures. `is_picture`, bool
-    [num_rows], says which of them are of pictures, `encoded` has the encoder's rows for these, [levels, count, hidden].
-    `positions` are int64 [axes, num_rows], None for a model that counts tokens. For `spans` see `Run`."""
-
-    encoder: VisionEncoder
-    is_picture: torch.Tensor
-    encoded: torch.Tensor
-    positions: torch.Tensor | None = None
-    spans: tuple[tuple[int, int], ...] = ()
+    from transformers import PreTrainedModel
 
 
 class _Joined(list[torch.Tensor]):
@@ -63,19 +53,10 @@ class _EachSeesAll(TorchFunctionMode):
             form = (args[0].shape, torch.bfloat16, "cpu")
             if is_plain and len(form[0]) == 4 and all((x.shape, x.dtype, x.device.type) == form for x in args):
                 scale = kwargs.get("scale") or form[0][-1] ** -0.5
-                return torch.stack([attention_to_all(compiled, q, k, v, scale) for q, k, v in zip(*args, strict=True)])
+                each = (map(_array, one) for one in zip(*args, strict=True))
+                found = [attention_to_all(compiled, query, key, value, scale) for query, key, value in each]
+                return _tensor(np.stack(found), "bfloat16")
         return func(*args, **kwargs)
-
-
-def sees_pictures_whole(config: PreTrainedConfig) -> Literal["", "all", "windowed", "otherwise"]:
-    """Returns the layers in which the tokens of a picture see each other: none, all, or those with a window. Pictures
-    with no other token between them count as one. "otherwise": not so that a plan can. PaliGemma sees the whole
-    prompt so, and Molmo 2 all pictures as one. For Gemma 4 Unified, transformers makes two different masks."""
-    text = config.get_text_config(decoder=True)
-    does = getattr(text, "use_bidirectional_attention", None) == "vision"
-    if config.model_type in ("paligemma", "molmo2") or (does and text.model_type != "gemma4_text"):
-        return "otherwise"
-    return "windowed" if does else "all" if text.model_type == "gemma3_text" else ""
 
 
 class _Reached(Exception):
@@ -84,9 +65,9 @@ class _Reached(Exception):
 
 class VisionEncoder:
     """The encoder of a model, and how its output comes into prompts. `token_id` stands for a row of that. The output
-    for a picture has the shape [levels, num_tokens, hidden]. Levels behind the first one are added after the model's
-    first layers (Qwen3-VL). `dtype` is the model's. `is_exact`: the model is exact at every token, so its identity has
-    the compiled operators."""
+    for a picture has the shape [levels, num_tokens, hidden], in the type of the model (`kv.numbers`). Levels behind the
+    first one are added after the model's first layers (Qwen3-VL). `is_exact`: the model is exact at every token, so
+    its identity has the compiled operators."""
 
     def __init__(self, model: PreTrainedModel, token_id: int, *, is_exact: bool) -> None:
         self._model, self._is_exact = model, is_exact
@@ -95,26 +76,22 @@ class VisionEncoder:
         levels = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
         self.levels = 1 + len(levels)
         self.hidden = int(config.get_text_config(decoder=True).hidden_size)
-        self.dtype = model.dtype
-        self.nothing = torch.empty(self.levels, 0, self.hidden, dtype=self.dtype, device=model.device)
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        self.nothing = np.empty((self.levels, 0, self.hidden), array_dtype(self.dtype))
         self.sees_whole = bool(sees_pictures_whole(config))
         """Tokens of a picture see each other."""
         self._counts_axes = hasattr(model.base_model, "get_rope_index")
 
     @staticmethod
-    def problem(model: PreTrainedModel, layout: Layout) -> str | None:
-        """Returns why a model cannot take pictures; None if it can."""
-        if layout.unsupported:
-            return "its state cannot be cached"
-        accepted = inspect.signature(type(model).forward).parameters
-        if "mm_encoder_outputs" not in accepted or not hasattr(model, "get_image_features"):
-            return f"transformers' {type(model).__name__} takes pictures only together with its whole prompt"
-        whole = sees_pictures_whole(model.config)
-        if whole == "otherwise" or (whole and layout.exact_at != "token"):
-            return "its tokens see later ones of the same picture, or of others"
+    def problem(kind: type[PreTrainedModel]) -> str | None:
+        """Returns why models of a class cannot take pictures; None if they can."""
+        accepted = inspect.signature(kind.forward).parameters
+        if "mm_encoder_outputs" not in accepted or not hasattr(kind, "get_image_features"):
+            return f"transformers' {kind.__name__} takes pictures only together with its whole prompt"
         return None
 
-    def encode(self, picture: Picture, inputs: Mapping[str, Any]) -> torch.Tensor:
+    @torch.inference_mode()
+    def encode(self, picture: Picture, inputs: Mapping[str, Any]) -> np.ndarray:
         """Returns the encoder's output for what `Picture.prepare` has returned. Raises `InvalidRequest` if the model's
         code fails over it, and what torch raises when memory runs out."""
         encode = self._model.get_image_features
@@ -124,7 +101,7 @@ class VisionEncoder:
             with _EachSeesAll() if self._is_exact else nullcontext():
                 output = encode(**placed, return_dict=True)
             levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-            rows = torch.stack([_joined(level).reshape(-1, self.hidden) for level in levels]).to(self.dtype)
+            rows = torch.stack([_joined(level).reshape(-1, self.hidden) for level in levels]).to(self._model.dtype)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -135,7 +112,7 @@ class VisionEncoder:
                 f"{picture.param}: the model's encoder returns {tuple(rows.shape)} for {picture.num_tokens} tokens"
             )
             raise InvalidRequest(problem, param=picture.param, code="unsupported_content")
-        return rows
+        return _array(rows.cpu().contiguous())
 
     def slices(self) -> Iterator[nn.Module]:
         """Yields the modules of the encoder before each of which it may pause: its layers, and their parts."""
@@ -146,16 +123,17 @@ class VisionEncoder:
                     yield from (layer, *layer.children())
 
     def positions(
-        self, token_ids: torch.Tensor, is_picture: torch.Tensor, pictures: Sequence[Picture]
-    ) -> torch.Tensor | None:
+        self, token_ids: np.ndarray, is_picture: np.ndarray, pictures: Sequence[Picture]
+    ) -> np.ndarray | None:
         """Returns the positions of a prompt's tokens, int64 [axes, tokens], None for a model that counts tokens.
-        `token_ids` are int64 [1, tokens], `is_picture` bool [tokens]."""
+        `token_ids` are int64 [tokens], `is_picture` bool [tokens]."""
         if not self._counts_axes:
             return None
         names = dict.fromkeys(name for picture in pictures for name in picture.shape)
         shapes = {name: torch.cat([picture.shape[name] for picture in pictures]) for name in names}
-        found, _ = self._model.base_model.get_rope_index(token_ids, mm_token_type_ids=is_picture.int()[None], **shapes)
-        positions: torch.Tensor = found[:, 0]
+        ids, kinds = torch.from_numpy(token_ids)[None], torch.from_numpy(is_picture).int()[None]
+        found, _ = self._model.base_model.get_rope_index(ids, mm_token_type_ids=kinds, **shapes)
+        positions: np.ndarray = found[:, 0].numpy()
         return positions
 
     def output(self, encoded: torch.Tensor) -> dict[str, Any]:
@@ -168,7 +146,7 @@ class VisionEncoder:
 
     def of_text(self, count: int) -> torch.Tensor:
         """Returns the rows of placeholders in a text, or in a reply, which are tokens as any other."""
-        rows = torch.zeros(self.levels, count, self.hidden, dtype=self.dtype, device=self._model.device)
+        rows = torch.zeros(self.levels, count, self.hidden, dtype=self._model.dtype, device=self._model.device)
         if count:
             rows[0] = self._in_text
         return rows
@@ -195,7 +173,7 @@ class VisionEncoder:
     def _placed(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return value.to(self._model.device, self.dtype if value.is_floating_point() else None)
+        return value.to(self._model.device, self._model.dtype if value.is_floating_point() else None)
 
 
 def encoded_rows(
@@ -203,15 +181,15 @@ def encoded_rows(
 ) -> torch.Tensor:
     """Returns what takes the place of the placeholders in a step, [levels, count, hidden]: the rows of its pictures,
     and those of placeholders in a text."""
-    is_picture = torch.cat(
+    is_picture = np.concatenate(
         [
-            torch.zeros(run.num_rows, dtype=torch.bool) if one is None else one.is_picture
+            np.zeros(run.num_rows, bool) if one is None else one.is_picture
             for run, one in zip(runs, pictures, strict=True)
         ]
     )
     encoded = encoder.of_text(int(is_placeholder.sum()))
-    of_pictures = torch.cat([one.encoded for one in pictures if one is not None], dim=1)
-    encoded[:, is_picture[is_placeholder]] = of_pictures.to(encoded.device)
+    of_pictures = np.concatenate([one.encoded for one in pictures if one is not None], axis=1)
+    encoded[:, torch.from_numpy(is_picture)[is_placeholder]] = _tensor(of_pictures, encoder.dtype).to(encoded.device)
     return encoded
 
 
@@ -227,16 +205,22 @@ def picture_arguments(
         found["mm_encoder_outputs"] = encoder.output(encoded_rows(encoder, is_placeholder, runs, pictures))
     axes = next((len(one.positions) for one in pictures if one is not None and one.positions is not None), None)
     if axes is not None:
-        found["position_ids"] = torch.cat(
-            [
-                torch.arange(run.start, run.end).expand(axes, -1)
-                if one is None or one.positions is None
-                else one.positions
-                for run, one in zip(runs, pictures, strict=True)
-            ],
-            dim=1,
-        )[:, None].to(input_ids.device)
+        positions = [
+            np.tile(np.arange(run.start, run.end), (axes, 1)) if one is None or one.positions is None else one.positions
+            for run, one in zip(runs, pictures, strict=True)
+        ]
+        found["position_ids"] = torch.from_numpy(np.concatenate(positions, axis=1))[:, None].to(input_ids.device)
     return found
+
+
+def _array(numbers: torch.Tensor) -> np.ndarray:
+    """Returns the memory of a tensor as an array."""
+    return (numbers.view(torch.uint16) if numbers.dtype is torch.bfloat16 else numbers).numpy()
+
+
+def _tensor(numbers: np.ndarray, dtype: str) -> torch.Tensor:
+    """Returns the memory of an array as a tensor."""
+    return torch.from_numpy(numbers).view(getattr(torch, dtype))
 
 
 def _joined(level: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from diskprefix.model.quants.quant_form import QuantForm
 
@@ -20,7 +20,7 @@ class Quants:
     """A matrix in quants, `packed` as `quant_form` describes, or one of each expert. `columns`: by which sizes its
     columns are in another order (see `FileMatrix`)."""
 
-    packed: torch.Tensor
+    packed: np.ndarray
     form: QuantForm
     columns: tuple[int, int, int] | None = None
 
@@ -40,11 +40,11 @@ class ExpertsForm:
         """The name of the parameter of gate and up."""
         return "gate_up_proj" if self.has_up else "up_proj"
 
-    def halves(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def halves(self, name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the parts of the parameter `name`, [experts, rows, ..], that is not turned."""
         if name == "down_proj" or not self.has_up:
             return {"down" if name == "down_proj" else "gate": rows}
-        gate, up = (rows[:, ::2], rows[:, 1::2]) if self.turns_about else rows.chunk(2, dim=1)
+        gate, up = (rows[:, ::2], rows[:, 1::2]) if self.turns_about else np.split(rows, 2, axis=1)
         return {"gate": gate, "up": up}
 
 
@@ -54,25 +54,25 @@ class Weights(ABC):
     turns_experts = True
     """False if the matrices of experts have rows and columns as all others have."""
 
-    def __init__(self, dtype: torch.dtype, *, has_draft_layer: bool = False) -> None:
+    def __init__(self, dtype: str, *, has_draft_layer: bool = False) -> None:
         self.dtype, self.has_draft_layer = dtype, has_draft_layer
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, np.ndarray] = {}
 
     @abstractmethod
     def has(self, name: str) -> bool:
         """Returns whether there is a parameter."""
 
     @abstractmethod
-    def _read(self, name: str) -> torch.Tensor:
+    def _read(self, name: str) -> np.ndarray:
         """Returns a parameter. Raises `ModelError` if there is none."""
 
-    def tensor(self, name: str, *, is_turned: bool = False) -> torch.Tensor:
-        """Returns a parameter on the CPU, in the type in which transformers keeps it, with its dimensions exchanged if
-        `is_turned`. It is read once. Raises `ModelError` if there is none, or if the file is cut short."""
+    def tensor(self, name: str, *, is_turned: bool = False) -> np.ndarray:
+        """Returns a parameter in the type in which transformers keeps it (`kv.numbers`), with its dimensions exchanged
+        if `is_turned`. It is read once. Raises `ModelError` if there is none, or if the file is cut short."""
         key = f"{name} turned" if is_turned else name
         if key not in self._tensors:
             found = self._read(name)
-            self._tensors[key] = found.T.contiguous() if is_turned else found
+            self._tensors[key] = np.ascontiguousarray(found.T) if is_turned else found
         return self._tensors[key]
 
     def quants(self, _name: str) -> Quants | None:
@@ -92,6 +92,6 @@ class Weights(ABC):
     def finish(self) -> None:
         """Returns when all weights are in memory that were asked for. Raises what reading raises."""
 
-    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yields what was asked for: parameters, and packed quants by the names of their modules."""
         yield from self._tensors.items()

@@ -1,4 +1,4 @@
-"""The compiled attention, called with torch's tensors."""
+"""The compiled attention, called with arrays."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
-from diskprefix.native import require
+from diskprefix.native import address_of, require
 from diskprefix.native.library import Operators
+from diskprefix.native.threads import num_threads
 
-_CALL = struct.Struct("@8q P2q 2P 2d q P")
+_CALL = struct.Struct("@8q P2q 2P 2d q")
 _RUN = struct.Struct("@3q P3q P3q Pq")
 """`Attention` and `Run` of `source/interface.h`."""
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {np.dtype(np.float32): 0, np.dtype(np.uint16): 1}
 """What the operators take. The numbers are those of `DType`."""
 
 ONE_PAGE = 1 << 40
@@ -35,22 +36,27 @@ class PagedRows(NamedTuple):
     head_stride: int
     token_stride: int
     """From a row to that of the next head, or token, in numbers."""
-    kept: tuple[array[int], torch.Tensor] | None = None
+    kept: tuple[array[int], np.ndarray] | None = None
     """What `pages` is the address of, and the memory, if nobody else keeps them."""
 
 
-def contiguous(tensor: torch.Tensor) -> PagedRows:
+def contiguous(rows: np.ndarray) -> PagedRows:
     """Returns memory [kv_heads, tokens, dim] as one page of `ONE_PAGE` tokens. Keep the result until the operator
     returns."""
-    require(tensor.stride(2) == 1, tensor)
-    table = array("Q", [tensor.data_ptr()])
-    head_stride, token_stride, _ = tensor.stride()
-    return PagedRows(table.buffer_info()[0], 0, head_stride, token_stride, (table, tensor))
+    head_stride, token_stride, stride = _strides(rows)
+    require(stride == 1, rows)
+    table = array("Q", [address_of(rows)])
+    return PagedRows(table.buffer_info()[0], 0, head_stride, token_stride, (table, rows))
+
+
+def _strides(numbers: np.ndarray) -> list[int]:
+    """Returns the numbers from one to the next in each dimension."""
+    return [stride // numbers.itemsize for stride in numbers.strides]
 
 
 def attention(
     operators: Operators,
-    query: torch.Tensor,
+    query: np.ndarray,
     runs: Sequence[bytes],
     *,
     kv_heads: int,
@@ -59,8 +65,8 @@ def attention(
     window: int = 0,
     chunk: int = 0,
     softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: np.ndarray | None = None,
+) -> np.ndarray:
     """Returns [rows, heads, value_dim] for `query`, [heads, rows, key_dim], in the dtype of keys and values.
 
     `runs` are the sequences in the order of their rows, as `run_of` describes them. Their pages must hold whatever a
@@ -68,16 +74,15 @@ def attention(
     and those of its span.
     `sinks` holds a number for each head, float32. `scale` must be positive. Raises `MemoryError`.
     """
-    query = query if query.stride(-1) == 1 else query.contiguous()
+    query = query if query.strides[-1] == query.itemsize else np.ascontiguousarray(query)
     heads, rows, key_dim = query.shape
     require(heads % kv_heads == 0, query)
-    out = query.new_empty(rows, heads, value_dim)
-    query_strides = query.stride()
+    out, strides = np.empty((rows, heads, value_dim), query.dtype), _strides(query)
     call = _CALL.pack(
         *(DTYPES[query.dtype], heads, kv_heads, key_dim, value_dim, len(runs), window, chunk),
-        *(query.data_ptr(), query_strides[0], query_strides[1], out.data_ptr()),
-        *(0 if sinks is None else sinks.data_ptr(), scale, softcap),
-        *(torch.get_num_threads(), operators.parallel_for),
+        *(address_of(query), *strides[:2], address_of(out)),
+        *(address_of(sinks), scale, softcap),
+        num_threads(),
     )
     if operators.attention(call, b"".join(runs)):
         raise MemoryError("there is no memory left for attention")
@@ -85,17 +90,17 @@ def attention(
 
 
 def attention_to_all(
-    operators: Operators, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
+    operators: Operators, query: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float
+) -> np.ndarray:
     """Returns [heads, rows, dim] for `query`, `key` and `value` of this shape: each row sees all. As in encoders of
     pictures, where it takes a third of the time of torch's. Raises `MemoryError`."""
     heads, rows, dim = query.shape
     # Tiles are read whole.
-    keys, values = (contiguous(torch.nn.functional.pad(one, (0, 0, 0, -rows % _TILE))) for one in (key, value))
+    keys, values = (contiguous(np.pad(one, ((0, 0), (0, -rows % _TILE), (0, 0)))) for one in (key, value))
     # These names keep the memory until the operator returns.
     spans = array("q", [0, rows])
     run = run_of(0, rows, ONE_PAGE, keys, values, spans=spans)
-    return attention(operators, query, [run], kv_heads=heads, value_dim=dim, scale=scale).transpose(0, 1)
+    return attention(operators, query, [run], kv_heads=heads, value_dim=dim, scale=scale).swapaxes(0, 1)
 
 
 NO_SPANS = array("q")

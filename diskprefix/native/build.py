@@ -1,9 +1,8 @@
 """Compiles the operators in `source/`, once for each kind of CPU, into one library beside this file.
 
-It needs a C++ compiler and nothing else: the library calls torch's threads by an address that it is given. This module
-imports the standard library only, as it also runs while the package is installed. `python diskprefix/native/build.py`
-builds what is missing or out of date. The compiler says for which CPU it compiles, so `CXX=aarch64-linux-gnu-g++`
-builds a library for ARM64.
+It needs a C++ compiler and nothing else. This module imports the standard library only, as it also runs while the
+package is installed. `python diskprefix/native/build.py` builds what is missing or out of date. The compiler says for
+which CPU it compiles, so `CXX=aarch64-linux-gnu-g++` builds a library for ARM64.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ LIBRARY = Path(__file__).parent / "_operators.so"
 _DIGEST_AT = b"diskprefix source "
 """The text before the digest in the library."""
 
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -68,7 +67,7 @@ def build() -> None:
     with tempfile.TemporaryDirectory(prefix=".build-", dir=LIBRARY.parent) as folder:
         objects = _compiled(compiler, Path(folder))
         found = Path(folder, LIBRARY.name)
-        _run([*compiler, "-shared", *map(str, objects), "-o", str(found)])
+        _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(found)])
         found.replace(LIBRARY)
 
 
@@ -100,7 +99,8 @@ def _compiled(compiler: Sequence[str], folder: Path) -> list[Path]:
     variants = " ".join(f"V({name})" for name in names)
     defined = [f"-DVARIANTS={variants}", f'-DCOMPILER="{described}"', f'-DSOURCE="{_DIGEST_AT.decode()}{digest()}"']
     _run(_command(compiler, "library.cpp", folder / "library.o", defined))
-    return [folder / f"{name}.o" for name in [*names, "library"]]
+    _run(_command(compiler, "team.cpp", folder / "team.o", []))
+    return [folder / f"{name}.o" for name in [*names, "library", "team"]]
 
 
 def _target(compiler: Sequence[str]) -> str:

@@ -25,7 +25,6 @@ SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen
 MAX_MATRICES, MAX_GROUPS, MAX_STREAMS, MAX_KERNEL = 3, 64, 4, 16
 
 _TYPES = {"*": ctypes.c_void_p, "%": ctypes.c_double}
-_THREADS = " num_threads *parallel_for"
 
 
 def _fields(names: str) -> tuple[tuple[str, type], ...]:
@@ -34,15 +33,15 @@ def _fields(names: str) -> tuple[tuple[str, type], ...]:
 
 
 class LookupCall(ctypes.Structure):
-    _fields_ = _fields("num_rows *ids *matrix *out" + _THREADS)
+    _fields_ = _fields("num_rows *ids *matrix *out num_threads")
 
 
 class PickCall(ctypes.Structure):
-    _fields_ = _fields("num_rows row_bytes *rows *numbers *out" + _THREADS)
+    _fields_ = _fields("num_rows row_bytes *rows *numbers *out num_threads")
 
 
 class NormCall(ctypes.Structure):
-    _fields_ = _fields("dtype kind num_rows width *rows *weight *out %epsilon" + _THREADS)
+    _fields_ = _fields("dtype kind num_rows width *rows *weight *out %epsilon num_threads")
 
 
 class ProductCall(ctypes.Structure):
@@ -50,20 +49,20 @@ class ProductCall(ctypes.Structure):
         *_fields("num_rows num_matrices *rows"),
         ("matrices", ctypes.c_void_p * MAX_MATRICES),
         ("outs", ctypes.c_void_p * MAX_MATRICES),
-        *_fields(_THREADS),
+        *_fields("num_threads"),
     )
 
 
 class DenseProductCall(ctypes.Structure):
     _fields_ = _fields(
         "dtype is_turned num_heads num_rows inner outer *rows head_stride row_stride *matrices matrix_stride"
-        " line_stride *bias *out out_head_stride out_row_stride" + _THREADS
+        " line_stride *bias *out out_head_stride out_row_stride num_threads"
     )
 
 
 class AnglesCall(ctypes.Structure):
     _fields_ = _fields(
-        "dtype num_rows half axis_stride *positions *frequencies *axes %factor *cosines *sines" + _THREADS
+        "dtype num_rows half axis_stride *positions *frequencies *axes %factor *cosines *sines num_threads"
     )
 
 
@@ -80,14 +79,14 @@ class HeadsCall(ctypes.Structure):
         ),
         *_fields("is_paired *cosines *sines table"),
         ("to", PagedRowsCall),
-        *_fields(_THREADS),
+        *_fields("num_threads"),
     )
 
 
 class AttentionCall(ctypes.Structure):
     _fields_ = _fields(
         "dtype num_heads num_kv_heads key_dim value_dim num_runs window chunk *query query_head_stride query_row_stride"
-        " *out *sinks %scale %softcap" + _THREADS
+        " *out *sinks %scale %softcap num_threads"
     )
 
 
@@ -102,29 +101,29 @@ class AttendCall(ctypes.Structure):
 
 class GateCall(ctypes.Structure):
     _fields_ = _fields(
-        "dtype num_rows width each gate_stride up_stride function %factor *gate *up *curve *out" + _THREADS
+        "dtype num_rows width each gate_stride up_stride function %factor *gate *up *curve *out num_threads"
     )
 
 
 class SumCall(ctypes.Structure):
-    _fields_ = _fields("dtype num_rows width %factor *one *other *out" + _THREADS)
+    _fields_ = _fields("dtype num_rows width %factor *one *other *out num_threads")
 
 
 class ScatterCall(ctypes.Structure):
-    _fields_ = _fields("dtype num_rows width adds count *numbers *from_ *rows" + _THREADS)
+    _fields_ = _fields("dtype num_rows width adds count *numbers *from_ *rows num_threads")
 
 
 class RouterCall(ctypes.Structure):
     _fields_ = _fields(
         "dtype num_rows num_experts num_chosen scores groups groups_chosen of_group is_normed *logits *bias *scales"
-        " %floor %factor %softcap %threshold *chosen *weights" + _THREADS
+        " %floor %factor %softcap %threshold *chosen *weights num_threads"
     )
 
 
 class ExpertsCall(ctypes.Structure):
     _fields_ = _fields(
         "num_rows num_chosen num_experts weighs_rows *rows *chosen *weights *gate *up *down *curve *up_curve *out"
-        + _THREADS
+        " num_threads"
     )
 
 
@@ -132,21 +131,21 @@ class DenseExpertsCall(ctypes.Structure):
     _fields_ = _fields(
         "dtype num_rows num_chosen num_experts width inner outer is_turned step up_shift weighs_rows function"
         " up_function %slope %limit *rows *chosen *weights *first *last *first_bias *last_bias *curve *up_curve *out"
-        + _THREADS
+        " num_threads"
     )
 
 
 class WideningCall(ctypes.Structure):
-    _fields_ = _fields("num_rows width narrows *rows *out" + _THREADS)
+    _fields_ = _fields("num_rows width narrows *rows *out num_threads")
 
 
 class TemperingCall(ctypes.Structure):
-    _fields_ = _fields("dtype num_rows width offset period %factor *positions *rows" + _THREADS)
+    _fields_ = _fields("dtype num_rows width offset period %factor *positions *rows num_threads")
 
 
 class CopyCall(ctypes.Structure):
     _fields_ = _fields(
-        "num_rows num_heads num_bytes *source row_bytes head_bytes *out out_row_bytes out_head_bytes" + _THREADS
+        "num_rows num_heads num_bytes *source row_bytes head_bytes *out out_row_bytes out_head_bytes num_threads"
     )
 
 
@@ -154,16 +153,16 @@ class MixCall(ctypes.Structure):
     _fields_ = (
         *_fields("dtype num_rows width count"),
         ("rows", ctypes.c_void_p * MAX_STREAMS),
-        *_fields("*factors factor_stride %offset *base *out" + _THREADS),
+        *_fields("*factors factor_stride %offset *base *out num_threads"),
     )
 
 
 class LevelingCall(ctypes.Structure):
-    _fields_ = _fields("dtype num_rows width *like *rows" + _THREADS)
+    _fields_ = _fields("dtype num_rows width *like *rows num_threads")
 
 
 class CutOffCall(ctypes.Structure):
-    _fields_ = _fields("dtype num_rows width %deviations *rows" + _THREADS)
+    _fields_ = _fields("dtype num_rows width %deviations *rows num_threads")
 
 
 class StatePlace(ctypes.Structure):
@@ -172,7 +171,7 @@ class StatePlace(ctypes.Structure):
 
 class ConvolutionCall(ctypes.Structure):
     _fields_ = _fields(
-        "dtype num_runs num_rows channels kernel has_silu row_stride *rows *weight *bias *out" + _THREADS
+        "dtype num_runs num_rows channels kernel has_silu row_stride *rows *weight *bias *out num_threads"
     )
 
 
@@ -183,7 +182,7 @@ class PlannedConvolutionCall(ctypes.Structure):
 class DeltaRuleCall(ctypes.Structure):
     _fields_ = _fields(
         "dtype num_runs heads key_heads key_dim value_dim decay_dim *query *key *value query_stride key_stride"
-        " value_stride *decay *beta *out %epsilon" + _THREADS
+        " value_stride *decay *beta *out %epsilon num_threads"
     )
 
 
@@ -194,7 +193,7 @@ class PlannedDeltaRuleCall(ctypes.Structure):
 class StateSpaceCall(ctypes.Structure):
     _fields_ = _fields(
         "dtype num_runs heads groups dim state_dim *rows *into *from_ row_stride into_stride from_stride *steps *decay"
-        " *skip *out" + _THREADS
+        " *skip *out num_threads"
     )
 
 
@@ -203,13 +202,13 @@ class PlannedStateSpaceCall(ctypes.Structure):
 
 
 class StepSizesCall(ctypes.Structure):
-    _fields_ = _fields("dtype num_rows width row_stride %least %most *rows *bias *factors *out" + _THREADS)
+    _fields_ = _fields("dtype num_rows width row_stride %least %most *rows *bias *factors *out num_threads")
 
 
 class GatedNormCall(ctypes.Structure):
     _fields_ = _fields(
         "dtype num_rows width group gates_first function gate_stride num_weights %epsilon *rows *gate *weight *out"
-        + _THREADS
+        " num_threads"
     )
 
 
@@ -228,4 +227,4 @@ class PlanRun(ctypes.Structure):
 
 
 class PlanStep(ctypes.Structure):
-    _fields_ = _fields("num_rows num_logits num_runs page_tokens is_replay *runs" + _THREADS)
+    _fields_ = _fields("num_rows num_logits num_runs page_tokens is_replay *runs num_threads")

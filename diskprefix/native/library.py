@@ -1,5 +1,5 @@
 """The compiled operators for this CPU. Where there are none, `operators` returns None, and models compute as
-transformers made them. `planes` are those that need no torch."""
+transformers made them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NUM_ARGUMENTS = {
     "look_up": 1,
     "run": 2,
 }
-"""The operators that need torch's threads, in the order of `source/interface.h`."""
+"""The operators that compute a step, in the order of `source/interface.h`."""
 
 _chosen = "auto"
 
@@ -37,7 +37,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Operators:
-    """The addresses of the operators of one variant, and that of torch's `parallel_for`, to share its threads."""
+    """The operators of one variant."""
 
     variant: str
     compiler: str
@@ -49,7 +49,6 @@ class Operators:
     pack: Any
     look_up: Any
     run: Any
-    parallel_for: int
 
     @property
     def identity(self) -> str:
@@ -162,7 +161,6 @@ def _load(kernels: str) -> Operators:
         variant=table.name.decode(),
         compiler=library.diskprefix_compiler().decode(),
         source=build.digest(),
-        parallel_for=_parallel_for(),
         **found,
     )
 
@@ -189,14 +187,3 @@ def _opened() -> ctypes.CDLL:
     library.diskprefix_operators.restype = ctypes.POINTER(_Table)
     library.diskprefix_compiler.restype = ctypes.c_char_p
     return library
-
-
-def _parallel_for() -> int:
-    """Returns the address of torch's own loop over threads."""
-    import torch  # here, as the store works without it
-
-    try:
-        found = ctypes.CDLL(str(torch._C.__file__)).torch_parallel_for
-    except (OSError, AttributeError) as error:
-        raise Unavailable("this torch does not lend its threads; 2.10 and newer do") from error
-    return int(ctypes.cast(found, ctypes.c_void_p).value or 0)

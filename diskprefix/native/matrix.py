@@ -7,9 +7,9 @@ import ctypes
 import struct
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 
-from diskprefix.native import COLUMNS, ROWS, require
+from diskprefix.native import COLUMNS, ROWS, address_of, require
 from diskprefix.native.library import operators
 
 _MATRIX = struct.Struct("@7q 3P")
@@ -25,7 +25,7 @@ class Matrix:
 
     def __init__(
         self,
-        weights: torch.Tensor,
+        weights: np.ndarray,
         size: tuple[int, int],
         *,
         bits: int = 16,
@@ -34,31 +34,31 @@ class Matrix:
         scales: str = "float16",
         numbers: Sequence[float] = (),
         has_table: bool = False,
-        bias: torch.Tensor | None = None,
-        form: object = torch.bfloat16,
+        bias: np.ndarray | None = None,
+        form: object = "bfloat16",
     ) -> None:
         """`weights` are bfloat16 of that size, or with fewer bits uint8, packed as `model.quants.quant_form` describes.
-        `numbers` belong to the codes; they follow each other without `has_table`. `bias` has a number for each row.
-        `form` is kept, to show it.
+        `numbers` belong to the codes; they follow each other without `has_table`. `bias` has a float32 number for each
+        row. `form` is kept, to show it.
 
         Raises `ValueError` if the compiled product does not know the form, or if `weights` or `bias` have another
         size than it would read.
         """
-        require(weights.is_contiguous() and (weights.dtype is torch.bfloat16) == (bits == 16), weights)
-        require(bias is None or bias.shape == size[:1], weights, bias)
+        taken = np.uint16 if bits == 16 else np.uint8
+        require(weights.flags.c_contiguous and weights.dtype == taken, weights)
+        if bias is not None:
+            require(bias.dtype == np.float32 and bias.shape == size[:1], weights, bias)
+            bias = np.ascontiguousarray(bias)
         (self.rows, self.columns), self.form, self.weights = size, form, weights
-        table = (
-            torch.tensor([*numbers] * (_TABLE // len(numbers)), dtype=torch.float32)
-            if 0 < len(numbers) <= _TABLE
-            else None
-        )
-        self._kept = weights, table, None if bias is None else bias.detach().float().contiguous()
+        has_numbers = 0 < len(numbers) <= _TABLE
+        table = np.array([*numbers] * (_TABLE // len(numbers)), np.float32) if has_numbers else None
+        self._kept = weights, table, bias
         found = _MATRIX.pack(
             *(*size, bits, group, int(has_zeros), _SCALES[scales], int(has_table)),
-            *(0 if part is None else part.data_ptr() for part in self._kept),
+            *map(address_of, self._kept),
         )
         self._describe(found)
-        compiled, num_bytes = operators(), struct.pack("@q", weights.numel() * weights.itemsize)
+        compiled, num_bytes = operators(), struct.pack("@q", weights.nbytes)
         require(compiled is not None and not compiled.require_matrix(self._described, num_bytes), weights)
 
     def _describe(self, found: bytes) -> None:
@@ -71,11 +71,11 @@ class Matrix:
         part = copy.copy(self)
         part.rows = end - first
         (_, *form, weights, table, bias), kept = _MATRIX.unpack(self._described), self._kept[0]
-        weights += first * (kept.numel() * kept.itemsize // self.rows)
+        weights += first * (kept.nbytes // self.rows)
         part._describe(_MATRIX.pack(part.rows, *form, weights, table, bias + 4 * first if bias else 0))
         return part
 
 
-def fills_blocks(weight: torch.Tensor) -> bool:
+def fills_blocks(weight: np.ndarray) -> bool:
     """Returns whether a matrix is of whole blocks."""
     return weight.ndim == 2 and weight.shape[0] % ROWS == 0 and weight.shape[1] % COLUMNS == 0

@@ -1,16 +1,17 @@
-"""The compiled packing of weights from GGUF files, called with torch's tensors."""
+"""The compiled packing of weights from GGUF files."""
 
 from __future__ import annotations
 
 import struct
 from functools import cache
 
-import torch
+import numpy as np
 
-from diskprefix.native import ROWS, require
+from diskprefix.native import ROWS, address_of, require
 from diskprefix.native.library import Operators
+from diskprefix.native.threads import num_threads
 
-_PACKING = struct.Struct("@5q 4P q P")
+_PACKING = struct.Struct("@5q 4P q")
 """`Packing` of `source/interface.h`."""
 
 TYPES = {
@@ -41,7 +42,7 @@ TYPES = {
 _WITH_GRID = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 
 
-def pack(operators: Operators, kind: str, content: torch.Tensor, order: torch.Tensor | None, out: torch.Tensor) -> None:
+def pack(operators: Operators, kind: str, content: np.ndarray, order: np.ndarray | None, out: np.ndarray) -> None:
     """Packs rows of a GGUF tensor of the type `kind` into `out`.
 
     These are whole strips of a packed matrix in the form `model.quants.quant_form.FILE_FORMS[kind]`: uint8 [strips,
@@ -52,8 +53,8 @@ def pack(operators: Operators, kind: str, content: torch.Tensor, order: torch.Te
         has_rows = len(content) == out.shape[0] * ROWS
     else:
         has_rows = 0 <= int(order.min()) <= int(order.max()) < len(content)
-    require(has_rows and content.dtype is torch.uint8 and content.is_contiguous(), content, out)
-    _call(operators, kind, content.shape[1], order, out, content=content.data_ptr())
+    require(has_rows and content.dtype == np.uint8 and content.flags.c_contiguous, content, out)
+    _call(operators, kind, content.shape[1], order, out, content=address_of(content))
 
 
 def pack_file(
@@ -62,36 +63,35 @@ def pack_file(
     file: int,
     offset: int,
     row_bytes: int,
-    order: torch.Tensor | None,
-    out: torch.Tensor,
+    order: np.ndarray | None,
+    out: np.ndarray,
 ) -> None:
     """Packs rows of a GGUF tensor whose content begins at `offset` of the open `file`, as `pack` does, on the calling
     thread. A piece that was read is packed before the next one is read. Raises `EOFError` if the file is cut short."""
-    _call(operators, kind, row_bytes, order, out, file=file, offset=offset, num_threads=1)
+    _call(operators, kind, row_bytes, order, out, file=file, offset=offset, threads=1)
 
 
 def _call(
     operators: Operators,
     kind: str,
     row_bytes: int,
-    order: torch.Tensor | None,
-    out: torch.Tensor,
+    order: np.ndarray | None,
+    out: np.ndarray,
     *,
     file: int = -1,
     offset: int = 0,
     content: int = 0,
-    num_threads: int | None = None,
+    threads: int | None = None,
 ) -> None:
     number, weights, num_bytes = TYPES[kind]
     strips, columns = out.shape[0], row_bytes // num_bytes * weights
     has_units = row_bytes % num_bytes == 0 and out.shape[1] == columns // weights
-    require(has_units and out.dtype is torch.uint8 and out.is_contiguous(), out)
+    require(has_units and out.dtype == np.uint8 and out.flags.c_contiguous, out)
     if order is not None:
-        require(order.dtype is torch.int32 and order.shape == (strips * ROWS,) and order.is_contiguous(), order)
+        require(order.dtype == np.int32 and order.shape == (strips * ROWS,) and order.flags.c_contiguous, order)
     grid = _grid_of(kind) if kind in _WITH_GRID else None
-    parts = (0 if part is None else part.data_ptr() for part in (grid, order, out))
-    threads = torch.get_num_threads() if num_threads is None else num_threads
-    call = _PACKING.pack(number, strips, columns, file, offset, content, *parts, threads, operators.parallel_for)
+    parts = map(address_of, (grid, order, out))
+    call = _PACKING.pack(number, strips, columns, file, offset, content, *parts, threads or num_threads())
     match operators.pack(call):
         case 1:
             raise MemoryError("there is no memory left for packing weights")
@@ -100,11 +100,12 @@ def _call(
 
 
 @cache
-def _grid_of(kind: str) -> torch.Tensor:
+def _grid_of(kind: str) -> np.ndarray:
     """Returns the codes of the numbers in the rows of a type's grid, uint8 [rows, 4 or 8]."""
     from gguf import quants  # here, as few files have these types
 
     described = getattr(quants, kind)
     described.init_grid()
-    grid = torch.from_numpy(described.grid).view(described.grid_shape)
-    return torch.searchsorted(torch.tensor(described.grid_map, dtype=grid.dtype), grid).to(torch.uint8)
+    grid = described.grid.reshape(described.grid_shape)
+    codes: np.ndarray = np.searchsorted(np.array(described.grid_map, grid.dtype), grid).astype(np.uint8)
+    return codes

@@ -1,6 +1,6 @@
 """The engine behind the routes, from `loading` through `ok` to `stopping` or `failed`.
 
-The model is loaded in a thread, where importing torch takes seconds, so that `/health` answers from the beginning.
+The model is loaded in a thread, so that `/health` answers from the beginning.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Daemon:
     def start_loading(self) -> None:
         """Starts the thread that loads; `on_ready` or `on_failure` is called on the running event loop."""
         self._loop = loop = asyncio.get_running_loop()
-        line = f"loading {self.settings.model or 'the embedded model'}; importing what computes it takes some seconds"
+        line = f"loading {self.settings.model or 'the embedded model'}"
         log.info("%s", line)
         self._progressed(line)
         self._thread = threading.Thread(target=self._load, args=(loop,), name="load", daemon=True)
@@ -200,7 +200,7 @@ class Daemon:
     def _serve(self, progress: Progress) -> Serving:
         scope = parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")
         normalisers = Normalisers.parse(self.settings.normalise, param="--normalise")
-        imports_s = self._elapsed_s()
+        server_s = self._elapsed_s()
         engine = self._load_engine(self.settings, progress)
         try:
             compress = hooks.open_compression(self.settings, engine.model_positions, engine.max_positions)
@@ -221,7 +221,7 @@ class Daemon:
         engine.cache.on_forget.append(partial(renderer.known_parts.forget, engine.cache.is_gone))
         self._engine = engine
         self.inbox.start()
-        seconds = engine.startup_timings | {"imports": imports_s + engine.startup_timings.get("imports", 0.0)}
+        seconds = {"server": server_s} | engine.startup_timings
         return Serving(
             engine=engine,
             inbox=self.inbox,

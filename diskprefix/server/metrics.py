@@ -95,8 +95,7 @@ class EngineCollector(Collector):
         yield _gauge("ready", "1 once the model is loaded.", serving is not None)
         if serving is not None:
             engine = serving.engine
-            dtype = str(engine.dtype).removeprefix("torch.")
-            served = {"model": serving.model_name, "device": str(engine.device), "dtype": dtype}
+            served = {"model": serving.model_name, "device": engine.device, "dtype": engine.dtype}
             yield _info("model", "The served model.", **served, fingerprint=serving.fingerprint)
             yield from _engine_metrics(serving)
             yield from _cache_metrics(self._stats)

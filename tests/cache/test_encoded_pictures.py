@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
+from diskprefix.kv.numbers import Array, converted
 from diskprefix.model.plan import ComputePlan
 from diskprefix.store.note_record import NoteKind, StoredNote
 from diskprefix.store.purge import PurgeFilter
@@ -32,13 +32,13 @@ def picture(name: int = 1, num_tokens: int = 2 * BLOCK + 5) -> Picture:
     return Picture(bytes([name] * 16), "<image>", num_tokens, {}, "640x480", 1000, "messages[0]", dict)
 
 
-def rows_of(one: Picture) -> torch.Tensor:
-    torch.manual_seed(one.name[0])
-    return torch.randn(LEVELS, one.num_tokens, HIDDEN).to(torch.bfloat16)
+def rows_of(one: Picture) -> Array:
+    numbers = np.random.default_rng(one.name[0]).standard_normal((LEVELS, one.num_tokens, HIDDEN), np.float32)
+    return converted(numbers, "bfloat16")
 
 
 def pictures(runner: Runner) -> EncodedPictures:
-    return EncodedPictures(runner.cache, LEVELS, HIDDEN, torch.bfloat16)
+    return EncodedPictures(runner.cache, LEVELS, HIDDEN, "bfloat16")
 
 
 def save(runner: Runner, one: Picture, options: CacheOptions = AUTO, *, is_flushed: bool = True) -> None:
@@ -50,7 +50,7 @@ def save(runner: Runner, one: Picture, options: CacheOptions = AUTO, *, is_flush
 
 def finds(runner: Runner, one: Picture, options: CacheOptions = AUTO) -> bool:
     found = pictures(runner).load(one, options)
-    assert found is None or torch.equal(found, rows_of(one))
+    assert found is None or np.array_equal(found, rows_of(one))
     return found is not None
 
 
@@ -96,8 +96,8 @@ def test_one_that_is_saved_again_before_it_was_copied_is_saved(
 
 def test_another_form_of_the_output_is_another_root(runner: Runner) -> None:
     save(runner, picture())
-    assert EncodedPictures(runner.cache, LEVELS, HIDDEN, torch.float16).load(picture(), AUTO) is None
-    assert EncodedPictures(runner.cache, 1, HIDDEN, torch.bfloat16).load(picture(), AUTO) is None
+    assert EncodedPictures(runner.cache, LEVELS, HIDDEN, "float16").load(picture(), AUTO) is None
+    assert EncodedPictures(runner.cache, 1, HIDDEN, "bfloat16").load(picture(), AUTO) is None
 
 
 def test_other_tenants_never_find_it_and_a_purge_of_one_leaves_the_others(runner: Runner) -> None:
@@ -162,7 +162,7 @@ def test_a_damaged_block_goes_and_the_output_is_saved_again(runner: Runner, numb
 
 def test_what_is_not_finite_is_never_found(runner: Runner) -> None:
     rows = rows_of(picture())
-    rows[1, 20] = torch.nan
+    rows[1, 20] = 0x7FC0
     pictures(runner).save(picture(), rows, AUTO, runner.cache.store.epoch)
     runner.cache.settle()
     assert pictures(runner).load(picture(), AUTO) is None

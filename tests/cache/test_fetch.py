@@ -30,10 +30,9 @@ def compute(runner: Runner, token_ids: TokenIds, start: int = 0) -> Logits:
     """Computes a prompt in a new sequence, or goes on in the last one. Returns the next-token logits."""
     if not start:
         runner.new_sequence(len(PROMPT) + 40)
-    with torch.inference_mode():
-        return prefill(
-            runner.runtime, runner.sequence, token_ids, start=start, block_size=BLOCK, after_step=lambda _: None
-        ).copy()
+    return prefill(
+        runner.runtime, runner.sequence, token_ids, start=start, block_size=BLOCK, after_step=lambda _: None
+    ).copy()
 
 
 def fetch(runner: Runner, have: int, logits: Logits | None = None, options: CacheOptions = READ_ONLY) -> CachedRequest:

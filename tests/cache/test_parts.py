@@ -234,7 +234,7 @@ def test_of_layers_with_windows_what_lies_under_the_window_is_restored_and_store
         cold = ask(runner, prompt, OFF, reply=3)
         # What an earlier sequence left in the memory is never looked at.
         for page in filter(None, runner.sequence.pages()):
-            page.tensor.fill_(float("nan"))
+            page.rows.fill(0xFF)
         warm = ask(runner, prompt, reply=3)
         assert warm.report.restored == position
         assert same(warm, cold)

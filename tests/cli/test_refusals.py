@@ -54,7 +54,7 @@ REFUSED = """
 3 | serve --draft-model x                          | error: --draft-model: , no file or folder
 2 | serve --draft-model x --speculative off        | --draft-model: it guesses nothing with --speculative off
 2 | DISKPREFIX_PORT=http serve                     | DISKPREFIX_PORT, http
-2 | DISKPREFIX_STANDBY=sometimes serve             | DISKPREFIX_STANDBY, sometimes
+2 | DISKPREFIX_FRONT=sometimes serve               | DISKPREFIX_FRONT, sometimes
 2 | DISKPREFIX_API_KEYS= serve                     | 'DISKPREFIX_API_KEYS', it is empty
 4 | serve --model org/absent --kv-cache-dir shared | mode 1777, give a folder of your own in it
 2 | doctor --port 99999                            | --port

@@ -67,10 +67,10 @@ def load(model: Path, kv: Path, *, block_size: int = BLOCK, **settings: Any) -> 
     return load_engine(Settings(model=str(model), kv_cache_dir=kv, block_size=block_size, **given), lambda _: None)
 
 
-def weight_of(engine: Engine, name: str) -> torch.Tensor:
+def weight_of(engine: Engine, name: str) -> np.ndarray:
     """The memory of a parameter of an engine that computes by a plan."""
     runtime: Any = engine.runtime
-    found: torch.Tensor = runtime._weights.tensor(name)
+    found: np.ndarray = runtime._weights.tensor(name)
     return found
 
 

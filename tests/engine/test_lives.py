@@ -99,10 +99,9 @@ class Driven:
 
     def step(self) -> bool:
         """Returns whether there is more to do."""
-        with torch.inference_mode():
-            self.loop._take_in()
-            if step := self.loop._next_step():
-                self.loop._compute(step)
+        self.loop._take_in()
+        if step := self.loop._next_step():
+            self.loop._compute(step)
         return bool(step or self.inbox._has_news or self.inbox.num_running or self.inbox.waiting())
 
     def finish(self) -> None:
@@ -393,16 +392,15 @@ def test_a_reply_that_waits_with_guesses_leaves_the_state_of_its_tokens(how: str
         assert driven.step()
     (reply,) = waiting()
     num_tokens = reply.num_computed
-    with torch.inference_mode():
-        if how == "cancelled":
-            active.cancel(reply.running)
-        else:
-            active.preempt(reply)
-        node = next(node for node in engine.pages.kept.sequence_ends() if node.end == num_tokens)
-        kept, again = engine.pages.resume(node), KVSequence(engine.pages.pool)
-        assert kept is not None
-        engine.runtime.run([Rows(again, ids_of(engine.pages, node).astype(np.int64))])
-        assert kept.content(num_tokens) == again.content(num_tokens)
+    if how == "cancelled":
+        active.cancel(reply.running)
+    else:
+        active.preempt(reply)
+    node = next(node for node in engine.pages.kept.sequence_ends() if node.end == num_tokens)
+    kept, again = engine.pages.resume(node), KVSequence(engine.pages.pool)
+    assert kept is not None
+    engine.runtime.run([Rows(again, ids_of(engine.pages, node).astype(np.int64))])
+    assert kept.content(num_tokens) == again.content(num_tokens)
     engine.pages.end(kept, keep=False)
     again.close()
     driven.finish()

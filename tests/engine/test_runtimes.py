@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import ReadEvent, Reading
 from diskprefix.grid.grid_runtime import GridRuntime
+from diskprefix.model.plan import ComputePlan
 from diskprefix.model.planned import PlanRuntime
 from diskprefix.values import Scope
 from tests.engine.driving import (
@@ -27,6 +29,7 @@ from tests.engine.driving import (
     said,
     tokens,
 )
+from tests.model import tiny
 
 RUNTIMES = {"plan": ("bfloat16", PlanRuntime), "grid": ("float16", GridRuntime)}
 PROMPT = tokens(5 * BLOCK + 7, 1)
@@ -91,6 +94,29 @@ def test_hidden_states_have_the_same_bits_cold_restored_and_in_company(opened: O
     engine.close()
     again, _ = run_together(opened(), [one, ONE])
     assert vector(saved) == vector(again) == cold
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_model_that_fails_its_check_is_served_on_the_grid(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = folder if kind == "folder" else tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q8_0")
+
+    def forgetful(plan: ComputePlan, runs: Any, ids: Any, positions: np.ndarray, *others: Any) -> None:
+        run(plan, runs, ids, positions - positions[:, :1], *others)
+
+    run, asked = ComputePlan.run, request(tokens(100, 1), logprobs=2)
+    monkeypatch.setattr(ComputePlan, "run", forgetful)
+    for num_cached in (0, 100):
+        engine = load(model, tmp_path / "kv")
+        assert isinstance(engine.runtime, GridRuntime)
+        assert "exact in steps of one grid: its state depends on the steps" in caplog.text
+        (client,) = run_together(engine, [asked])
+        assert client.done.usage.cached_tokens == num_cached
+        assert said(client) == said(alone(engine, asked))
+        engine.close()
+        caplog.clear()
 
 
 def vector(client: Client) -> bytes:

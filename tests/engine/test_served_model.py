@@ -4,6 +4,8 @@ recorded."""
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,7 @@ from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.grid import state_layout
 from diskprefix.grid.rehearsal import rehearse
+from diskprefix.kv.numbers import converted, dtype_of
 from diskprefix.kv.pages import PagePool
 from diskprefix.model import self_check
 from diskprefix.settings import Settings
@@ -63,6 +66,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engine(folder: Path, tmp_path: Path) -> Engine:
     return load(folder, tmp_path / "kv", block_size=BLOCK)
+
+
+SERVES = """
+import sys, threading
+from pathlib import Path
+from diskprefix.app import load_engine
+from diskprefix.engine.inbox import Inbox
+from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
+from diskprefix.settings import Settings
+from diskprefix.tokens import as_token_ids
+from diskprefix.values import CacheOptions, Prompt, Scope
+
+limits = {"block_size": 16, "kv_cache_min_tokens": 16, "kv_cache_gate": "off"}
+settings = Settings(model=sys.argv[1], kv_cache_dir=Path(sys.argv[2]), **limits)
+for _ in range(2):
+    engine, events, is_over = load_engine(settings, lambda _: None), [], threading.Event()
+    inbox = Inbox(engine.serve)
+    inbox.start()
+
+    def emit(event):
+        events.append(event)
+        if isinstance(event, DoneEvent):
+            is_over.set()
+
+    sampling, options = SamplingParams(max_tokens=4, temperature=0.7, seed=1), CacheOptions(scope=Scope("full"))
+    prompt = Prompt(as_token_ids(range(3, 60)))
+    inbox.submit(GenerateRequest(id="a", prompt=prompt, sampling=sampling, cache=options), emit)
+    assert is_over.wait(60)
+    inbox.stop(30)
+    engine.close()
+    print(events[-1].cache.restored, *{"torch", "transformers"} & sys.modules.keys())
+"""
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_request_is_served_and_restored_without_torch_and_transformers(
+    kind: str, folder: Path, tmp_path: Path
+) -> None:
+    model = folder if kind == "folder" else tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q8_0")
+    command = [sys.executable, "-c", SERVES, str(model), str(tmp_path / "kv")]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout) == (0, "0\n57\n"), answer.stderr
 
 
 def test_the_reply_ends_at_max_tokens_or_at_the_positions(engine: Engine) -> None:
@@ -212,11 +257,11 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_sta
     """If the logits alone are not finite, the blocks before them are right."""
     cold = tokens_of(run(engine, tokens(100), temperature=temperature, seed=1, scope="off"))
     weight = weight_of(engine, "norm.weight" if where == "logits" else "layers.0.self_attn.v_proj.weight")
-    sound = weight.data.clone()
-    weight.data.fill_(float("nan"))
+    sound = weight.copy()
+    weight[...] = converted(np.array(np.nan, np.float32), dtype_of(weight))
     with pytest.raises(NonFiniteLogits):
         run(engine, tokens(100), temperature=temperature)
-    weight.data.copy_(sound)
+    weight[...] = sound
     engine.cache.settle()
     assert engine.cache.writer.flush(30)
     assert (engine.cache.stats()["blocks"] > 0, engine.cache.stats()["entries"]) == (where == "logits", 0)

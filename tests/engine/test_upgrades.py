@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import runpy
+import shutil
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,12 @@ from diskprefix.engine.loop import Engine
 from diskprefix.engine.recheck import Recheck
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model import plan_fingerprint
+from diskprefix.native import build
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
 from diskprefix.values import SHARED, CacheReport
 from tests.engine.driving import done, load, request, run, running, tokens, write_model
+from tests.server.daemon_process import DaemonProcess, ask, clean_environment, serve_flags
 from tests.waiting import wait_for
 
 SALTED = SHARED.with_salt("another user")
@@ -163,3 +168,43 @@ def test_blocks_of_another_build_are_evicted_first(opened: Opened) -> None:
     assert old in useless
     # Of a model with states, blocks are of no use without a checkpoint behind them.
     assert useless == {old} or (second.cache.layout.states and useless == {old, second.cache.root})
+
+
+OF_EXP2 = struct.pack("<f", 5.5504109e-2)
+"""A factor in `exp2` (`source/vector.h`), of which attention and gates are made."""
+
+
+def other_build(folder: Path, *, flips_a_bit: bool) -> dict[str, str]:
+    """Copies the package with other sources and the library that would be made of them, in which a bit of each kernel
+    may be another one. Returns the environment of a process that runs the copy."""
+    own_package = build.SOURCES.parents[1]
+    package = shutil.copytree(own_package, folder / "diskprefix")
+    (folder / "policies").symlink_to(own_package.parent / "policies")
+    for source, comment in (("native/calls.py", "#"), ("native/source/vector.h", "//")):
+        with (package / source).open("a") as file:
+            file.write(f"{comment} {folder.name}\n")
+    library, own = package / "native" / build.LIBRARY.name, build.digest().encode()
+    digest = runpy.run_path(str(package / "native/build.py"))["digest"]().encode()
+    content = library.read_bytes()
+    assert own in content
+    assert OF_EXP2 in content
+    flipped = bytes((OF_EXP2[0], OF_EXP2[1] ^ 0x40, *OF_EXP2[2:]))
+    library.write_bytes(content.replace(own, digest).replace(OF_EXP2, flipped if flips_a_bit else OF_EXP2))
+    return clean_environment(PYTHONPATH=str(folder), PYTHONSAFEPATH="1")
+
+
+@pytest.mark.slow
+def test_daemons_of_other_builds_restore_what_has_their_bits(chat_model: Path, tmp_path: Path) -> None:
+    flags, said = serve_flags(chat_model, tmp_path / "kv"), list[dict[str, Any]]()
+    for name, flips_a_bit in (("own", False), ("same bits", False), ("a flipped bit", True)):
+        others = {} if name == "own" else {"environment": other_build(tmp_path / name, flips_a_bit=flips_a_bit)}
+        with DaemonProcess(*flags, fresh=bool(others), **others) as daemon:
+            said.append(ask(daemon.wait_ready(), "Name three rivers. ")["prefix_cache"])
+            if name == "same bits":
+                daemon.wait_for_line("this version computes the bits of an earlier one: 1 stored prompt looked at")
+            daemon.wait_saved()
+            daemon.stop()
+    own, same, other = said
+    assert (own["restored"], own["miss_reason"]) == (0, "new")
+    assert (same["restored"], same["source"]) == (own["boundary"], "disk")
+    assert (other["restored"], other["miss_reason"]) == (0, "upgraded")

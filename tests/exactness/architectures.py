@@ -243,7 +243,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 """What one of them needs: fields without a default, values that go together, layers that the default leaves out."""
 
 
-def _step3p7() -> PreTrainedConfig:
+def _step3p7(**fields: Any) -> PreTrainedConfig:
     """Its class takes images too, in a tower that text never enters."""
     text = shrink(
         "step3p7",
@@ -251,15 +251,16 @@ def _step3p7() -> PreTrainedConfig:
         mlp_layer_types=["dense", "sparse"],
         sliding_window=WINDOW,
         num_sliding_attention_heads=8,
+        **fields,
     )
     vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
     return CONFIG_MAPPING["step3p7"](text_config=text.to_dict(), vision_config=vision, image_token_id=VOCAB - 1)
 
 
-def _with_a_tower(name: str) -> PreTrainedConfig:
+def _with_a_tower(name: str, **fields: Any) -> PreTrainedConfig:
     """Its class takes images too, in a tower that text never enters. Heads of sixteen turn by [4, 2, 2] pairs."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-    text = shrink(name, rope_parameters=rope, **({"head_dim": 16} if name.startswith("qwen3") else {}))
+    text = shrink(name, rope_parameters=rope, **({"head_dim": 16} if name.startswith("qwen3") else {}), **fields)
     vision: dict[str, Any] = {"depth": 1, "embed_dim": 64, "hidden_size": 64, "out_hidden_size": 64, "num_heads": 4}
     vision |= {"intermediate_size": 64, "deepstack_visual_indexes": [0]}
     return CONFIG_MAPPING[name](text_config=text.to_dict(), vision_config=vision)

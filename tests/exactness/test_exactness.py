@@ -22,6 +22,7 @@ from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
 from diskprefix.extras.catalogue.architectures import TABLE, installed_versions
 from diskprefix.grid.rehearsal import rehearse
+from diskprefix.kv.numbers import Array
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.runtime import Rows, Runtime
@@ -162,16 +163,16 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """All checkpoints of a prompt have the states of the first one."""
-    first: dict[KVSequence, list[torch.Tensor]] = {}
+    first: dict[KVSequence, list[Array]] = {}
 
-    def change(self: KVSequence, copies: Sequence[torch.Tensor]) -> None:
-        for copied, old in zip(copies, first.setdefault(self, [one.clone() for one in copies]), strict=True):
-            copied.copy_(old)
+    def change(self: KVSequence, copies: Sequence[Array]) -> None:
+        for copied, old in zip(copies, first.setdefault(self, [one.copy() for one in copies]), strict=True):
+            copied[:] = old
 
     change_states(monkeypatch, change)
 
 
-def change_states(monkeypatch: pytest.MonkeyPatch, change: Callable[[KVSequence, list[torch.Tensor]], None]) -> None:
+def change_states(monkeypatch: pytest.MonkeyPatch, change: Callable[[KVSequence, list[Array]], None]) -> None:
     """Has `change` overwrite the states that were captured."""
     capture = KVSequence.capture
 
@@ -303,15 +304,15 @@ def forgetful_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def earlier_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint has the states of one step before its place."""
-    before = list[torch.Tensor]()
+    before = list[Array]()
 
     def run(compute: Any, step: Sequence[Any]) -> Any:
-        before[:] = [page.tensor.clone() for page in step[0].state.states]
+        before[:] = [page.tensor.copy() for page in step[0].state.states]
         return compute(step)
 
-    def change(_: KVSequence, copies: Sequence[torch.Tensor]) -> None:
+    def change(_: KVSequence, copies: Sequence[Array]) -> None:
         for copied, old in zip(copies, before, strict=True):
-            copied.copy_(old)
+            copied[:] = old
 
     patch_steps(monkeypatch, run)
     change_states(monkeypatch, change)
@@ -407,9 +408,9 @@ def test_what_protections_are_for_changes_no_answer(
 def test_rows_of_another_picture_turn_the_suite_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     load = EncodedPictures.load
 
-    def loaded(*given: Any) -> torch.Tensor | None:
+    def loaded(*given: Any) -> Array | None:
         rows = load(*given)
-        return None if rows is None else rows.flip(1)
+        return None if rows is None else rows[:, ::-1]
 
     monkeypatch.setattr(EncodedPictures, "load", loaded)
     row = in_this_process("qwen3_vl with pictures", tmp_path, at_grid=False)

@@ -23,12 +23,6 @@ STEPS = (BLOCK, BLOCK, BLOCK, 7, 1, 1)
 KINDS = ["llama", "gemma3", "gemma3n", "deepseek_v3", "qwen3_next", "mamba2", "falcon_h1", "inkling_text"]
 
 
-@pytest.fixture(autouse=True)
-def _inference() -> Any:
-    with torch.inference_mode():
-        yield
-
-
 def made(name: str) -> tuple[GridRuntime, PagePool]:
     model = tiny_model(name, torch.bfloat16)
     layout = rehearse(model)

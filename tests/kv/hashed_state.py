@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from diskprefix.kv.kept_blocks import KeptBlock
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
+from diskprefix.kv.numbers import Array, array_dtype
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import KVSequence, Owner
@@ -30,17 +30,14 @@ def layout_of(kind: str = "token", window: int | None = None) -> Layout:
     """Two layers, of which the second one may have a window, and with checkpoints a third one with a state. Each row
     has 16 bytes."""
     layers = [LayerSpec(), LayerSpec() if window is None else LayerSpec("sliding", window)]
-    forms: list[tuple[int, int, torch.dtype, int | None]] = [
-        (2, 4, torch.float32, None),
-        (1, 8, torch.bfloat16, window),
-    ]
+    forms: list[tuple[int, int, str, int | None]] = [(2, 4, "float32", None), (1, 8, "bfloat16", window)]
     groups = [Group(tuple(TensorSpec(i, part, *form) for part in ("keys", "values"))) for i, form in enumerate(forms)]
     states: tuple[StateGroup, ...] = ()
     if kind.endswith("checkpoints"):
         layers.append(LayerSpec("linear", num_states=1))
-        states = (StateGroup((StateSpec(2, "recurrent", 0, (3, 4), torch.float32),)),)
+        states = (StateGroup((StateSpec(2, "recurrent", 0, (3, 4), "float32"),)),)
     exact_at = "token" if kind.startswith("token") else "grid"
-    layout = Layout(tuple(layers), tuple(groups), 16, torch.float32, states=states, exact_at=exact_at)  # type: ignore[arg-type]
+    layout = Layout(tuple(layers), tuple(groups), 16, "float32", states=states, exact_at=exact_at)  # type: ignore[arg-type]
     assert layout.state_kind == kind
     return layout
 
@@ -77,11 +74,11 @@ def hashes(seed: object, token_ids: TokenIds, start: int, end: int) -> npt.NDArr
     return found
 
 
-def rows_of(group: Group, hashed: npt.NDArray[np.uint8]) -> torch.Tensor:
+def rows_of(group: Group, hashed: npt.NDArray[np.uint8]) -> Array:
     """Returns what these tokens have in a group, [tensors, heads, tokens, dim]: each row of a group another one."""
     numbers = np.arange(len(group.specs) * group.heads, dtype=np.uint8)
-    content = torch.from_numpy(hashed ^ numbers[:, None, None])
-    return content.view(group.dtype).view(len(group.specs), group.heads, len(hashed), -1)
+    content = (hashed ^ numbers[:, None, None]).view(array_dtype(group.dtype))
+    return content.reshape(len(group.specs), group.heads, len(hashed), -1)
 
 
 def payload_of(layout: Layout, hashed: npt.NDArray[np.uint8]) -> bytes:
@@ -117,7 +114,7 @@ def compute(
 
     def put_states(num_rows: int) -> None:
         for page in sequence.states if num_rows else ():
-            page.tensor.view(torch.uint8).copy_(torch.from_numpy(hashed[num_rows - 1]))
+            page.tensor.view(np.uint8)[:] = hashed[num_rows - 1]
 
     for table in sequence.tables:
         table.put(run.start, rows_of(table.group, hashed))
@@ -146,10 +143,10 @@ def wrong(sequence: KVSequence, token_ids: TokenIds, *, seed: object = 0) -> lis
     for number, table in enumerate(sequence.tables):
         if (first := table.complete_from) < end:
             expected = rows_of(table.group, hashed[first:])
-            if not torch.equal(table.gathered(first, end).view(torch.uint8), expected.view(torch.uint8)):
+            if table.gathered(first, end).tobytes() != expected.tobytes():
                 found.append(f"group {number}, from {first} to {end}")
     for page in sequence.states if end else ():
-        if not bool((page.tensor.view(torch.uint8).numpy() == hashed[-1]).all()):
+        if not (page.tensor.view(np.uint8) == hashed[-1]).all():
             found.append("the state")
     return found
 

@@ -50,8 +50,7 @@ KINDS = {
 
 def stepwise(sequence: KVSequence, model: PreTrainedModel) -> list[torch.Tensor]:
     """Next-token logits after each of the steps."""
-    with torch.inference_mode():
-        return [forward(model, sequence, part)[-1] for part in torch.split(TOKENS, list(STEPS), dim=1)]
+    return [forward(model, sequence, part)[-1] for part in torch.split(TOKENS, list(STEPS), dim=1)]
 
 
 def stepwise_on_transformers(model: PreTrainedModel, layout: Layout) -> list[torch.Tensor]:
@@ -267,10 +266,10 @@ def test_a_model_without_rope_is_cached() -> None:
 def layout_of(*windows: int | None, state: int = 0) -> Layout:
     """Of each layer 8 bytes for each token, of those with a window only under it, and in all so many bytes of states,
     a multiple of 4."""
-    tensors = [TensorSpec(i, "keys", 1, 4, torch.bfloat16, window) for i, window in enumerate(windows)]
-    states = (StateGroup((StateSpec(0, "recurrent", 0, (state // 4,), torch.float32),)),) if state else ()
+    tensors = [TensorSpec(i, "keys", 1, 4, "bfloat16", window) for i, window in enumerate(windows)]
+    states = (StateGroup((StateSpec(0, "recurrent", 0, (state // 4,), "float32"),)),) if state else ()
     layers = tuple(LayerSpec("full" if window is None else "sliding", window) for window in windows)
-    return Layout(layers, tuple(Group((spec,)) for spec in tensors), VOCAB, torch.bfloat16, states=states)
+    return Layout(layers, tuple(Group((spec,)) for spec in tensors), VOCAB, "bfloat16", states=states)
 
 
 @pytest.mark.parametrize(

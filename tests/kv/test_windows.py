@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.layout import Layout
+from diskprefix.kv.numbers import Array
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.sizes import MAX_TAKEN_BACK, num_pages
@@ -63,12 +65,6 @@ def made(name: str) -> Model:
     return Model(model, layout, made_up_tokens(model, 5, LENGTH))
 
 
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
-
-
 @pytest.fixture
 def gemma() -> Model:
     return made("gemma3")
@@ -90,7 +86,7 @@ def spoilt(pool: PagePool) -> PagePool:
     taken = pool.take([number for number in range(len(pool.layout.groups)) for _ in range(40)])
     assert taken is not None
     for page in taken:
-        page.tensor.fill_(float("nan"))
+        page.rows.fill(0xFF)
     pool.release(taken)
     return pool
 
@@ -151,8 +147,8 @@ def test_a_restore_takes_pages_for_what_it_loads(gemma: Model, have: int, end: i
             (page,) = cold.tables[number].pages
             assert page is not None
 
-            def write(out: Any, content: torch.Tensor = page.tensor[:, :, position]) -> None:
-                out[...] = content.contiguous().view(torch.uint8).numpy().reshape(out.shape)
+            def write(out: Any, content: Array = page.tensor[:, :, position]) -> None:
+                out[...] = np.ascontiguousarray(content).view(np.uint8).reshape(out.shape)
 
             sequence.fill(position, 1, number, slice(None), write)
         if group.window:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -20,6 +21,7 @@ from diskprefix.model.slots import HEAD
 from diskprefix.model.weights import ExpertsForm, Quants, Weights
 from diskprefix.native.matrix import fills_blocks
 from diskprefix.native.packing import pack
+from tests.arrays import array_of, tensor_of
 
 QUANTS = "quants"
 """The attribute of a model whose matrices shall have the quants of a type of files."""
@@ -34,7 +36,8 @@ class TensorWeights(Weights):
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, kind: str = "", turned: str | None = None
     ) -> None:
-        super().__init__(dtype, has_draft_layer=any(name.startswith("draft_layer.") for name in tensors))
+        has_draft_layer = any(name.startswith("draft_layer.") for name in tensors)
+        super().__init__(str(dtype).removeprefix("torch."), has_draft_layer=has_draft_layer)
         self._found, self._kind, self._turned = tensors, kind, turned
         self.made: dict[str, Quants] = {}
         """The quants of modules, `experts.gate` for a part of experts."""
@@ -42,10 +45,10 @@ class TensorWeights(Weights):
     def has(self, name: str) -> bool:
         return name in self._found
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _read(self, name: str) -> np.ndarray:
         if name not in self._found:
             raise ModelError(f"the weights lack {name}")
-        return self._found[name].detach()
+        return array_of(self._found[name])
 
     def quants(self, name: str) -> Quants | None:
         own = name.removesuffix(".weight")
@@ -54,7 +57,7 @@ class TensorWeights(Weights):
             weight = self._found[name]
             if self._turned is not None and name.startswith(self._turned):
                 weight = weight.T
-            if fills_blocks(weight):
+            if fills_blocks(array_of(weight)):
                 self.made[own] = quantised(weight[None], self._kind, is_one=True)
         return self.made.get(own)
 
@@ -65,44 +68,44 @@ class TensorWeights(Weights):
         halves = {
             half: weight
             for part, of_part in rows.items()
-            for half, weight in form.halves(part, of_part.transpose(1, 2) if form.is_turned else of_part).items()
+            for half, weight in form.halves(part, array_of(of_part.mT if form.is_turned else of_part)).items()
         }
         if not all(fills_blocks(half[0]) for half in halves.values()):
             return {}
         for half, weight in halves.items():
             if f"{name}.{half}" not in self.made:
-                self.made[f"{name}.{half}"] = quantised(weight, self._kind)
+                self.made[f"{name}.{half}"] = quantised(tensor_of(weight), self._kind)
         return {half: self.made[f"{name}.{half}"] for half in halves}
 
     def finish(self) -> None:
         """All weights are in memory."""
 
-    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named(self) -> Iterator[tuple[str, np.ndarray]]:
         yield from super().named()
         yield from ((name, one.packed) for name, one in self.made.items())
 
 
 def quantised(weights: torch.Tensor, kind: str, *, is_one: bool = False) -> Quants:
     """Matrices [experts, rows, columns] in a type of files, or the only one."""
-    form, found = FILE_FORMS[kind], list[torch.Tensor]()
+    form, found = FILE_FORMS[kind], list[np.ndarray]()
     for weight in weights:
         content = gguf.quantize(weight.detach().float().numpy(), gguf.GGMLQuantizationType[kind])
-        found.append(torch.empty(form.packed_shape(*weight.shape), dtype=torch.uint8))
-        pack(compiled(), kind, torch.from_numpy(content), None, found[-1])
-    return Quants(found[0] if is_one else torch.stack(found), form)
+        found.append(np.empty(form.packed_shape(*weight.shape), np.uint8))
+        pack(compiled(), kind, content, None, found[-1])
+    return Quants(found[0] if is_one else np.stack(found), form)
 
 
-def require_numbers(quants: Mapping[str, Quants], tensor: Callable[[str], torch.Tensor], form: ExpertsForm) -> None:
+def require_numbers(quants: Mapping[str, Quants], tensor: Callable[[str], np.ndarray], form: ExpertsForm) -> None:
     """Requires that quants have the numbers of the parameters that `tensor` returns by their names."""
     for name, one in quants.items():
         owner, _, part = name.rpartition(".")
         if owner.endswith("experts") and part in ("gate", "up", "down"):
             parameter = "down_proj" if part == "down" else form.first
             expected = form.halves(parameter, tensor(f"{owner}.{parameter}"))[part]
-            found = torch.stack([numbers_of(packed, one.form) for packed in one.packed])
+            found = np.stack([numbers_of(packed, one.form) for packed in one.packed])
         else:
             expected, found = tensor(f"{name}.weight"), in_order(numbers_of(one.packed, one.form), one.columns)
-        assert torch.equal(found, expected), name
+        assert torch.equal(tensor_of(found), tensor_of(expected)), name
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
@@ -120,8 +123,9 @@ def weights_of(model: PreTrainedModel) -> Weights:
 def tensors_of(model: PreTrainedModel) -> TensorWeights:
     """The weights of a model of modules."""
     tensors, head = dict(decoder_of(model).state_dict()), model.get_output_embeddings()
-    if head.weight is not model.get_input_embeddings().weight:
-        tensors |= {f"{HEAD}.{name}": tensor for name, tensor in head.state_dict().items()}
+    is_tied = head.weight is model.get_input_embeddings().weight
+    own = {name: tensor for name, tensor in head.state_dict().items() if not (is_tied and name == "weight")}
+    tensors |= {f"{HEAD}.{name}": tensor for name, tensor in own.items()}
     names = SlotNames.of(model.config.get_text_config(decoder=True))
     return TensorWeights(tensors, model.dtype, getattr(model, QUANTS, ""), "h." if names.has_turned_matrices else None)
 

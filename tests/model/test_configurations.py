@@ -60,7 +60,7 @@ def found_in(model: PreTrainedModel) -> dict[str, tuple[torch.Tensor, float]]:
 @pytest.mark.parametrize(("name", "fields"), CASES, ids=[f"{name}-{'-'.join(fields)}" for name, fields in CASES])
 def test_layouts_and_positions_are_those_of_the_modules(name: str, fields: dict[str, Any]) -> None:
     model = tiny_model(name, torch.bfloat16, **fields)
-    expected, found = read_layout(model), layout_of(model.config, torch.bfloat16)
+    expected, found = read_layout(model), layout_of(model.config, "bfloat16")
     assert not expected.unsupported
     assert (found.describe(), found.layers) == (expected.describe(), expected.layers)
     rotary = rotary_of(model.config.get_text_config(decoder=True))
@@ -77,7 +77,7 @@ def test_layouts_and_positions_are_those_of_the_modules(name: str, fields: dict[
 @pytest.mark.parametrize("name", WITH_DRAFT_LAYER)
 def test_the_layout_has_the_draft_layer(name: str) -> None:
     model = tiny_model(name, torch.float32)
-    layers, found = read_layout(model).layers, layout_of(model.config, torch.float32, with_draft_layer=True)
+    layers, found = read_layout(model).layers, layout_of(model.config, "float32", with_draft_layer=True)
     text = model.config.get_text_config(decoder=True)
     kind = HAVE_DRAFT_LAYER[text.model_type].get("layer_types")
     like = len(layers) - 1 if kind is None else max(at for at, one in enumerate(text.layer_types) if one == kind)
@@ -85,7 +85,7 @@ def test_the_layout_has_the_draft_layer(name: str) -> None:
     specs = [spec for group in found.groups for spec in group.specs]
     own, others = ({spec.part: spec.form for spec in specs if spec.layer == layer} for layer in (len(layers), like))
     assert own == others | {"hidden": own["hidden"]}
-    assert own["hidden"] == TensorSpec(0, "hidden", 1, text.hidden_size, torch.float32).form
+    assert own["hidden"] == TensorSpec(0, "hidden", 1, text.hidden_size, "float32").form
 
 
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")

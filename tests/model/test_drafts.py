@@ -14,13 +14,15 @@ from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGe
 
 from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.layout import Layout
+from diskprefix.kv.numbers import Array, converted
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.drafts import DraftLayer, DraftRow
 from diskprefix.model.families import draft_decoder
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER
-from diskprefix.model.runtime import Rows
-from diskprefix.model.vision_encoder import PictureRows, VisionEncoder
+from diskprefix.model.runtime import PictureRows, Rows
+from diskprefix.model.vision_encoder import VisionEncoder
+from tests.arrays import array_of
 from tests.exactness.architectures import DRAFTING, WITH_DRAFT_LAYER, quantised_tiny_model, shrink, tiny_model
 from tests.model.draft_modules import with_draft_layer
 from tests.modules import layout_of, plan_runtime
@@ -45,7 +47,7 @@ def sequence_of(layout: Layout, num_tokens: int = LENGTH) -> KVSequence:
     sequence.reserve(num_tokens + 16)
     for page in sequence.pages():
         if page is not None:
-            page.tensor.view(torch.uint8).fill_(0xFF)
+            page.rows.fill(0xFF)
     return sequence
 
 
@@ -58,16 +60,15 @@ def computed(model: PreTrainedModel, layout: Layout, *steps: int) -> tuple[KVSeq
 def memory_of(sequence: KVSequence) -> dict[tuple[int, str], bytes]:
     """Returns what each layer has: states, keys and values, with a window those of the last tokens. The layer behind
     all has the hidden states, too."""
-    found, size = dict[tuple[int, str], torch.Tensor](), sequence.pool.block_size
+    found = dict[tuple[int, str], Array]()
     for group, page in zip(sequence.layout.states, sequence.states, strict=True):
         found |= {(spec.layer, spec.part): state for spec, state in zip(group.specs, page.tensor, strict=True)}
     for table in sequence.tables:
         first, end = table.group.first_needed(sequence.num_tokens), sequence.num_tokens
-        pages = torch.cat([page.tensor for page in table.pages[first // size :] if page is not None], dim=2)
-        rows = pages[:, :, first % size :][:, :, : end - first]
+        rows = table.gathered(first, end)
         found |= {(spec.layer, spec.part): of_one for spec, of_one in zip(table.group.specs, rows, strict=True)}
-    assert all(part.isfinite().all() for part in found.values())
-    return {name: part.contiguous().view(torch.uint8).numpy().tobytes() for name, part in found.items()}
+    assert all(np.isfinite(converted(part, "float32")).all() for part in found.values())
+    return {name: part.tobytes() for name, part in found.items()}
 
 
 def guesses(model: PreTrainedModel, *sequences: KVSequence, count: int = 3) -> list[list[Any]]:
@@ -184,7 +185,7 @@ def test_pictures_change_nothing_of_that() -> None:
         sequence, is_picture = sequence_of(layout), ids[0] == 5
         for start, end in pairwise([0, *ends]):
             first, last = (int(is_picture[:position].sum()) for position in (start, end))
-            its = (is_picture[start:end], encoded[:, first:last], positions[:, start:end])
+            its = (is_picture[start:end].numpy(), array_of(encoded[:, first:last]), positions[:, start:end].numpy())
             run(model, [Rows(sequence, ids[0, start:end].numpy(), pictures=PictureRows(encoder, *its))])
         return memory_of(sequence), guesses(model, sequence)
 
@@ -248,7 +249,7 @@ def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, mon
     monkeypatch.setattr(draft_decoder, "_SPECIAL", 40)
     first, last = draft_decoder.guessed_of(scores.shape[1])
     scores[:, first.stop : last.start] = -torch.inf
-    found, _ = DraftLayer(every._config, every._begin, torch.get_num_threads).draft(rows)
+    found, _ = DraftLayer(every._config, every._begin).draft(rows)
     assert [token for token, _ in found] == scores.argmax(dim=-1).tolist()
     assert [chance for _, chance in found] == pytest.approx(scores.softmax(dim=-1).amax(dim=-1).tolist(), rel=1e-5)
     assert {token > 64 for token, _ in found} == {False, True}

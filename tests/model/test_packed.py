@@ -45,7 +45,7 @@ def sequence_of(layout: Layout) -> KVSequence:
     for page in other.pages():
         if page is not None:
             # All bits set are no number in any dtype.
-            page.tensor.view(torch.uint8).fill_(0xFF)
+            page.rows.fill(0xFF)
     other.close()
     sequence = KVSequence(pool)
     sequence.reserve(max(LENGTHS))
@@ -69,7 +69,7 @@ def state_of(sequence: KVSequence, num_tokens: int) -> bytes:
     found = [sequence.content(sequence.num_tokens)]
     for table in sequence.tables:
         first = max(0, num_tokens - (table.group.window or num_tokens))
-        found.append(table.gathered(first, num_tokens).view(torch.uint8).numpy().tobytes())
+        found.append(table.gathered(first, num_tokens).tobytes())
     return b"".join(found)
 
 

@@ -22,8 +22,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.runtime import Rows
-from diskprefix.model.vision_encoder import PictureRows, VisionEncoder, sees_pictures_whole
+from diskprefix.model.families.model_types import sees_pictures_whole
+from diskprefix.model.runtime import PictureRows, Rows
+from diskprefix.model.vision_encoder import VisionEncoder
+from tests.arrays import array_of
 from tests.exactness.architectures import ARCHITECTURES, WINDOW
 from tests.modules import layout_of
 from tests.steps import run
@@ -67,7 +69,7 @@ def computed(model: PreTrainedModel, layout: Layout, steps: Iterable[tuple[int, 
         sequence.truncate(start)
         first, last = (int(is_picture[:position].sum()) for position in (start, end))
         of_step = tuple(span for span in spans if span[0] < end and start < span[1])
-        pictures = PictureRows(encoder, is_picture[start:end], rows[None, first:last], spans=of_step)
+        pictures = PictureRows(encoder, is_picture[start:end].numpy(), array_of(rows[None, first:last]), spans=of_step)
         with torch.inference_mode():
             (found,) = run(model, [Rows(sequence, ids[0, start:end].numpy(), end - start, pictures)])
         logits = torch.cat([logits[:start], found])
@@ -118,7 +120,7 @@ def test_a_placeholder_in_a_text_has_the_same_bits_beside_a_picture_and_alone(na
     encoder, pool = VisionEncoder(model, IMAGE, is_exact=True), PagePool(layout, block_size=256)
     text, pictured = torch.tensor([[20, IMAGE, 21]]), torch.tensor([[30, IMAGE, IMAGE, 31]])
     encoded = torch.randn(1, 2, encoder.hidden).to(model.dtype)
-    rows = PictureRows(encoder, pictured[0] == IMAGE, encoded, spans=((1, 3),))
+    rows = PictureRows(encoder, (pictured[0] == IMAGE).numpy(), array_of(encoded), spans=((1, 3),))
     with torch.inference_mode():
         (alone,) = run(model, [Rows(KVSequence(pool), text[0].numpy(), 3)])
         beside, _ = run(

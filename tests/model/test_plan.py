@@ -21,6 +21,7 @@ from diskprefix.model.quants.file_matrix import regrouped
 from diskprefix.model.runtime import Rows
 from diskprefix.native import calls
 from diskprefix.native.library import operators
+from tests.arrays import array_of, tensor_of
 from tests.exactness.architectures import VOCAB, quantised_tiny_model, tiny_model
 from tests.model.tensor_weights import quantised, tensors_of
 from tests.modules import layout_of
@@ -228,8 +229,8 @@ def test_quants_whose_columns_a_file_has_in_another_order_are_not_copied() -> No
     model, columns = quantised_tiny_model("qwen3_5", "Q8_0"), (2, 4, 16)
     weights, names = tensors_of(model), [f"layers.{number}.linear_attn.out_proj" for number in (0, 2)]
     for name in names:
-        of_file = regrouped(model.get_decoder().get_submodule(name).weight, *columns)
-        weights.made[name] = replace(quantised(of_file[None], "Q8_0", is_one=True), columns=columns)
+        of_file = regrouped(array_of(model.get_decoder().get_submodule(name).weight), *columns)
+        weights.made[name] = replace(quantised(tensor_of(of_file)[None], "Q8_0", is_one=True), columns=columns)
     layout = exact(model)
     rows = Rows(KVSequence(PagePool(layout, block_size=PAGE_TOKENS)), tokens()[0].numpy(), NUM_TOKENS)
     (logits,) = PlanRuntime(weights, model.config, layout, PAGE_TOKENS).run([rows]).logits

@@ -21,7 +21,7 @@ NONE = float("nan")
 
 
 def weight(numbers: torch.Tensor) -> Weight:
-    return Weight(numbers.data_ptr(), tuple(numbers.shape), numbers)
+    return Weight(numbers.data_ptr(), tuple(numbers.shape), numbers.numpy())
 
 
 def routed(logits: torch.Tensor, router: Router, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -72,7 +72,7 @@ def test_it_needs_the_compiled_operators(name: str) -> None:
 @pytest.mark.parametrize(("name", "num_layers"), [("llama", 1), ("gemma3", 2), ("lfm2", 2)])
 def test_the_first_layers_of_each_kind_are_checked(name: str, num_layers: int) -> None:
     model = tiny_model(name, torch.float32)
-    config = config_of(model.config, model.dtype, layout_of(model)[0], 16)
+    config = config_of(model.config, "float32", layout_of(model)[0], 16)
     assert len(first_layers(config).layers) == num_layers < len(config.layers)
 
 
@@ -163,7 +163,7 @@ def restored(model: PreTrainedModel, cold: KVSequence, num_tokens: int, *, num_m
         sequence.prepare_restore(number, first + num_missing * size if first else 0, num_tokens)
         for at, (page, source) in enumerate(zip(table.pages, computed.pages, strict=False)):
             if page is not None and source is not None:
-                page.tensor.fill_(torch.nan)
+                page.rows.fill(0xFF)
                 page.tensor[:, :, : num_tokens - at * size] = source.tensor[:, :, : num_tokens - at * size]
     sequence.truncate(num_tokens)
     with torch.inference_mode():

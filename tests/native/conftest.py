@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 from diskprefix.native import library
 from diskprefix.native.library import Operators
+from diskprefix.native.threads import use_threads
 from tests.closing import TESTED
 from tests.native.variants import of_this_cpu
 
@@ -23,8 +23,7 @@ def operators(request: pytest.FixtureRequest, record_property: Callable[[str, ob
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
+def usual_threads() -> Iterator[None]:
     """What a test sets, the next one does not have."""
-    before = torch.get_num_threads()
     yield
-    torch.set_num_threads(before)
+    use_threads(0)

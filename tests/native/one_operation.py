@@ -5,13 +5,19 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from diskprefix.native import calls
-from diskprefix.native.attention_operator import DTYPES
+from diskprefix.model.quants import forms
+from diskprefix.model.quants.quant_form import QuantForm
+from diskprefix.native import attention_operator, calls, packing
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
+from diskprefix.native.threads import num_threads
+from tests.arrays import array_of, tensor_of
+
+DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
 
 Runs = Sequence[tuple[int, torch.Tensor, torch.Tensor]]
 """For each sequence the number of its rows, the state before them, [1, ..], and where the one behind them goes, which
@@ -27,8 +33,27 @@ def run(operators: Operators, kind: int, call: ctypes.Structure, num_rows: int, 
         # Before its first token a sequence has zeros.
         place.start, place.num_rows = 1, rows
         place.befores, place.states = map(ctypes.addressof, addresses[-2:])
-    step = (num_rows, 0, len(runs), 1, 0, ctypes.addressof(described), torch.get_num_threads(), operators.parallel_for)
+    step = (num_rows, 0, len(runs), 1, 0, ctypes.addressof(described), num_threads())
     assert not operators.run(bytes(plan), bytes(calls.PlanStep(*step)))
+
+
+def attention(
+    operators: Operators, query: torch.Tensor, runs: Sequence[bytes], *, sinks: torch.Tensor | None = None, **form: Any
+) -> torch.Tensor:
+    of_sinks = None if sinks is None else array_of(sinks)
+    return tensor_of(attention_operator.attention(operators, array_of(query), runs, sinks=of_sinks, **form))
+
+
+def matrix(weights: torch.Tensor, size: tuple[int, int], *, bias: torch.Tensor | None = None, **form: Any) -> Matrix:
+    return Matrix(array_of(weights), size, bias=None if bias is None else array_of(bias.float()), **form)
+
+
+def matrix_of(packed: torch.Tensor, form: QuantForm, bias: torch.Tensor | None) -> Matrix:
+    return forms.matrix_of(array_of(packed), form, None if bias is None else array_of(bias.float()))
+
+
+def pack(operators: Operators, kind: str, content: torch.Tensor, order: torch.Tensor | None, out: torch.Tensor) -> None:
+    packing.pack(operators, kind, array_of(content), None if order is None else array_of(order), array_of(out))
 
 
 def product(operators: Operators, rows: torch.Tensor, matrix: Matrix) -> torch.Tensor:

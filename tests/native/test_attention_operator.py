@@ -6,15 +6,17 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 
 from diskprefix.kv.step import Run
 from diskprefix.native import library
-from diskprefix.native.attention_operator import attention, attention_to_all
+from diskprefix.native.attention_operator import attention_to_all
 from diskprefix.native.library import Operators
+from diskprefix.native.threads import use_threads
+from tests.arrays import array_of, tensor_of
+from tests.native.one_operation import attention
 from tests.native.pages import Pages
 from tests.native.variants import WITH_PAIRS, of_this_cpu
 
@@ -145,7 +147,7 @@ OF_ALL_VARIANTS = tuple(CASES)[::3]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    torch.set_num_threads(1)
+    use_threads(1)
 
 
 @cache
@@ -207,7 +209,7 @@ def test_tokens_of_a_picture_see_each_other_with_the_same_bits_in_every_step(nam
     # The last ones begin within a picture.
     steps = [(0, 3), (3, 41), (41, 200), (200, 300), (300, 530), (530, LENGTH), (0, 300), (40, LENGTH)]
     for start, end in [*steps, (39, 40), (201, 530), (255, 300), (529, 533)]:
-        torch.set_num_threads(1 + start % 3)
+        use_threads(1 + start % 3)
         assert bits(layer.attended(seeing(start, end))) == bits(whole[start:end]), (start, end)
     text = [n for n in range(LENGTH) if not any(begin <= n < end for begin, end in PICTURES)]
     assert bits(whole[text]) == bits(layer.attended(Run(0, LENGTH))[text])
@@ -220,7 +222,7 @@ def test_each_row_of_an_encoder_sees_all(heads: int, rows: int, dim: int) -> Non
     assert compiled is not None
     torch.manual_seed(rows)
     query, key, value = (torch.randn(rows, heads, dim, dtype=torch.bfloat16).transpose(0, 1) for _ in range(3))
-    found = attention_to_all(compiled, query, key, value, dim**-0.5)
+    found = tensor_of(attention_to_all(compiled, array_of(query), array_of(key), array_of(value), dim**-0.5))
     query, key, value = query.double(), key.double(), value.double()
     expected = torch.softmax(query @ key.transpose(1, 2) * dim**-0.5, dim=-1) @ value
     assert torch.allclose(found.double(), expected, atol=0.02)
@@ -246,7 +248,7 @@ def test_the_number_of_threads_changes_no_bit(num_rows: int, dtype: torch.dtype)
     layer, _ = layers("groups of three", dtype)
     found = set()
     for threads in (1, 2, 3, 7):
-        torch.set_num_threads(threads)
+        use_threads(threads)
         found.add(bits(layer.attended(Run(LENGTH - num_rows, num_rows))))
     assert len(found) == 1
 
@@ -290,16 +292,3 @@ def test_scores_of_any_size_give_finite_weights() -> None:
     layer = Layer.of(replace(SMALL, dtype=torch.float32))
     layer.keys.mul_(1e18)
     assert (layer.cut([LENGTH]).double() - plain(layer)).abs().max() < 1e-5
-
-
-def test_there_is_one_pool_of_threads() -> None:
-    assert library.operators() is not None
-    layer, _ = layers("groups of three", torch.bfloat16)
-    torch.set_num_threads(2)
-    torch.ones(1 << 20).mul_(2)
-    before = len(list(Path("/proc/self/task").iterdir()))
-    layer.cut([LENGTH])
-    # Those of a larger team, of another test, may end meanwhile.
-    assert len(list(Path("/proc/self/task").iterdir())) <= before
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
-    assert len(loaded) == 1

@@ -9,12 +9,12 @@ import torch
 from torch.nn import functional
 
 from diskprefix.model.curves import curve
-from diskprefix.model.quants.forms import matrix_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
-from diskprefix.native.packing import pack
-from tests.native.one_operation import Experts, product
+from diskprefix.native.threads import use_threads
+from tests.native.one_operation import Experts, matrix_of, pack, product
+from tests.native.one_operation import matrix as plain
 from tests.native.test_products import KINDS, ONE_OF_EACH_FORM, content_of, packed
 
 EXPERTS, CHOSEN, WIDTH, INNER = 5, 3, 64, 160
@@ -86,7 +86,7 @@ def test_a_row_has_the_same_bits_whoever_shares_its_experts(operators: Operators
     experts, (rows, chosen, weights) = experts_in(operators, KINDS[0]), step(MOST)
     whole, rng = experts(operators, rows, chosen, weights), random.Random(1)
     for num_threads in (1, 2):
-        torch.set_num_threads(num_threads)
+        use_threads(num_threads)
         for count in (1, 2, 3, 16, 17, 40):
             some = torch.tensor(rng.sample(range(MOST), count))
             assert torch.equal(experts(operators, rows[some], chosen[some], weights[some]), whole[some])
@@ -145,7 +145,7 @@ def test_experts_in_bfloat16_are_taken_as_they_lie(operators: Operators) -> None
     both = torch.randn(EXPERTS, 2 * INNER, WIDTH, generator=torch.Generator().manual_seed(5)).mul_(0.1).bfloat16()
     last = torch.randn(EXPERTS, WIDTH, INNER, generator=torch.Generator().manual_seed(6)).mul_(0.1).bfloat16()
     gate, up, down = (
-        [Matrix(one, (one.shape[0], one.shape[1])) for one in weight]
+        [plain(one, (one.shape[0], one.shape[1])) for one in weight]
         for weight in (both[:, :INNER], both[:, INNER:], last)
     )
     experts, (rows, chosen, weights) = Experts(gate, up, down, SILU), step(MOST)

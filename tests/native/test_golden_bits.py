@@ -11,24 +11,26 @@ import hashlib
 import math
 import platform
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from diskprefix.model.quants.forms import matrix_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
-from diskprefix.native.attention_operator import attention
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
-from diskprefix.native.packing import pack
 from tests.native.one_operation import (
     Experts,
+    attention,
     convolution,
     delta_rule,
     head_products,
+    matrix,
+    matrix_of,
     norm,
+    pack,
     product,
     rows_of,
     state_space,
@@ -81,18 +83,19 @@ def curve() -> torch.Tensor:
 def of_attention(operators: Operators, dtype: torch.dtype) -> list[torch.Tensor]:
     query = made_up(HEADS, ROWS, DIM, seed=1, dtype=dtype)
     memory = Pages([made_up(2, TOKENS, DIM, seed=seed, dtype=dtype) for seed in (2, 3)], TOKENS)
-    form = {"kv_heads": 2, "value_dim": DIM, "scale": 0.25}
+    form: dict[str, Any] = {"kv_heads": 2, "value_dim": DIM, "scale": 0.25}
+    cases: tuple[dict[str, Any], ...] = ({}, {}, {"window": 200, "softcap": 2.0}, {"chunk": 200})
     found = []
-    for num_rows, settings in [(ROWS, {}), (1, {}), (ROWS, {"window": 200, "softcap": 2.0}), (ROWS, {"chunk": 200})]:
+    for num_rows, settings in zip((ROWS, 1, ROWS, ROWS), cases, strict=True):
         run = memory.run(START, num_rows)
-        found.append(attention(operators, query[:, :num_rows], [run], **form, **settings))  # type: ignore[arg-type]
-    return [*found, attention(operators, query, [memory.run(START, ROWS)], **form, sinks=made_up(HEADS, seed=4))]  # type: ignore[arg-type]
+        found.append(attention(operators, query[:, :num_rows], [run], **form, **settings))
+    return [*found, attention(operators, query, [memory.run(START, ROWS)], **form, sinks=made_up(HEADS, seed=4))]
 
 
 def of_products(operators: Operators) -> list[torch.Tensor]:
     rows = made_up(ROWS, INNER, seed=1, dtype=torch.bfloat16)
     matrices = [quantised(operators, WIDTH, INNER, 5, kind) for kind in ("Q4_0", "Q8_0")]
-    matrices.append(Matrix(made_up(WIDTH, INNER, seed=6, dtype=torch.bfloat16), (WIDTH, INNER)))
+    matrices.append(matrix(made_up(WIDTH, INNER, seed=6, dtype=torch.bfloat16), (WIDTH, INNER)))
     found = [product(operators, rows[:count], matrix) for matrix in matrices for count in (1, ROWS)]
     return [*found, rows_of(operators, matrices[0], torch.tensor([0, 17, 63]))]
 

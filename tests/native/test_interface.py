@@ -41,7 +41,7 @@ def in_header(name: str) -> Iterator[tuple[str, str]]:
         kind, declared = re.fullmatch(r"(?:const )?(\w+)\b(.*)", member, re.DOTALL).groups()  # type: ignore[union-attr]
         for one in declared.split(","):
             field, count = re.search(r"(\w+)\s*(?:\[(\w+)\])?$", one).groups()  # type: ignore[union-attr]
-            if "*" in one or kind == "ParallelFor":
+            if "*" in one:
                 yield from [(field, "P")] * int(NUMBERS[count] if count else 1)
             elif kind in MEMBERS:
                 yield from ((f"{field}.{inner}", code) for inner, code in in_header(kind))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shutil
@@ -11,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from diskprefix.errors import SettingsError
-from diskprefix.native import build, library
+from diskprefix.native import build, library, threads
 from tests.native.variants import of_this_cpu
 
 _AVX2 = {"avx2", "fma", "f16c"}
@@ -98,12 +98,6 @@ def test_a_library_that_cannot_be_loaded_is_not_used(tmp_path: Path, monkeypatch
     assert "cannot be loaded" in library.described()
 
 
-def test_a_torch_that_does_not_lend_its_threads_computes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "__file__", str(build.LIBRARY))
-    assert library.operators() is None
-    assert library.described() == "torch (this torch does not lend its threads; 2.10 and newer do)"
-
-
 # Compiling: when, with what, and what happens without a compiler.
 
 COMPILER = """#!/bin/sh
@@ -180,6 +174,26 @@ def test_a_library_of_other_sources_is_out_of_date(folder: Path) -> None:
     assert build.is_current()
     (folder / "source" / "vector.h").write_text("// changed", encoding="utf-8")
     assert not build.is_current()
+
+
+def test_the_cpus_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpu, of_core in enumerate(("0,2", "1,3", "0,2", "1,3")):
+        (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(f"{of_core}\n")
+    for allowed, expected in (({0, 1, 2, 3}, 2), ({0, 2}, 1), ({1, 7}, 2)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, found=allowed: found, raising=False)
+        assert threads.num_cores(tmp_path) == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [("3", 3), ("2,1", 2), ("0", 1), ("many", 5), (None, 5)])
+def test_the_environment_may_name_the_number_of_threads(
+    given: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(threads, "num_cores", lambda: 5)
+    assert threads._usual.__wrapped__() == expected
 
 
 def test_building_imports_the_standard_library_only() -> None:

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.model.quants.forms import matrix_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import library
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, fills_blocks
-from diskprefix.native.packing import TYPES, pack
-from tests.native.one_operation import head_products, norm, product, rows_of
+from diskprefix.native.packing import TYPES
+from diskprefix.native.threads import use_threads
+from tests.native.one_operation import head_products, matrix_of, norm, pack, product, rows_of
+from tests.native.one_operation import matrix as plain_matrix
 from tests.native.variants import OF_INTEGERS, of_this_cpu
 
 ROWS, COLUMNS = 48, 352
@@ -51,7 +52,7 @@ def check_company(product: Callable[[torch.Tensor], torch.Tensor]) -> None:
     rows = torch.randn(MOST, COLUMNS, generator=torch.Generator().manual_seed(4)).bfloat16()
     whole = product(rows)
     for num_threads in (1, 2, 4):
-        torch.set_num_threads(num_threads)
+        use_threads(num_threads)
         for count in (1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 47, 48, 49, MOST):
             for start in {0, 1, MOST - count} if count < MOST else {0}:
                 assert torch.equal(product(rows[start : start + count]), whole[start : start + count])
@@ -72,9 +73,9 @@ def test_rows_of_any_size_are_multiplied(operators: Operators) -> None:
 def test_a_matrix_in_bfloat16_is_taken_as_it_lies(operators: Operators) -> None:
     weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(8)).bfloat16()
     bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(4)).bfloat16()
-    matrix = Matrix(weight, (ROWS, COLUMNS), bias=bias)
+    matrix = plain_matrix(weight, (ROWS, COLUMNS), bias=bias)
     check_company(lambda rows: product(operators, rows, matrix))
-    plain, one_by_one = Matrix(weight, (ROWS, COLUMNS)), torch.eye(COLUMNS).bfloat16()
+    plain, one_by_one = plain_matrix(weight, (ROWS, COLUMNS)), torch.eye(COLUMNS).bfloat16()
     assert torch.equal(product(operators, one_by_one, plain).t(), weight)
     assert torch.equal(torch.cat([product(operators, row[None], plain) for row in one_by_one]).t(), weight)
 
@@ -84,7 +85,7 @@ def test_a_part_of_a_matrix_computes_its_rows(operators: Operators, kind: str) -
     bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(4)).bfloat16()
     rows = torch.randn(33, COLUMNS, generator=torch.Generator().manual_seed(5)).bfloat16()
     weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(8)).bfloat16()
-    plain = Matrix(weight, (ROWS, COLUMNS), bias=bias)
+    plain = plain_matrix(weight, (ROWS, COLUMNS), bias=bias)
     content = None if kind == "bfloat16" else content_of(kind, ROWS, COLUMNS)
     matrix = plain if content is None else packed(operators, kind, content, bias=bias)
     expected = product(operators, rows, matrix)
@@ -190,8 +191,8 @@ def test_no_two_forms_have_one_text() -> None:
 
 @pytest.mark.parametrize("shape", [(24, 64), (32, 48), (32,), (2, 16, 32)])
 def test_what_does_not_fill_whole_blocks_is_told(shape: tuple[int, ...]) -> None:
-    assert not fills_blocks(torch.zeros(shape))
-    assert fills_blocks(torch.zeros(32, 64))
+    assert not fills_blocks(np.zeros(shape))
+    assert fills_blocks(np.zeros((32, 64)))
 
 
 def test_memory_is_hardly_more_than_the_file() -> None:
@@ -269,7 +270,7 @@ def test_threads_change_nothing_in_what_is_packed(operators: Operators) -> None:
     content = content_of("Q5_K", ROWS, WIDE)
     found = []
     for threads in (1, 2):
-        torch.set_num_threads(threads)
+        use_threads(threads)
         found.append(weights_in(operators, packed(operators, "Q5_K", content)))
     assert torch.equal(*found)
 
@@ -313,7 +314,7 @@ def test_the_number_of_threads_changes_no_bit_of_head_products(operators: Operat
     rows, matrices = (torch.randn(HEADS, n, 64, generator=random).bfloat16() for n in (20, 32))
     found = []
     for threads in (1, 2, 7):
-        torch.set_num_threads(threads)
+        use_threads(threads)
         found.append(products_of_heads(operators, rows, matrices, 32, is_turned=True))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])

@@ -5,60 +5,59 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
+import numpy as np
 import pytest
-import torch
 
 from diskprefix.native.attention_operator import ONE_PAGE, PagedRows, attention, contiguous, run_of
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
 from diskprefix.native.packing import pack
 
-HALF = torch.bfloat16
+HALF = np.uint16
 NO_ROWS = PagedRows(0, 0, 0, 0)
 
 
-def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=dtype)
+def zeros(*shape: int, dtype: type = HALF) -> np.ndarray:
+    return np.zeros(shape, dtype)
 
 
 def matrix(rows: int = 32, columns: int = 64) -> Matrix:
     return Matrix(zeros(rows, columns), (rows, columns))
 
 
-def state(*shape: int) -> torch.Tensor:
-    return torch.zeros(1, *shape)
-
-
 REFUSED: dict[str, Callable[[Operators], object]] = {
-    "memory whose numbers are apart": lambda _: contiguous(zeros(2, 8, 16).mT),
+    "memory whose numbers are apart": lambda _: contiguous(zeros(2, 8, 16).swapaxes(1, 2)),
     "a run without rows": lambda _: run_of(0, 0, ONE_PAGE, NO_ROWS, NO_ROWS),
     "a picture that ends behind its run": lambda _: run_of(4, 2, ONE_PAGE, NO_ROWS, NO_ROWS, spans=array("q", [3, 7])),
     "pages without tokens": lambda _: run_of(0, 1, 0, NO_ROWS, NO_ROWS),
     "heads that make no groups": lambda found: attention(found, zeros(3, 1, 8), [], kv_heads=2, value_dim=8, scale=1.0),
-    "a matrix that lies turned": lambda _: Matrix(zeros(64, 32).t(), (32, 64)),
+    "a matrix that lies turned": lambda _: Matrix(zeros(64, 32).T, (32, 64)),
     "a form of quants that has no code": lambda _: Matrix(
-        zeros(2, 2, 16, dtype=torch.uint8), (32, 64), bits=7, group=32, numbers=[0.0]
+        zeros(2, 2, 16, dtype=np.uint8), (32, 64), bits=7, group=32, numbers=[0.0]
     ),
     "quants of fewer bytes": lambda _: Matrix(
-        zeros(2, 2, 543, dtype=torch.uint8), (32, 64), bits=8, group=32, numbers=range(256)
+        zeros(2, 2, 543, dtype=np.uint8), (32, 64), bits=8, group=32, numbers=range(256)
     ),
     "rows that end inside a unit": lambda _: Matrix(
-        zeros(2, 1, 544, dtype=torch.uint8), (32, 32), bits=6, group=16, scales="bytes", numbers=range(64)
+        zeros(2, 1, 544, dtype=np.uint8), (32, 32), bits=6, group=16, scales="bytes", numbers=range(64)
     ),
     "a table without numbers": lambda _: Matrix(
-        zeros(2, 2, 576 // 2, dtype=torch.uint8), (32, 64), bits=4, group=32, has_table=True
+        zeros(2, 2, 576 // 2, dtype=np.uint8), (32, 64), bits=4, group=32, has_table=True
     ),
     "a matrix with part of a block": lambda _: Matrix(zeros(40, 64), (40, 64)),
     "fewer weights than a matrix has": lambda _: Matrix(zeros(32, 64), (64, 64)),
-    "weights of another type": lambda _: Matrix(state(32, 64)[0], (32, 64)),
-    "a bias of fewer rows": lambda _: Matrix(zeros(32, 64), (32, 64), bias=zeros(16)),
+    "weights of another type": lambda _: Matrix(zeros(32, 64, dtype=np.float32), (32, 64)),
+    "a bias of another type": lambda _: Matrix(zeros(32, 64), (32, 64), bias=zeros(32)),
+    "a bias of fewer rows": lambda _: Matrix(zeros(32, 64), (32, 64), bias=zeros(16, dtype=np.float32)),
     "fewer bytes than a matrix has": lambda found: pack(
-        found, "Q4_0", zeros(15, 36).byte(), None, zeros(1, 2, 288).byte()
+        found, "Q4_0", zeros(15, 36, dtype=np.uint8), None, zeros(1, 2, 288, dtype=np.uint8)
     ),
     "an order beside the file's rows": lambda found: pack(
-        found, "Q4_0", zeros(16, 36).byte(), torch.full((16,), 16, dtype=torch.int32), zeros(1, 2, 288).byte()
+        found, "Q4_0", zeros(16, 36, dtype=np.uint8), np.full(16, 16, np.int32), zeros(1, 2, 288, dtype=np.uint8)
     ),
-    "units of another size": lambda found: pack(found, "Q4_0", zeros(16, 36).byte(), None, zeros(1, 3, 288).byte()),
+    "units of another size": lambda found: pack(
+        found, "Q4_0", zeros(16, 36, dtype=np.uint8), None, zeros(1, 3, 288, dtype=np.uint8)
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from diskprefix.native.library import Operators
+from diskprefix.native.threads import use_threads
 from tests.native import one_operation as scans
 
 ROWS, HEADS, KEY_HEADS, DIM = 37, 4, 2, 40
@@ -72,10 +73,10 @@ def test_rows_and_states_have_the_same_bits_however_they_are_cut_and_packed(
     operators: Operators, kind: str, dtype: torch.dtype
 ) -> None:
     scan, state = SCANS[kind](operators, dtype)
-    torch.set_num_threads(1)
+    use_threads(1)
     whole = state.clone()
     expected = scan(slice(0, ROWS), [(ROWS, whole, whole)])
-    torch.set_num_threads(2)
+    use_threads(2)
     found, start, before, after = [], 0, state.clone(), torch.full_like(state, torch.nan)
     for end in (1, 2, 7, 30, ROWS):
         kept = before.clone()

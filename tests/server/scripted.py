@@ -142,7 +142,7 @@ class ScriptedEngine:
         self.stats = dict(STATS)
         self.requests: list[GenerateRequest] = []
         self.config = SimpleNamespace(get_text_config=lambda **_: SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=2))
-        self.device, self.dtype = "cpu", "torch.float32"
+        self.device, self.dtype = "cpu", "float32"
         self.runtime = SimpleNamespace(vocab_size=VOCAB_SIZE, has_hidden=True)
         self.tokenizer: Any = None
         self.processor: Any = None

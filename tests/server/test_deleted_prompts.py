@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from io import FileIO
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.schema import DATABASES
@@ -18,10 +16,8 @@ from diskprefix.store.store import Store
 from tests.server.daemon_process import (
     DaemonProcess,
     command,
-    family,
     props,
     running_daemon,
-    serve_flags,
     wait_until,
 )
 
@@ -162,19 +158,3 @@ def test_a_purge_that_erases_beside_a_daemon_leaves_no_byte_in_the_file(chat_mod
         daemon.wait_saved()
         assert set(left_in(folder, wanted)) <= traces(records(folder))
         assert client.get(f"/v1/responses/{gone['id']}").status_code == 404
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_text_of_a_prompt_gets_into_the_processes_that_fork_workers(chat_model: Path, tmp_path: Path) -> None:
-    """So a worker has what its own requests said, and nothing else."""
-    marker = "zephyr-quince-umbrella-" * 20
-    with DaemonProcess(*serve_flags(chat_model, tmp_path / "kv"), "--standby") as daemon:
-        daemon.wait_ready()
-        with daemon.client() as client:
-            daemon.wait_for_line("a spare is ready")
-            ask(client, marker)
-            daemon.wait_saved()
-            worker = int(daemon.wait_for_line(r"process (\d+) is for")[1])
-            holders = {pid for pid in family(daemon.process.pid) if is_in_memory(pid, marker.encode())}
-            assert worker in holders
-            assert holders <= {worker, daemon.process.pid}

@@ -49,7 +49,7 @@ class Scraped:
                 figures=self.figures,
                 memory_stats=lambda: dict(KV_MEMORY),
                 device="cpu",
-                dtype="torch.bfloat16",
+                dtype="bfloat16",
             ),
             inbox=SimpleNamespace(num_running=1, queue_depth=2, heartbeat=heartbeat),
             model_name="a model",

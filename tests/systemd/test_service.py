@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import httpx
 import pytest
 
 from diskprefix.cli import main
+from diskprefix.extras.front import worker_program, workers
 from tests import forked
 from tests.server.daemon_process import CHAT, clean_environment, serve_flags, wait_until
 from tests.server.test_auth import bearer, write_keys
@@ -121,7 +123,17 @@ def _serve(arguments: list[str], environment: dict[str, str], listener: socket.s
     else:
         listener.detach()
     _hang_once(flag)
+    code = (
+        f"import pathlib; from tests.systemd import test_service; test_service.serve_one(pathlib.Path({str(flag)!r}))"
+    )
+    workers.program = [sys.executable, "-c", code]
     main(arguments)
+
+
+def serve_one(flag: Path) -> None:
+    """The program of a worker."""
+    _hang_once(flag)
+    worker_program.main(worker_program.serve_model)
 
 
 def _hang_once(flag: Path) -> None:
@@ -140,11 +152,11 @@ def _hang_once(flag: Path) -> None:
 
 @pytest.fixture(params=["one model", "several models"])
 def manager(request: pytest.FixtureRequest, chat_model: Path, tmp_path: Path) -> Iterator[Manager]:
-    """Several models have a front, also with a spare: the watchdog's messages come from it, whatever a worker does."""
+    """Several models have a front: the watchdog's messages come from it, whatever a worker does."""
     keys = write_keys(tmp_path / "keys", f"admin {OLD}")
     served: list[str | Path] = ["--model", chat_model]
     if request.param == "several models":
-        served = ["--standby", "--models-file", list_models(tmp_path, chat_model, "ash")]
+        served = ["--models-file", list_models(tmp_path, chat_model, "ash")]
     flags = serve_flags(chat_model, tmp_path / "kv", api_keys=keys)
     manager = Manager(["serve", "--port", "1", *map(str, served), *flags[2:]], tmp_path)
     yield manager

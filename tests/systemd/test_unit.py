@@ -20,6 +20,7 @@ from diskprefix.server.process import process
 from diskprefix.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of
 from diskprefix.units import parse_duration, parse_size
 from tests.closing import needs
+from tools.releasing.environment import SMALL
 
 ROOT = Path(__file__).parent.parent.parent
 SYSTEMD = ROOT / "systemd"
@@ -70,7 +71,7 @@ def test_a_stop_in_order_takes_less_time_than_systemd_gives_it(service: configpa
     given_s = parse_duration(service["TimeoutStopSec"], param="TimeoutStopSec")
     assert given_s > 1.5 * longest_s
     assert longest_s + served_model._SAVE_IDLE_S < workers.MAX_UNLOAD_S
-    assert grace_s + workers.MAX_UNLOAD_S + workers._REAPED_S < given_s
+    assert grace_s + workers.MAX_UNLOAD_S + workers._KILLED_S < given_s
 
 
 def test_the_check_has_the_user_and_the_folder_of_the_service(service: configparser.SectionProxy) -> None:
@@ -179,6 +180,7 @@ def test_a_container_has_a_wheel_and_compiles_nothing() -> None:
     ((file, target),) = re.findall(r"source=(\S+\.txt),target=(\S+)", said("RUN")[0])
     assert (ROOT / file).exists()
     assert f" --constraint {target} /mnt/dist/*_" in said("RUN")[0]
+    assert f"/mnt/dist/{SMALL};" in said("RUN")[0]
     assert not any("apt-get" in line for line in said("RUN"))
 
 

@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.measuring.answers import Answer, LiveServerError
-from tools.measuring.live_server import LiveServer, log_tail, step, time_import_torch_s
+from tools.measuring.live_server import LiveServer, log_tail, step
 from tools.measuring.prompts import AGENT_PROMPT
 from tools.measuring.report import new_table
 
@@ -111,12 +110,12 @@ def show_full(console: Console, server: LiveServer) -> list[Comparison]:
     ]
 
 
-def show_recovery(console: Console, server: LiveServer, *, standby: bool) -> float:
+def show_recovery(console: Console, server: LiveServer) -> float:
     """Returns the seconds from `kill -9` to the first token of the stored prompt, which is sent at once."""
-    console.rule(f"kill -9, and the same prompt at once{' (--standby)' if standby else ''}")
+    console.rule("kill -9, and the same prompt at once")
     start(console, server)
-    with step(console, "waiting for the spare, kill -9, and asking" if standby else "kill -9, start, and asking"):
-        seconds, answer = server.recover(lambda: server.chat(opening(QUESTION), max_tokens=MAX_TOKENS), standby=standby)
+    with step(console, "kill -9, start, and asking"):
+        seconds, answer = server.recover(lambda: server.chat(opening(QUESTION), max_tokens=MAX_TOKENS))
     if not answer.restored:
         raise LiveServerError(f"nothing was restored: {answer.cache}")
     console.print(f"    from kill -9 to the first token: [bold]{seconds:.1f} s[/bold]", highlight=False)
@@ -188,24 +187,18 @@ def main(keep: bool) -> None:
 
     Starts the real `diskprefix serve` with its embedded model, sends a prompt of about 6 000 tokens, kills the
     server with SIGKILL, starts it again and sends the prompt again, then a follow-up turn. Also shows how long it is
-    from the kill to the first token, without and with --standby. Exits with 1 if a text differs or if nothing was
-    restored.
+    from the kill to the first token. Exits with 1 if a text differs or if nothing was restored.
     """
     console = Console()
     folder = Path(tempfile.mkdtemp(prefix="diskprefix-demo-"))
     try:
         rows = run_part(console, folder, "full", show_full)
-        alone_s = run_part(console, folder, "full", partial(show_recovery, standby=False))
-        standby_s = run_part(console, folder, "full", partial(show_recovery, standby=True), "--standby")
+        recovered_s = run_part(console, folder, "full", show_recovery)
         rows += run_part(console, folder, "auto:30", show_auto)
         console.print()
         console.print(results(rows))
-        import_s = time_import_torch_s()
-        console.print(
-            f"  From kill -9 to the first token of the stored prompt: {alone_s:.1f} s, of which {import_s:.1f} s is "
-            f"Python importing torch; with --standby, after the death of its worker: {standby_s:.1f} s.",
-            highlight=False,
-        )
+        said = f"  From kill -9 to the first token of the stored prompt: {recovered_s:.1f} s."
+        console.print(said, highlight=False)
         show_replies(console, rows)
         for kv_cache_dir in sorted(folder.glob("kv-*")):
             inspect(console, kv_cache_dir)

@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from diskprefix.engine import measured_model
 from diskprefix.engine.measured_model import MeasuredModel
+from diskprefix.kv.numbers import converted
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.loader import LoadedModel, load_model
@@ -231,7 +232,7 @@ def computed(model: MeasuredModel, form: str) -> torch.Tensor:
 def has_layer_of(folders: LoadedModel, files: LoadedModel) -> bool:
     """Returns whether a file's model has no draft layer, or that of the folder's."""
     layers = [
-        {name: tensor.bfloat16() for name, tensor in one.weights.named() if name.startswith("draft_layer.")}
+        {name: converted(array, "bfloat16") for name, array in one.weights.named() if name.startswith("draft_layer.")}
         for one in (files, folders)
         if one.weights is not None and one.weights.has_draft_layer
     ]
@@ -239,7 +240,7 @@ def has_layer_of(folders: LoadedModel, files: LoadedModel) -> bool:
         return True
     found, expected = layers[0], layers[-1]
     is_of_both = len(layers) == 2 and found.keys() == expected.keys()
-    return is_of_both and all(torch.equal(found[name], expected[name]) for name in expected)
+    return is_of_both and all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
 def isolated(work: Callable[[], str]) -> str:

@@ -299,7 +299,7 @@ def _toml(act: Callable[[Path], object], folder: Path) -> Check:
 
 def _policies(_folder: Path) -> Iterable[bytes]:
     yield b'disk_prefix_cache = "auto:30"\nkv_cache_budget = "20GiB"\nblock_size = 256\n'
-    yield b'kv-cache-gate = "off"\nidle_unload = "30m"\nstandby = true\n'
+    yield b'kv-cache-gate = "off"\nidle_unload = "30m"\nfront = true\n'
 
 
 def _models(_folder: Path) -> Iterable[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -154,11 +153,8 @@ class LiveServer:
         command = [sys.executable, "-m", module, "serve", "--port", str(self.port)]
         command += ["--kv-cache-dir", str(kv_cache_dir), *flags]
         self._process = Process(command, log_path, {"PYTHONPATH": ROOT, **(environment or {})})
-        self._client = self._new_client()
-
-    def _new_client(self) -> httpx.Client:
         timeout = httpx.Timeout(ANSWER_DEADLINE_S, connect=5.0)
-        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=timeout)
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=timeout)
 
     @property
     def token(self) -> dict[str, str]:
@@ -182,25 +178,13 @@ class LiveServer:
         """
         started(self._process, self._client, START_DEADLINE_S, _NewLines(self.log_path, note).look)
 
-    def recover(self, ask: Callable[[], Answer], *, standby: bool = False) -> tuple[float, Answer]:
-        """Sends SIGKILL to the process that serves, and asks as soon as the port takes connections. Returns the seconds
-        from the kill to the first token. Raises `LiveServerError`.
-
-        With `standby`, of a server with `--standby`, the spare takes over once it is ready. Otherwise the process is
-        started again at once, as systemd does with `RestartSec=0`.
+    def recover(self, ask: Callable[[], Answer]) -> tuple[float, Answer]:
+        """Sends SIGKILL to the process, starts it again at once, as systemd does with `RestartSec=0`, and asks as soon
+        as the port takes connections. Returns the seconds from the kill to the first token. Raises `LiveServerError`.
         """
-        if standby:
-            self._wait(self._has_spare, START_DEADLINE_S, "no spare is ready")
-            worker = self._workers()[-1]
-            began = time.perf_counter()
-            os.kill(worker, signal.SIGKILL)
-            # Its connections are gone.
-            self._client.close()
-            self._client = self._new_client()
-        else:
-            began = time.perf_counter()
-            self.kill()
-            self._process.start()
+        began = time.perf_counter()
+        self.kill()
+        self._process.start()
         self._wait(self.listens, START_DEADLINE_S, "the server does not listen")
         asked = time.perf_counter()
         answer = ask()
@@ -258,16 +242,6 @@ class LiveServer:
         asked = {} if scope is None else {"prefix_cache": {"scope": scope}}
         return streamed(self._client, "/v1/chat/completions", asked | {"messages": messages}, max_tokens)
 
-    def _workers(self) -> list[int]:
-        """Returns the processes that have served, or will: the last one is there now."""
-        log = self.log_path.read_text(encoding="utf-8", errors="replace")
-        return [int(number) for number in re.findall(r"process (\d+) is for", log)]
-
-    def _has_spare(self) -> bool:
-        """Returns whether the spare is ready, and the worker."""
-        log = self.log_path.read_text(encoding="utf-8", errors="replace")
-        return "a spare is ready" in log and log.count("diskprefix ready on") == len(self._workers())
-
     def listens(self) -> bool:
         with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
             return True
@@ -279,13 +253,6 @@ class LiveServer:
             if time.monotonic() > deadline:
                 raise LiveServerError(f"{failure} within {deadline_s:.0f} seconds")
             time.sleep(POLL_S)
-
-
-def time_import_torch_s() -> float:
-    """Returns how long a new Python takes to import torch: the measure of a start."""
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    return time.perf_counter() - began
 
 
 def num_tracebacks(log_path: Path) -> int:

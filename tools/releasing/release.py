@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from diskprefix.progress import Report
 from tools.measuring.options import run_tool
-from tools.releasing.environment import ROOT, ReleaseError, programs, run
+from tools.releasing.environment import ROOT, SMALL, ReleaseError, programs, run
 
 GLIBC = (2, 28)
 """The oldest one that the wheels are for: that of torch's own wheels."""
+FRAMEWORK = frozenset({"torch", "transformers", "accelerate"})
+"""What a model that has a plan does not need: gigabytes."""
 LIBRARY = "diskprefix/native/_operators.so"
 _VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
@@ -94,6 +99,16 @@ def export(commit: str, folder: Path) -> None:
     folder.mkdir(parents=True)
     packed = subprocess.run(["git", "-C", str(ROOT), "archive", commit], capture_output=True, check=True).stdout
     subprocess.run(["tar", "--extract", "--directory", str(folder)], input=packed, check=True)
+
+
+def small_requirements(sources: Path) -> str:
+    """Returns the lines of a file for pip: what the project needs without `FRAMEWORK`, in the versions that were tested
+    together."""
+    project = tomllib.loads(_text(sources / "pyproject.toml"))["project"]
+    needed = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]} - FRAMEWORK
+    lines = _text(sources / "tools/constraints.txt").splitlines()
+    tested = {canonicalize_name(line.partition("==")[0]): line for line in lines if not line.startswith("#")}
+    return "".join(f"{tested[name]}\n" for name in sorted(needed))
 
 
 def build_archives(commit: str, work: Path, targets: tuple[Target, ...], address: str, say: Report) -> list[Path]:
@@ -209,6 +224,8 @@ def _chosen(machines: tuple[str, ...]) -> tuple[Target, ...]:
 def main(folder: Path, commit: str, machines: tuple[str, ...], tag: str, address: str, once: bool) -> None:
     """Build the wheels and the source archive of a commit, and check them.
 
+    requirements-small.txt has what the wheel needs beside torch and transformers; tools/fresh-machine --small tries it.
+
     Each wheel holds the operators, compiled for every kind of x86_64 or aarch64 CPU, and needs no compiler where it is
     installed. auditwheel checks that it needs no newer system than its name says. Everything is built twice, in two
     folders, and must be the same to the byte. Debian's cross compilers are needed. It takes about four minutes.
@@ -243,6 +260,8 @@ def main(folder: Path, commit: str, machines: tuple[str, ...], tag: str, address
             check_wheel(wheel, version, target, work / f"checked-{target.machine}")
         folder.mkdir(parents=True, exist_ok=True)
         written = [Path(shutil.copy2(path, folder)) for path in found]
+        written.append(folder / SMALL)
+        written[-1].write_text(small_requirements(work / "sources"), encoding="utf-8")
     sums = "".join(f"{digest_of(path)}  {path.name}\n" for path in written)
     (folder / "SHA256SUMS").write_text(sums, encoding="utf-8")
     for path in written:

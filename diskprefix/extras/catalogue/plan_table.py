@@ -14,17 +14,18 @@ from typing import Any
 
 import click
 
+from diskprefix.kv.numbers import dtype_of
 from diskprefix.model.load.loader import unread_weights
 from diskprefix.model.operands import HeadMatrices, Weight
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.planned import PlanRuntime, plan_layout
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.model.weights import Weights
-from diskprefix.native import calls
+from diskprefix.native import address_of, calls
 from diskprefix.native.matrix import Matrix
 from diskprefix.settings import Settings
 
-_LEFT_OUT = ("num_rows", "num_runs", "num_threads", "parallel_for", "num_matrices", "table", "value_table")
+_LEFT_OUT = ("num_rows", "num_runs", "num_threads", "num_matrices", "table", "value_table")
 """Fields that each step sets, or that are shown otherwise."""
 _NEUTRAL = (("factor", 1), ("each", 1))
 _LAYOUT = ("stride", "row_bytes", "head_bytes", "kept", "kept_decay", "kept_beta")
@@ -173,12 +174,12 @@ def _weights(made_of: Any) -> dict[int, tuple[int, list[int], str]]:
     for one in _flat(made_of):
         match one:
             case Matrix():
-                found[one.address] = one.weights.data_ptr(), [one.rows, one.columns], _form(one.form)
+                found[one.address] = address_of(one.weights), [one.rows, one.columns], _form(one.form)
             case Weight():
-                found[one.address] = one.kept.data_ptr(), [*one.shape], _form(one.kept.dtype)
+                found[one.address] = address_of(one.kept), [*one.shape], dtype_of(one.kept)
             case HeadMatrices():
                 shape = [one.heads, one.rows, one.columns]
-                found[one.address] = one.kept.data_ptr(), shape, _form(one.kept.dtype)
+                found[one.address] = address_of(one.kept), shape, dtype_of(one.kept)
             case array() if one and one[0] in found:  # The addresses of the matrices of experts, which came before it.
                 at, shape, form = found[one[0]]
                 found[one.buffer_info()[0]] = at, [len(one), *shape], form
@@ -197,7 +198,7 @@ def _flat(made_of: Any) -> Iterator[Any]:
 def _form(form: Any) -> str:
     """Returns what people call a form. Some types of quants in files become one form."""
     names = [name for name, one in FILE_FORMS.items() if one == form]
-    return " or ".join(names) or str(form).removeprefix("torch.")
+    return " or ".join(names) or str(form)
 
 
 def _names(weights: Weights) -> dict[int, str]:
@@ -206,5 +207,5 @@ def _names(weights: Weights) -> dict[int, str]:
     for path, tensor in weights.named():
         name = path.removesuffix(".weight")
         of_layer = re.search(r"layers\.\d+\.(?:\w+\.)?(.+)", name)
-        found[tensor.data_ptr()] = of_layer[1] if of_layer else name.rpartition(".")[2]
+        found[address_of(tensor)] = of_layer[1] if of_layer else name.rpartition(".")[2]
     return found

@@ -10,6 +10,7 @@ import logging
 import math
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,11 +26,10 @@ from diskprefix.extras.catalogue.catalogue import listed
 from diskprefix.extras.front import passing
 from diskprefix.extras.front.front_messages import Routing, read_routing, refusal
 from diskprefix.extras.front.listing import Listing
-from diskprefix.extras.front.nursery import LOAD, PREPARE, UNLOAD
 from diskprefix.extras.front.own_routes import OwnRoutes
 from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone
-from diskprefix.extras.front.swaps import Phase, Slot, Swaps
-from diskprefix.extras.front.workers import MAX_UNLOAD_S, Backoff, ModelWorker, Workers, exit_text
+from diskprefix.extras.front.swaps import Phase, Swaps
+from diskprefix.extras.front.workers import MAX_UNLOAD_S, ModelWorker, Workers, exit_text
 from diskprefix.extras.ollama.ollama_models import keep_alive_seconds
 from diskprefix.model.load.memory import available_ram_bytes, trim_heap
 from diskprefix.model.load.proposals import none_known
@@ -37,6 +37,7 @@ from diskprefix.printable import shown
 from diskprefix.server.guards import BrowserGuard, caller_of
 from diskprefix.server.keys import ApiKeys, Caller, OwnerToken
 from diskprefix.server.limits import LARGE_BYTES, BodyPace, InFlight
+from diskprefix.server.process.front_line import LOAD, UNLOAD
 from diskprefix.server.process.process import process_age_s
 from diskprefix.server.process.systemd import notify, watchdog_s
 from diskprefix.settings import Settings
@@ -53,7 +54,9 @@ log = logging.getLogger("diskprefix")
 _SHOW = "/api/show"
 _ATTEMPTS = 3
 """A request fails when so many workers have died before they took it."""
-_MIN_PAUSE_S = 1.0
+_MIN_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
+_SETTLED_S = 60.0
+"""The failure of a model that was served for so long is the first in a row."""
 _TRIM_S = 5.0
 """How long after the last large body its memory is given back to the system."""
 _WORKER_END_S = 30.0
@@ -61,11 +64,21 @@ _WORKER_END_S = 30.0
 
 
 @dataclass
-class Failures(Backoff):
+class Failures:
     """The failures of a model in a row. It is not started again before `until`."""
 
+    in_a_row: int = 0
     until: float = 0.0
     reason: str = ""
+
+    def record(self, reason: str, now: float, *, served_s: float = 0.0, min_s: float = 0.0) -> float:
+        """Records a failure after `served_s` of service. Returns the seconds until the next start: 0, 1, 2, 4, …, at
+        most 60 and at least `min_s`."""
+        self.in_a_row = 1 if served_s >= _SETTLED_S else self.in_a_row + 1
+        pause_s = 0.0 if self.in_a_row == 1 else min(_MAX_PAUSE_S, _MIN_PAUSE_S * 2.0 ** (self.in_a_row - 2))
+        pause_s = max(min_s, pause_s)
+        self.until, self.reason = now + pause_s, reason
+        return pause_s
 
 
 class Front:
@@ -83,10 +96,9 @@ class Front:
         self._settings, self._listing, self._workers = settings, listing, workers
         self._access, self._stop_server = access, stop_server
         self._guard = BrowserGuard(self, settings.host, has_keys=settings.api_keys is not None)
-        self._swaps = Swaps(None if listing.only else settings.memory_limit)
-        self._worker_of: dict[Slot, ModelWorker] = {}
-        self._routes = OwnRoutes(listing, self._swaps, self._worker_of, self._load_or_unload)
-        self._failures: dict[str, Failures] = {}
+        self._swaps = Swaps(workers.all, None if listing.only else settings.memory_limit)
+        self._routes = OwnRoutes(listing, self._swaps, self._load_or_unload)
+        self._failures: defaultdict[str, Failures] = defaultdict(Failures)
         self._in_flight, self._pace = InFlight(settings), BodyPace()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -123,14 +135,11 @@ class Front:
         await receive()
         self._loop = asyncio.get_running_loop()
         self._workers.on_change = self._on_change
-        self._workers.attach()
         if (limit_s := watchdog_s()) is not None:
             self._in_background(self._watch(limit_s))
         self._in_background(self._start_models())
         if not self._listing.only:
             notify(READY=1, STATUS=f"serving {', '.join(known.name for known in self._listing.models())}")
-            if self._settings.standby:
-                self._workers.keep_spare(self._settings, knows_model=False)
         await send({"type": "lifespan.startup.complete"})
         await receive()
         for task in self._tasks:
@@ -146,7 +155,7 @@ class Front:
             log.info("diskprefix ready on %s · %s · %.1f s", self._workers.address, number, age_s)
         for known in sorted(models, key=lambda known: not self._listing.stays_loaded(known)):
             if self._listing.stays_loaded(known):
-                await self._start_resident(known)
+                await self._keep_loaded(known.name)
             else:
                 await self._listing.read_needs(known)
 
@@ -154,7 +163,7 @@ class Front:
         """Tells all workers to end in order."""
         self._is_stopping = True
         notify(STOPPING=1, STATUS="stopping")
-        for worker in self._workers.all.values():
+        for worker in self._workers.all:
             worker.tell(UNLOAD)
 
     def read_again(self) -> None:
@@ -162,16 +171,18 @@ class Front:
         notify(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000, STATUS="reading keys and models again")
         if isinstance(self._access, ApiKeys):
             self._access.read_again()
-        for worker in self._workers.all.values():
-            # A worker that loads may have read the old keys, and does not hear the signal yet.
+        for worker in self._workers.all:
+            # A worker that loads may have read the old keys, and the signal may end it.
             worker.has_old_keys = worker.ready_at is None
-            worker.kill(signal.SIGHUP)
+            if not worker.has_old_keys:
+                worker.kill(signal.SIGHUP)
         self._in_background(self._read_models())
 
     def check_memory(self) -> None:
         """Tells all workers to check the pages of their models."""
-        for worker in self._workers.all.values():
-            worker.kill(signal.SIGUSR2)
+        for worker in self._workers.all:
+            if worker.ready_at is not None:
+                worker.kill(signal.SIGUSR2)
 
     async def _read_models(self) -> None:
         try:
@@ -195,27 +206,22 @@ class Front:
             self._workers.kill_hung(self._loop.time(), limit_s)
             await asyncio.sleep(limit_s / 4)
 
-    async def _start_resident(self, known: KnownModel) -> None:
+    async def _keep_loaded(self, name: str, pause_s: float = 0.0) -> None:
+        """Starts a model after a pause, if it is then one that stays loaded and is not there."""
+        await asyncio.sleep(pause_s)
+        known = next((known for known in self._listing.models() if known.name == name), None)
+        if known is None or not self._listing.stays_loaded(known):
+            return
         await self._listing.read_needs(known)
-        if self._is_stopping or self._swaps.find(known.name) is not None:
+        if self._is_stopping or self._swaps.find(name) is not None:
             return
         try:
             self._start(known, None)
             self._apply_decision()
         except (DiskPrefixError, OSError) as error:
-            delay_s = self._record_failure(known.name, str(error), 0.0, _MIN_PAUSE_S)
-            log.error("[front] %s is not loaded: %s", known.name, one_line(str(error)))
-            self._restart_later(delay_s, known.name)
-
-    def _restart_later(self, delay_s: float, name: str) -> None:
-        """Starts a model again after a delay, if it is then a model that stays loaded."""
-
-        def start() -> None:
-            known = next((known for known in self._listing.models() if known.name == name), None)
-            if known is not None and self._listing.stays_loaded(known):
-                self._in_background(self._start_resident(known))
-
-        self._loop.call_later(delay_s, start)
+            log.error("[front] %s is not loaded: %s", name, one_line(str(error)))
+            pause_s = self._failures[name].record(str(error), self._loop.time(), min_s=_MIN_PAUSE_S)
+            self._in_background(self._keep_loaded(name, pause_s))
 
     def _start(self, known: KnownModel, caller: Tenant | None) -> ModelWorker:
         """Starts the worker of a model. It waits for its turn to load. Raises `DiskPrefixError` and `OSError`."""
@@ -225,7 +231,7 @@ class Front:
             if self._settings.memory_limit is None and not self._swaps.used_bytes:
                 self._swaps.limit_bytes = available_ram_bytes()
             needed, lines, settings = self._listing.fit(known, settings, self._swaps.limit_bytes or 0)
-        slot = Slot(
+        worker = ModelWorker(
             model=known.name,
             needed_bytes=needed,
             waits_since=self._loop.time(),
@@ -234,82 +240,65 @@ class Front:
             callers=set() if caller is None else {caller},
             is_ordered=caller is None or self._listing.stays_loaded(known),
         )
-        self._swaps.require_room(slot, lines)
-        worker = self._workers.start(settings, slot)
-        self._swaps.slots.append(slot)
-        self._worker_of[slot] = worker
+        self._swaps.require_room(worker, lines)
+        self._workers.start(worker, settings)
         return worker
 
     def _on_change(self, worker: ModelWorker) -> None:
         """Acts on a message of a worker, or on its end."""
-        slot = worker.slot
         if worker.code is not None:
             self._on_end(worker, worker.code)
-        elif worker.ready_at is not None and slot.phase is Phase.LOADING:
-            self._swaps.set_ready(slot, self._loop.time())
+        elif worker.ready_at is not None and worker.phase is Phase.LOADING:
+            self._swaps.set_ready(worker, self._loop.time())
             self._has_served = True
             if worker.has_old_keys:
                 worker.kill(signal.SIGHUP)
-            self._failures.setdefault(slot.model, Failures()).reason = ""
+            self._failures[worker.model].reason = ""
             if self._listing.only:
                 notify(READY=1)
-                if self._settings.standby:
-                    self._workers.keep_spare(self._settings, knows_model=True)
         if self._listing.only and not self._is_stopping and worker.status:
             notify(STATUS=worker.status)
         self._apply_decision()
 
     def _on_end(self, worker: ModelWorker, code: int) -> None:
-        slot = worker.slot
-        was_asked = slot.phase is Phase.LEAVING or self._is_stopping
-        self._swaps.slots.remove(slot)
-        del self._worker_of[slot]
-        if was_asked:
-            log.info("[front] %s is unloaded", slot.model)
-            if worker.ready_at is None and not slot.is_closed:
+        if self._is_stopping or worker.phase is Phase.LEAVING:
+            log.info("[front] %s is unloaded", worker.model)
+            if worker.ready_at is None and not worker.is_closed:
                 # It had no room. A model that stays loaded may have room later.
-                self._restart_later(_MIN_PAUSE_S, slot.model)
+                self._in_background(self._keep_loaded(worker.model, _MIN_PAUSE_S))
             return
         if self._listing.only and not self._has_served and code > 0 and code != DeviceLost.exit_code:
             # Another start would fail, too.
             self.exit_code, self._is_stopping = code, True
             self._stop_server()
             return
-        served_s = 0.0 if worker.ready_at is None else self._loop.time() - worker.ready_at
-        reason = worker.failure or f"its process {exit_text(code)}"
-        has_failed = worker.failure and worker.ready_at is None
-        delay_s = self._record_failure(slot.model, reason, served_s, _MIN_PAUSE_S if has_failed else 0.0)
-        in_a_row = self._failures[slot.model].in_a_row
-        then = "another is started" if slot.is_pinned else "a request may start another"
-        when = f" in {delay_s:.0f} s: it died {in_a_row} times in a row" if delay_s else ""
-        log.error("[front] the worker of %s %s; %s%s", slot.model, exit_text(code), then, when)
-        self._restart_later(delay_s, slot.model)
-
-    def _record_failure(self, model: str, reason: str, served_s: float, min_s: float) -> float:
-        """Records a failure. Returns the seconds until the next start, at least `min_s`."""
-        failures = self._failures.setdefault(model, Failures())
-        delay_s = max(min_s, failures.next_delay_s(served_s))
-        failures.until, failures.reason = self._loop.time() + delay_s, reason
-        return delay_s
+        now, failures = self._loop.time(), self._failures[worker.model]
+        pause_s = failures.record(
+            worker.failure or f"its process {exit_text(code)}",
+            now,
+            served_s=0.0 if worker.ready_at is None else now - worker.ready_at,
+            min_s=_MIN_PAUSE_S if worker.failure and worker.ready_at is None else 0.0,
+        )
+        then = "another is started" if worker.is_pinned else "a request may start another"
+        when = f" in {pause_s:.0f} s: it died {failures.in_a_row} times in a row" if pause_s else ""
+        log.error("[front] the worker of %s %s; %s%s", worker.model, exit_text(code), then, when)
+        self._in_background(self._keep_loaded(worker.model, pause_s))
 
     def _apply_decision(self) -> None:
         """Loads and unloads the models whose turn it is."""
         if self._is_stopping:
             return
         now = self._loop.time()
-        decision = self._swaps.decide(now)
-        for slot in decision.unload:
-            log.info("[front] %s is being unloaded; it takes %s", slot.model, format_size(slot.needed_bytes))
-            worker = self._worker_of[slot]
+        load, unload = self._swaps.decide(now)
+        for worker in unload:
+            log.info("[front] %s is being unloaded; it takes %s", worker.model, format_size(worker.needed_bytes))
             worker.tell(UNLOAD)
             self._loop.call_later(MAX_UNLOAD_S, worker.kill, signal.SIGKILL)
             if worker.ready_at is None:
                 # It has nothing to save.
                 worker.kill(signal.SIGKILL)
-        for slot in decision.load:
-            self._worker_of[slot].tell(LOAD)
-        if decision.prepare is not None and any(slot.phase is Phase.LEAVING for slot in self._swaps.slots):
-            self._worker_of[decision.prepare].tell(PREPARE)
+        for worker in load:
+            worker.tell(LOAD)
         if self._timer is not None:
             self._timer.cancel()
         due_at = self._swaps.due_at(now)
@@ -351,7 +340,7 @@ class Front:
             loads = is_use or scope["path"].startswith(("/v1/models", "/api/tags", _SHOW))
             worker = await self._worker_for(known, caller.account, loads=loads)
             if loads:
-                self._swaps.begin_request(worker.slot, caller.account)
+                self._swaps.begin_request(worker, caller.account)
                 self._apply_decision()
             try:
                 await passing.pass_on(worker.path, scope, incoming, send)
@@ -368,15 +357,15 @@ class Front:
                 if gone.has_begun:
                     # The client sees that the connection ends before the response.
                     return
-                if worker.slot.phase is Phase.LEAVING and worker.ready_at is None:
+                if worker.phase is Phase.LEAVING and worker.ready_at is None:
                     raise NotReady(f"{known.name} has no room beside what was loaded meanwhile; try again") from None
                 raise NotReady(f"the process of the model {known.name} has died; try again") from None
             finally:
                 if loads:
-                    worker.slot.num_active -= 1
+                    worker.num_active -= 1
                     if is_use:
                         now = self._loop.time()
-                        worker.slot.record_use(caller.tenant, now, keep_alive_s, overrides=caller.is_owner)
+                        worker.record_use(caller.tenant, now, keep_alive_s, overrides=caller.is_owner)
                     self._apply_decision()
         raise NotReady(f"the processes of the model {known.name} die; its log has the reason")
 
@@ -388,11 +377,10 @@ class Front:
             await self._listing.read_needs(known)
         if self._is_stopping:
             raise NotReady("the daemon is stopping")
-        slot = self._swaps.find(known.name)
-        if slot is not None:
-            return self._worker_of[slot]
-        failures = self._failures.get(known.name)
-        if failures is not None and (left_s := failures.until - self._loop.time()) > 0:
+        if (worker := self._swaps.find(known.name)) is not None:
+            return worker
+        failures = self._failures[known.name]
+        if (left_s := failures.until - self._loop.time()) > 0:
             again = f"it is started again in {math.ceil(left_s)} s"
             raise NotReady(
                 f"{known.name}: {failures.reason}; {again}",
@@ -443,7 +431,7 @@ class Front:
         slot = self._swaps.find(known.name)
         if action == "load":
             if slot is None:
-                slot = (await self._worker_for(known, caller.account)).slot
+                slot = await self._worker_for(known, caller.account)
                 slot.is_ordered = True
             elif slot.phase is Phase.READY:
                 slot.record_use(None, self._loop.time())

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from diskprefix.extras.front.front import Front
 from diskprefix.extras.front.listing import Listing
-from diskprefix.extras.front.nursery import Prepare, Work
 from diskprefix.extras.front.workers import Workers
 from diskprefix.server.keys import ApiKeys
 from diskprefix.server.process.listener import open_listeners
@@ -56,14 +55,14 @@ class FrontServer(SignalledServer):
             log.info("stopped")
 
 
-def run_front(listing: Listing, settings: Settings, prepare: Prepare, work: Work) -> None:
-    """Serves the models of a list. See `hooks.RunFront`."""
+def run_front(listing: Listing, settings: Settings) -> None:
+    """Serves the models of a list. See `hooks.open_front`."""
     faulthandler.enable()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
     for number in (signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    workers = Workers(prepare, work, takes_any_name=listing.only is None)
+    workers = Workers(takes_any_name=listing.only is None)
     settings, listeners = open_listeners(settings)
     workers.token = made_token(settings)
     workers.address = announce_listening(listeners, settings, workers.token)

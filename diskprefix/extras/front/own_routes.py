@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +39,10 @@ class OwnRoutes:
     def __init__(
         self,
         listing: Listing,
-        swaps: Swaps,
-        worker_of: Mapping[Slot, ModelWorker],
+        swaps: Swaps[ModelWorker],
         load_or_unload: Callable[[str, str, Caller], Awaitable[dict[str, str]]],
     ) -> None:
-        self._listing, self._swaps, self._worker_of = listing, swaps, worker_of
+        self._listing, self._swaps = listing, swaps
         self._load_or_unload = load_or_unload
 
     async def response(self, scope: Scope, caller: Caller) -> Response | None:
@@ -96,8 +95,7 @@ class OwnRoutes:
                 cards = self._cards(None, caller)["data"]
                 return JSONResponse({"models": [tag(card, self._listing.facts[card["id"]]) for card in cards]})
             case "/api/ps":
-                ready = [slot for slot in self._worker_of if slot.phase is Phase.READY]
-                return JSONResponse({"models": [self._running(slot, caller) for slot in ready]})
+                return JSONResponse({"models": [self._running(slot, caller) for slot in self._ready]})
         if path != "/v1/models" and not path.startswith("/v1/models/"):
             return None
         is_anthropic = "anthropic-version" in Headers(scope=scope)
@@ -123,7 +121,7 @@ class OwnRoutes:
 
     @property
     def _ready(self) -> list[ModelWorker]:
-        return [worker for slot, worker in self._worker_of.items() if slot.phase is Phase.READY]
+        return [worker for worker in self._swaps.slots if worker.phase is Phase.READY]
 
     async def _stored(self, scope: Scope) -> Response:
         """Returns the answer of the first worker that knows a stored response. A response that another worker has just
@@ -144,7 +142,7 @@ class OwnRoutes:
         ready = self._ready
         answers = await asyncio.gather(*(_answer_of(worker, scope, _METRICS_S) for worker in ready))
         texts = {
-            worker.slot.model: bytes(answer.body).decode()
+            worker.model: bytes(answer.body).decode()
             for worker, answer in zip(ready, answers, strict=True)
             if answer is not None and answer.status_code == 200
         }

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Generic, TypeVar
 
 from diskprefix.errors import ModelError
 from diskprefix.units import format_size
@@ -88,15 +89,6 @@ class Slot:
         self.keep_until[caller] = now + keep_alive_s
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The next steps. `prepare` is the first slot that waits for memory: its worker may import meanwhile."""
-
-    load: Sequence[Slot] = ()
-    unload: Sequence[Slot] = ()
-    prepare: Slot | None = None
-
-
 class NeverFits(ModelError):
     """The model has no room even if everything that may be unloaded is unloaded."""
 
@@ -105,12 +97,15 @@ class NeverFits(ModelError):
     code = "model_too_large"
 
 
-class Swaps:
-    """The slots. Models in memory take at most `limit_bytes`, or any size if that is None."""
+S = TypeVar("S", bound=Slot)
 
-    def __init__(self, limit_bytes: int | None) -> None:
-        self.limit_bytes = limit_bytes
-        self.slots: list[Slot] = []
+
+class Swaps(Generic[S]):
+    """Decides about `slots`, to which others add and from which they remove. Models in memory take at most
+    `limit_bytes`, or any size if that is None."""
+
+    def __init__(self, slots: list[S], limit_bytes: int | None) -> None:
+        self.slots, self.limit_bytes = slots, limit_bytes
         self._num_loads: Counter[Hashable] = Counter()
         """The loads of each caller since a model last had to wait."""
 
@@ -118,7 +113,7 @@ class Swaps:
     def used_bytes(self) -> int:
         return sum(slot.needed_bytes for slot in self.slots if slot.phase is not Phase.WAITING)
 
-    def find(self, model: str) -> Slot | None:
+    def find(self, model: str) -> S | None:
         """Returns the slot in which a model takes requests."""
         return next((slot for slot in self.slots if slot.model == model and slot.takes_requests), None)
 
@@ -146,8 +141,8 @@ class Swaps:
         if slot.is_ordered:
             slot.record_use(None, now)
 
-    def decide(self, now: float) -> Decision:
-        """Returns what to do, and sets the phases as if it were done: LOADING and LEAVING."""
+    def decide(self, now: float) -> tuple[list[S], list[S]]:
+        """Returns what to load and what to unload, and sets the phases as if it were done: LOADING and LEAVING."""
         unload = [slot for slot in self.slots if slot.phase is Phase.WAITING and self._is_obsolete(slot)]
         for slot in unload:
             slot.phase = Phase.LEAVING
@@ -159,12 +154,11 @@ class Swaps:
         unload += [slot for slot in idle if not slot.takes_requests or slot.expires_at() <= now]
         for slot in unload:
             slot.phase = Phase.LEAVING
-        load: list[Slot] = []
-        prepare = None
-        for slot in self._in_turn():
+        load: list[S] = []
+        waiting = self._in_turn()
+        for slot in waiting:
             if any(other.model == slot.model and other.phase is not Phase.WAITING for other in self.slots):
                 # There may be no room for the model twice.
-                prepare = prepare or slot
                 continue
             used = self.used_bytes + (0 if self.limit_bytes is None else slot.needed_bytes)
             if self.limit_bytes is None or used <= self.limit_bytes:
@@ -173,14 +167,13 @@ class Swaps:
                 load.append(slot)
                 continue
             unload += self._make_room(slot, used - self.limit_bytes, now, yielded)
-            prepare = prepare or slot
             # If smaller models went first, a large one might wait for ever.
             break
-        if prepare is None:
+        if len(load) == len(waiting):
             self._num_loads.clear()
         for slot in unload:
             slot.phase = Phase.LEAVING
-        return Decision(load, unload, prepare)
+        return load, unload
 
     def due_at(self, now: float) -> float | None:
         """Returns when to decide again even if nothing has happened, None for never."""
@@ -194,7 +187,7 @@ class Swaps:
         needed = waiting.needed_bytes + sum(slot.needed_bytes for slot in pinned if slot.model != waiting.model)
         return not (waiting.num_active or waiting.is_ordered) or needed > (self.limit_bytes or needed)
 
-    def _in_turn(self) -> list[Slot]:
+    def _in_turn(self) -> list[S]:
         """Returns the waiting slots, the next first."""
         waiting = [slot for slot in self.slots if slot.phase is Phase.WAITING]
 
@@ -203,11 +196,11 @@ class Swaps:
 
         return sorted(waiting, key=turn)
 
-    def _make_room(self, slot: Slot, missing: int, now: float, yielded: Collection[Slot]) -> list[Slot]:
+    def _make_room(self, slot: Slot, missing: int, now: float, yielded: Collection[S]) -> list[S]:
         """Returns what to unload for a slot that lacks `missing` bytes. If it has waited for too long, models that
         answer yield, first those that `yielded` before."""
         missing -= sum(other.needed_bytes for other in self.slots if other.phase is Phase.LEAVING)
-        unload: list[Slot] = []
+        unload: list[S] = []
         idle = [other for other in self.slots if other.is_idle and not other.is_pinned]
         for other in sorted(idle, key=lambda other: other.used_at):
             if missing > 0:

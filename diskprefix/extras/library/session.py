@@ -277,7 +277,9 @@ class PrefixCacheSession:
             logits = self._complete(sequence, prompt)
             assert logits is not None, "a prompt that does not go on has next-token logits"
             cache = filled(inputs[self.cache_argument], sequence, self.model.device)
-        last = torch.from_numpy(logits)[None, None].to(self.model.device, self._cache.layout.logits_dtype)
+        last = torch.from_numpy(logits)[None, None].to(
+            self.model.device, getattr(torch, self._cache.layout.logits_dtype)
+        )
         return ModelOutput({"logits": last, self.cache_argument: cache})
 
     @staticmethod

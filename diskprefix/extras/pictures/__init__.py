@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    from diskprefix.model.load.picture_processor import PictureProcessor
+    from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
 
 
-def open_pictures(
-    folder: Path, config: PreTrainedConfig, problem: str | None, make_processor: Callable[[], Any] | None = None
-) -> PictureProcessor:
-    """Returns what reads the pictures of a model. With a `problem`, it takes none."""
+def open_pictures(model: PicturesModel) -> PictureProcessor:
+    """Returns what reads the pictures of a model."""
     from diskprefix.extras.pictures.picture_reader import PictureReader
 
-    return (
-        PictureReader.load(folder, config, make_processor) if problem is None else PictureReader(None, problem=problem)
-    )
+    return PictureReader.load(model)

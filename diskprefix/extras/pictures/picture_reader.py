@@ -11,15 +11,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diskprefix.errors import InvalidRequest
+from diskprefix.kv.layout import is_out_of_memory
+from diskprefix.memo import Memo
 from diskprefix.model.gguf.file_processor import lenient_class
-from diskprefix.model.load.picture_processor import Detail
+from diskprefix.model.load.gguf_file import file_stamp
+from diskprefix.model.load.picture_processor import Detail, PicturesModel
 from diskprefix.printable import first_line
 from diskprefix.values import Picture
+from diskprefix.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -46,6 +51,7 @@ _PLAIN_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 _TEXT_FIELDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 _POSITION_FIELDS = ("image_grid_thw",)
 _KNOWN_SIZES = 256
+_known = Memo("picture_processors", version=1, max_records=64)
 
 
 class _Form(NamedTuple):
@@ -57,42 +63,65 @@ class _Form(NamedTuple):
 
 
 class PictureReader:
-    """A `PictureProcessor` for the processor of a multimodal model."""
+    """A `PictureProcessor` for the processor of a multimodal model, which `make` returns when the first picture
+    comes: transformers takes seconds to import."""
 
-    def __init__(self, processor: Any, config: Any = None, problem: str | None = None) -> None:
-        self._processor = processor
+    def __init__(
+        self,
+        make: Callable[[], Any] = lambda: None,
+        mark: str = "",
+        token_id: int = -1,
+        placeholders: Iterable[str] = (),
+        problem: str | None = None,
+    ) -> None:
+        self._make = make
         self._busy = threading.Lock()
         self._forms: dict[tuple[int, int], _Form] = {}
-        mark, token_id = getattr(processor, "image_token", None), getattr(config, "image_token_id", None)
-        has_parts = getattr(processor, "image_processor", None) and getattr(config, "vision_config", True)
-        if problem is None and (not has_parts or mark is None or token_id is None):
-            problem = "its processor has no placeholder for an image"
-        self.problem = problem
-        self.mark: str = mark or ""
-        self.token_id = -1 if token_id is None else int(token_id)
-        self.placeholders = _placeholders(processor)
-        self._settings = _settings(processor)
-        self.computed_by = ""
+        self.problem, self.mark, self.token_id = problem, mark, token_id
+        self.placeholders = frozenset(placeholders)
+        self.computed_by = lambda: ""
 
     @classmethod
-    def load(cls, folder: Path, config: PreTrainedConfig, make: Callable[[], Any] | None = None) -> PictureReader:
-        """Returns a reader for the processor in a model's folder, or for the result of `make`. If the processor cannot
-        be used, `problem` says why. Raises only the errors of torch when memory runs out."""
+    def of(cls, processor: Any, config: Any) -> PictureReader:
+        """Returns a reader for a processor."""
+        mark, token_id = getattr(processor, "image_token", None), getattr(config, "image_token_id", None)
+        has_parts = getattr(processor, "image_processor", None) and getattr(config, "vision_config", True)
+        if not has_parts or mark is None or token_id is None:
+            return cls(problem="its processor has no placeholder for an image")
+        return cls(lambda: processor, mark, int(token_id), _placeholders(processor))
+
+    @classmethod
+    def load(cls, model: PicturesModel) -> PictureReader:
+        """Returns a reader for a model. If its processor cannot be used, `problem` says why. If it can, what it says of
+        itself is remembered. Raises only the errors of torch when memory runs out."""
+        make = model.make_processor or partial(_load_processor, model.path, model.read_config)
+        match _known.get(key := _key_of(model.files)):
+            case [str(mark), int(token_id), list(placeholders)]:
+                return cls(make, mark, token_id, placeholders)
         from transformers.utils import is_vision_available
 
-        from diskprefix.kv.layout import is_out_of_memory
-
+        if (problem := model.problem()) is not None:
+            return cls(problem=problem)
         try:
-            reader = cls(_load_processor(folder, config) if make is None else make(), config)
+            reader = cls.of(make(), model.read_config())
             if reader.problem is None:
                 reader._form((64, 64), "a blank")
+                _known.put(key, [reader.mark, reader.token_id, sorted(reader.placeholders)])
         except Exception as error:  # processors are of any age and author; the model works without
             if is_out_of_memory(error):
                 raise
             if not is_vision_available():
-                return cls(None, problem="Pillow is not installed: pip install 'diskprefix[pictures]'")
-            return cls(None, problem=f"its processor cannot be used: {first_line(error)}")
+                return cls(problem="Pillow is not installed: pip install 'diskprefix[pictures]'")
+            return cls(problem=f"its processor cannot be used: {first_line(error)}")
         return reader
+
+    @cached_property
+    def _processor(self) -> Any:
+        return self._make()
+
+    @cached_property
+    def _settings(self) -> bytes:
+        return _settings(self._processor)
 
     def read_image(self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = ()) -> Picture:
         """Returns the first frame of a file, turned upright. Reads only the header. Raises `InvalidRequest` if the file
@@ -125,7 +154,8 @@ class PictureReader:
         scale = min(1.0, LONGEST_SIDE.get(detail, max(size)) / max(size))
         target_size = (max(1, round(width * scale)), max(1, round(height * scale)))
         form = self._form(target_size, param)
-        form_text = self.computed_by + json.dumps(target_size)
+        with self._busy:
+            form_text = self.computed_by() + json.dumps(target_size)
         name = hashlib.blake2b(self._settings + form_text.encode() + content, digest_size=16).digest()
         prepare = partial(self._prepare, content, (kind, turn, size, target_size), param)
         return Picture(name, *form, f"{width}x{height}", len(content), param, prepare)
@@ -151,8 +181,6 @@ class PictureReader:
 
     def _process(self, image: Any, param: str) -> dict[str, Any]:
         """Returns the processor's result for a text that is only a picture. Raises `InvalidRequest`."""
-        from diskprefix.kv.layout import is_out_of_memory
-
         options: dict[str, Any] = {"return_tensors": "pt", "return_text_replacement_offsets": True}
         try:
             # Its tokenizer is not safe to call from several threads.
@@ -188,6 +216,20 @@ def _decode(content: bytes, arguments: tuple[Any, ...], param: str) -> Any:
     raise InvalidRequest(f"{param}: cannot be decoded: {problem}", param=param)
 
 
+def _key_of(files: Iterable[Path]) -> str:
+    """Returns what changes with the files of a model, and with the packages that read them."""
+    versions = [*map(_installed, ("transformers", "pillow", "torchvision"))]
+    text = json.dumps([__version__, versions, [[str(one.absolute()), *file_stamp(one)] for one in files]])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
 def _settings(processor: Any) -> bytes:
     """Returns a digest of everything that changes the prepared tensors of a file, except the target size: settings,
     versions, and the program that decodes it."""
@@ -211,13 +253,13 @@ def _placeholders(processor: Any) -> frozenset[str]:
     return frozenset(text for text in texts - plain if any(not (c.isalnum() or c.isspace()) for c in text))
 
 
-def _load_processor(folder: Path, config: PreTrainedConfig) -> Any:
+def _load_processor(folder: Path, read_config: Callable[[], PreTrainedConfig]) -> Any:
     from transformers import AutoProcessor, ProcessorMixin
 
     try:
         processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:  # noqa: BLE001 (the part for videos may be missing, or what that part needs)
-        return _load_without_videos(folder, config)
+        return _load_without_videos(folder, read_config())
     if not isinstance(processor, ProcessorMixin):
         raise ValueError("the folder has no processor")
     return processor

@@ -51,7 +51,7 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
     is_old = capability in ("DEFAULT", "NO AVX") and platform.machine() in ("x86_64", "AMD64")
     advice = "this CPU has no AVX2: computing is slow" if is_old else ""
     yield Finding("torch", "note" if is_old else "ok", text, advice)
-    if (kind := pick_device(settings.device).type) != "cpu":
+    if (kind := pick_device(settings.device)) != "cpu":
         text = f"on {kind} models are computed plainly: exact in steps of one grid, one sequence a step"
         advice = "--device cpu is exact at every token; vLLM serves many users on GPUs"
         yield Finding("accelerator", "note", text, advice)

@@ -1,85 +1,32 @@
-"""The options of configurations that plans know. One that changes numbers must not be passed over: a model with another
-option that its file sets is not computed by a plan."""
+"""The options of configurations that plans do not know. One that changes numbers must not be passed over: a model with
+another value than its type's is not computed by a plan."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_READ = """
-    activation_function activation_sparsity_pattern add_cross_attention altup_active_idx altup_correct_scale
-    altup_num_inputs attention_in_multiplier attention_multiplier attention_out_multiplier attention_value_scale
-    attn_logit_softcapping attn_scale attn_temperature_tuning clip_qkv decoder_sparse_step dim_model_base
-    do_layer_norm_before embedding_multiplier enable_moe_block expert_selection_fn final_logit_softcapping
-    first_k_dense_replace floor_scale head_dim hidden_act hidden_activation hidden_size hidden_size_per_layer_input
-    key_multiplier kv_lora_rank layer_norm_eps layer_norm_epsilon layer_rope_theta layer_types linear_allow_neg_eigval
-    lm_head_multiplier logit_scale logits_scaling mamba_hidden_act mamba_norm_before_gate mlp_hidden_act mlp_layer_types
-    mlp_multipliers mlp_only_layers moe_latent_size moe_layer_end_index moe_layer_interval moe_layer_start_index
-    moe_layers moe_norm_min moe_num_shared_experts moe_routed_scaling_factor moe_router_logit_softcapping
-    moe_router_scaling_factor moe_topk mup_enabled n_group n_shared_experts no_rope_layers norm_eps norm_epsilon
-    norm_topk_prob num_attention_heads num_dense_layers num_experts_per_tok num_heads num_hidden_layers
-    num_kv_shared_layers num_local_experts num_shared_experts pad_token_id position_embedding_type
-    prefix_dense_sliding_window_pattern q_lora_rank qk_layernorm qk_nope_head_dim qk_rope_head_dim query_pre_attn_scalar
-    residual_in_fp32 residual_multiplier rms_norm_eps rope_interleave rope_parameters rope_scaling rope_theta
-    route_scale routed_scaling_factor router_jitter_noise router_scaling_factor scale_attn_by_inverse_layer_idx
-    scale_attn_weights scale_depth scale_emb scale_embedding shared_expert_combination_strategy
-    shared_expert_intermediate_size shared_intermediate_size ssm_in_multiplier ssm_multipliers ssm_out_multiplier
-    swiglu_alpha swiglu_limit swiglu_limits swiglu_limits_shared time_step_limit time_step_min top_k_experts topk_group
-    topk_method use_parallel_residual use_post_norm use_qk_norm v_head_dim vocab_size word_embed_proj_dim
-"""
-"""Those that `of_model` and the rotary positions are made of, or that `without_plan` refuses."""
-_SEEN = """
-    attention_bias attention_chunk_size attention_k_eq_v attention_out_bias attn_layer_indices
-    block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of conv_L_cache conv_bias conv_kernel enable_bias
-    expand ffn_dim full_attn_idxs gating global_attn_every_n_layers interleave_moe_layer_step intermediate_size
-    intermediate_size_mlp laurel_rank layer_norm_elementwise_affine layers_block_type linear_conv_kernel_dim
-    linear_head_dim linear_key_head_dim linear_num_heads linear_num_key_heads linear_num_value_heads
-    linear_value_head_dim lm_head_bias mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_expand
-    mamba_head_dim mamba_n_groups mamba_n_heads mamba_num_heads mamba_proj_bias mamba_rms_norm max_position_embeddings
-    max_window_layers mlp_bias moe_intermediate_size moe_num_experts moe_shared_expert_intermediate_size multi_query
-    n_embd n_groups n_head n_inner n_layer n_positions n_routed_experts no_rope_layer_interval
-    num_attention_heads_per_layer num_experts num_key_value_heads num_nextn_predict_layers num_sliding_attention_heads
-    original_max_position_embeddings prefix_dense_intermediate_size projectors_bias qk_head_dim qkv_bias
-    share_expert_dim sliding_window sliding_window_pattern ssm_state_size state_size tie_word_embeddings use_bias
-    use_conv_bias use_double_wide_mlp use_expert_bias use_qkv_bias use_sliding_window vocab_size_per_layer_input
-"""
-"""Those that the shapes of weights, the weights that there are, or the layout of the state say."""
-_WITHOUT_EFFECT = """
-    activation_dropout allow_global_per_layer_attribute_access altup_coef_clip architectures attention_dropout
-    attention_probs_dropout_prob attention_softmax_in_fp32 attn_pdrop bos_token_id chunk_size classifier_dropout
-    dropout dtype embd_pdrop embedding_dropout embedding_initializer_range eod_token_id eos_token_id hidden_dropout
-    hidden_dropout_prob id2label ignore_keys_at_rope_validation init_std initializer_range input_jitter_noise
-    is_decoder label2id layerdrop linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min
-    mamba_chunk_size mamba_ssm_cache_dtype model_max_length moe_apply_router_weight_on_input moe_k moe_renormalize
-    moe_shared_expert_overlap mtp_layer_types mtp_layers_block_type mtp_mlp_layer_types num_expert_group
-    num_experts_per_token num_logits_to_keep output_hidden_states output_router_logits pooling pretraining_tp
-    problem_type reorder_and_upcast_attn rescale_prenorm_residual resid_pdrop residual_dropout return_dict
-    router_aux_loss_coef scale_attention_softmax_in_fp32 sep_token_id summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj time_step_floor time_step_max time_step_rank
-    transformers_version use_cache use_mamba_kernels z_loss_coefficient
-"""
-"""Those of training and of text, and those that transformers' classes do not read."""
-_KNOWN = frozenset(f"{_READ} {_SEEN} {_WITHOUT_EFFECT}".split())
+from diskprefix.model.families.type_table import options_of, unread_options
+
 _OF_LAYERS = {"head_dim", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
 """Those that a layer may have of its own: shapes say them."""
+_OF_ALL = {"chunk_size_feed_forward": 0, "is_encoder_decoder": False}
+"""Options of all types."""
 _GEMMA_4 = ("gemma4_text", "gemma4_unified_text")
 
 
 def unknown_option(config: Any) -> str:
     """Returns the name of an option of a decoder's configuration that plans do not know and that has another value than
-    its class gives it, "" if there is none."""
-    own = type(config)
-    if config.is_heterogeneous and (
-        config.per_layer_attributes - _OF_LAYERS or any(one.skip for one in config.per_layer_config)
-    ):
+    its type gives it, "" if there is none."""
+    if (config.per_layer_attributes or set()) - _OF_LAYERS:
         return "per_layer_config"
-    unknown = (name for name in vars(config).keys() - _KNOWN if not name.startswith("_") and hasattr(own, name))
-    return next((one for one in sorted(unknown) if not _is_usual(config, one)), "")
+    usual = _OF_ALL | {name: options_of(config.model_type)[name][1] for name in unread_options(config.model_type)}
+    return next((name for name, value in usual.items() if not _is_usual(config, name, value)), "")
 
 
-def _is_usual(config: Any, name: str) -> bool:
-    value = getattr(config, name)
+def _is_usual(config: Any, name: str, usual: Any) -> bool:
+    value = getattr(config, name, None)
     if name == "use_bidirectional_attention" and config.model_type in _GEMMA_4:
         # About pictures alone.
         return value in (None, False, "vision")
     # False says what None says.
-    return bool((value or None) == (getattr(type(config), name) or None))
+    return bool((value or None) == (usual or None))

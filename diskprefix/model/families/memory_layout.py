@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
 from diskprefix.kv.layout import Group, LayerKind, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.model.families.mixture_types import first_of
 from diskprefix.model.load.draft_layer import with_one_more
@@ -17,7 +15,7 @@ _FLOAT_LOGITS = ("mamba2", "nemotron_h")
 """Those whose logits are float32 in models of any type of numbers."""
 
 
-def layout_of(config: Any, dtype: torch.dtype, *, with_draft_layer: bool = False) -> Layout:
+def layout_of(config: Any, dtype: str, *, with_draft_layer: bool = False) -> Layout:
     """Returns the layout of a model with a plan that computes in `dtype`. `config` is that of the whole model."""
     text = config.get_text_config(decoder=True)
     text = with_one_more(text) if with_draft_layer else text
@@ -30,7 +28,7 @@ def layout_of(config: Any, dtype: torch.dtype, *, with_draft_layer: bool = False
         layers=tuple(spec for spec, _, _ in layers),
         groups=tuple(map(Group, _by_form(tensors))),
         vocab_size=text.vocab_size,
-        logits_dtype=torch.float32 if text.model_type in _FLOAT_LOGITS else dtype,
+        logits_dtype="float32" if text.model_type in _FLOAT_LOGITS else dtype,
         states=tuple(map(StateGroup, _by_form([spec for *_, of_layer in layers for spec in of_layer]))),
     )
 
@@ -46,9 +44,7 @@ def _kinds_of_layers(config: Any) -> list[str]:
     return ["none" if kind in ("moe", "mlp") else kind for kind in kinds[:own]] + ["none"] * (count - own)
 
 
-def _layer(
-    config: Any, number: int, kind: str, dtype: torch.dtype
-) -> tuple[LayerSpec, list[TensorSpec], list[StateSpec]]:
+def _layer(config: Any, number: int, kind: str, dtype: str) -> tuple[LayerSpec, list[TensorSpec], list[StateSpec]]:
     """Returns a layer, with its rows of tokens and its states."""
     has_states, has_rows = (
         kind in ("linear_attention", "conv", "hybrid"),
@@ -85,7 +81,7 @@ def _heads(config: Any, number: int, kind: str) -> tuple[int, int, int]:
     return 1 if getattr(config, "multi_query", False) else heads, dim, dim
 
 
-def _states(config: Any, number: int, kind: str, dtype: torch.dtype) -> Iterator[StateSpec]:
+def _states(config: Any, number: int, kind: str, dtype: str) -> Iterator[StateSpec]:
     """Yields the states of a layer: of its convolution, and of its recurrence."""
     if kind == "conv":
         yield StateSpec(number, "conv", 0, (config.hidden_size, config.conv_L_cache), dtype)
@@ -107,7 +103,7 @@ def _states(config: Any, number: int, kind: str, dtype: torch.dtype) -> Iterator
         of_keys = first("mamba_n_groups n_groups", 0) * state_dim
         shape, kernel = (heads, dim, state_dim), first("mamba_d_conv conv_kernel", 0)
     yield StateSpec(number, "conv", 0, (2 * of_keys + heads * dim, kernel), dtype)
-    yield StateSpec(number, "recurrent", 0, shape, torch.float32)
+    yield StateSpec(number, "recurrent", 0, shape, "float32")
 
 
 def _by_form(specs: list[_Spec]) -> list[tuple[_Spec, ...]]:

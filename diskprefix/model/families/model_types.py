@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal
 
+from diskprefix.kv.layout import Layout
 from diskprefix.model.config import (
     DecoderConfig,
     DeltaConfig,
@@ -176,6 +177,27 @@ def without_plan(config: Any) -> str:
 
 def _activation(config: Any) -> str:
     return str(first_of(config, "hidden_activation mlp_hidden_act hidden_act activation_function", "silu"))
+
+
+def sees_pictures_whole(config: Any) -> Literal["", "all", "windowed", "otherwise"]:
+    """Returns the layers in which the tokens of a picture see each other: none, all, or those with a window. Pictures
+    with no other token between them count as one. "otherwise": not so that a plan can. PaliGemma sees the whole
+    prompt so, and Molmo 2 all pictures as one. For Gemma 4 Unified, transformers makes two different masks."""
+    text = config.get_text_config(decoder=True)
+    does = getattr(text, "use_bidirectional_attention", None) == "vision"
+    if config.model_type in ("paligemma", "molmo2") or (does and text.model_type != "gemma4_text"):
+        return "otherwise"
+    return "windowed" if does else "all" if text.model_type == "gemma3_text" else ""
+
+
+def pictures_problem(config: Any, layout: Layout) -> str | None:
+    """Returns why a model takes no pictures with the layout of its state; None if it may take some."""
+    if layout.unsupported:
+        return "its state cannot be cached"
+    whole = sees_pictures_whole(config)
+    if whole == "otherwise" or (whole and layout.exact_at != "token"):
+        return "its tokens see later ones of the same picture, or of others"
+    return None
 
 
 def padded_tokens(config: Any) -> list[int]:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from diskprefix.model.families.type_table import options_of
+
 _NORMS, _HEAD_NORMS = r"(input|post_attention)_layernorm|norm", r"self_attn\.[qk]_norm"
 _QUERIES, _OUT = r"self_attn\.(qkv|q|k|v)_proj", r"self_attn\.o_proj"
 _ATTENTION = f"{_QUERIES}|{_OUT}"
@@ -49,6 +51,7 @@ _OTHERWISE: Mapping[str, Mapping[str, str]] = {
             "youtu",
         ]
     },
+    "ernie4_5_moe": {"use_bias": f"{_ATTENTION}|{_FEED_FORWARD}|lm_head"},
     "falcon_h1": {"mamba_proj_bias": _SPACE_IN},
     "mamba2": {"use_bias": _SPACE},
     "nemotron_h": {"use_bias": _SPACE, "attention_bias": _NONE, "mamba_proj_bias": _NONE},
@@ -76,18 +79,20 @@ _OF_SOME: Mapping[str, str] = {"self_attn.sinks": _SINKS, "mlp.gate.e_score_corr
 
 def modules_with_bias(config: Any) -> re.Pattern[str]:
     """Returns the pattern of the names of the modules of a decoder that have biases."""
-    kind, own = config.model_type, type(config)
+    kind = config.model_type
     options = {**_BY_OPTION, **_OTHERWISE.get(kind, {})}
-    # An option that the class does not have is one of another class.
-    found = [modules for name, modules in options.items() if hasattr(own, name) and getattr(config, name)]
+    # An option that the type does not have is one of another type.
+    found = [modules for name, modules in options.items() if name in options_of(kind) and getattr(config, name)]
     return re.compile("|".join([_ALWAYS.get(kind, _NONE), *found]))
 
 
-def has_tensor(config: Any, name: str) -> bool | None:
-    """Returns whether a decoder has a tensor, None if the file decides."""
+def has_tensor(config: Any, layer: str, name: str) -> bool:
+    """Returns whether a decoder has a tensor in a layer, whose name is such as `layers.0.`."""
     kind = config.model_type
     if kind == "mimo_v2_flash" and name == "self_attn.sinks":
-        return None  # Some kinds of its layers have them.
+        # Layers with a window have them, and the draft layer has one.
+        number = re.search(r"\d+", layer)
+        return number is None or bool(config.layer_types[int(number[0])] == "sliding_attention")
     if kind == "lfm2_moe" and name == "mlp.gate.e_score_correction_bias":
         return bool(config.use_expert_bias)
     return kind in _OF_SOME[name].split() if name in _OF_SOME else True

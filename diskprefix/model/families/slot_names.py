@@ -204,8 +204,8 @@ class SlotNames:
     has_turned_matrices: bool
     with_bias: re.Pattern[str] | None = None
     """The modules that have biases, by their usual names; None if the weights decide."""
-    has: Callable[[str], bool | None] = lambda _name: None
-    """Returns whether there is a tensor, by its usual name; None if the weights decide."""
+    has: Callable[[str, str], bool | None] = lambda _layer, _name: None
+    """Returns whether there is a tensor, by its layer and its usual name; None if the weights decide."""
     num_experts: int | None = None
 
     @classmethod

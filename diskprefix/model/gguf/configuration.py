@@ -1,4 +1,4 @@
-"""The configuration of transformers that the metadata of a `.gguf` file describe.
+"""The configuration that the metadata of a `.gguf` file describe.
 
 What most architectures have in common is in `_COMMON`; an `Architecture` says the rest. A key that is not there has the
 value that llama.cpp takes.
@@ -11,12 +11,13 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
+from diskprefix.model.families.type_table import is_declared
 from diskprefix.model.gguf.metadata import Metadata, shown
 from diskprefix.model.gguf.sources import head_dim
+from diskprefix.model.model_config import ModelConfig
+from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from diskprefix.model.gguf.architecture import Architecture
 
 _LEFT = object()
@@ -82,17 +83,10 @@ _QUOTIENTS = (
 """Keys that `ssm.inner_size` is divided by, and what that is in configurations."""
 
 
-def is_declared(kind: type[PreTrainedConfig], name: str) -> bool:
-    """Returns whether a class of configurations has a value of this name, which can be set."""
-    return not isinstance(getattr(kind, name, property()), property)
-
-
-def make_configuration(architecture: Architecture, metadata: Metadata) -> PreTrainedConfig:
+def make_configuration(architecture: Architecture, metadata: Metadata) -> ModelConfig:
     """Returns the configuration, without the scaling of positions. Raises `ModelError` for a key that is missing, that
     nothing reads, or that says something else than the model has."""
-    from transformers import CONFIG_MAPPING
-
-    kind = CONFIG_MAPPING[architecture.model_type]
+    kind = architecture.model_type
     found = {"num_hidden_layers": metadata.num_layers, **_tokens(metadata)}
     expected = _common(kind, metadata, found, architecture.own)
     _attention(kind, metadata, found)
@@ -103,8 +97,7 @@ def make_configuration(architecture: Architecture, metadata: Metadata) -> PreTra
     elif not architecture.is_rotary:
         for key in ("rope.freq_base", _ROTARY):
             metadata.get(key)
-    config = _checked(kind, architecture, metadata, found)
-    config.allow_global_per_layer_attribute_access = True
+    config = _checked(architecture, metadata, found)
     gate = metadata.get("expert_gating_func")
     if count := metadata.get("expert_count", 0):
         if gate not in (None, 0, architecture.gate):
@@ -119,11 +112,10 @@ def make_configuration(architecture: Architecture, metadata: Metadata) -> PreTra
     return config
 
 
-def _checked(
-    kind: type[PreTrainedConfig], architecture: Architecture, metadata: Metadata, found: dict[str, Any]
-) -> PreTrainedConfig:
-    """Returns the configuration as transformers reads it from a folder, which changes some values. Raises `ModelError`
-    for values that are of another type than it declares, or that exclude each other."""
+def _checked(architecture: Architecture, metadata: Metadata, found: dict[str, Any]) -> ModelConfig:
+    """Returns the configuration of what was found. Raises `ModelError` for values that are of another type than it
+    has, or that exclude each other."""
+    kind = architecture.model_type
     try:
         own = {
             name: metadata("ssm.inner_size") // metadata(divisor)
@@ -132,18 +124,14 @@ def _checked(
             if is_declared(kind, name)
         }
         own |= dict(architecture.fixed) | architecture.config(metadata, found)
-        return kind.from_dict(kind(**(found | own)).to_dict())
-    except ModelError:
-        raise
-    except Exception as error:
-        # Classes check what they are given, and compute with it. They raise what they like.
-        said = " ".join(str(error).split())
-        raise ModelError(f"the metadata of the file are not those of {architecture.model_type}: {said}") from error
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        raise ModelError(f"the metadata of the file are not those of {kind}: {first_line(error)}") from error
+    return ModelConfig.of({"model_type": kind, **found, **own})
 
 
-def _require_scale(config: PreTrainedConfig, metadata: Metadata) -> None:
+def _require_scale(config: ModelConfig, metadata: Metadata) -> None:
     """Raises `ModelError` if the file scales scores in another way than the model, which has no value for it."""
-    if is_declared(type(config), "attention_multiplier") or not (scale := metadata.get("attention.scale", 0)):
+    if is_declared(config.model_type, "attention_multiplier") or not (scale := metadata.get("attention.scale", 0)):
         return
     expected = float(getattr(config, "query_pre_attn_scalar", None) or head_dim(config)) ** -0.5
     if not _is_same(scale, expected):
@@ -174,9 +162,7 @@ def _tokens(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _common(
-    kind: type[PreTrainedConfig], metadata: Metadata, found: dict[str, Any], own: Collection[str]
-) -> dict[str, str]:
+def _common(kind: str, metadata: Metadata, found: dict[str, Any], own: Collection[str]) -> dict[str, str]:
     """Puts what most architectures have into `found`, but for `own` keys. Returns the names by the keys of the file."""
     expected = {}
     for key, names, default in _COMMON:
@@ -192,7 +178,7 @@ def _common(
     return expected
 
 
-def _attention(kind: type[PreTrainedConfig], metadata: Metadata, found: dict[str, Any]) -> None:
+def _attention(kind: str, metadata: Metadata, found: dict[str, Any]) -> None:
     heads, keys = found.get("num_attention_heads"), "attention.head_count_kv"
     if heads is None:
         return
@@ -213,7 +199,7 @@ def _attention(kind: type[PreTrainedConfig], metadata: Metadata, found: dict[str
         found["head_dim"] = width
 
 
-def _epsilon(kind: type[PreTrainedConfig], metadata: Metadata) -> dict[str, float]:
+def _epsilon(kind: str, metadata: Metadata) -> dict[str, float]:
     """Returns what is added to variances. A file may have two numbers, of which the class says by its name which."""
     names = [name for name in _EPSILONS if is_declared(kind, name)]
     order = _EPSILON_KEYS if any("rms" in name for name in names) else _EPSILON_KEYS[::-1]

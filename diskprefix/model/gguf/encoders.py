@@ -15,7 +15,6 @@ import numpy as np
 
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.architecture import Architecture, EncoderArchitecture
-from diskprefix.model.gguf.configuration import is_declared
 from diskprefix.model.gguf.metadata import MOST_LAYERS, Metadata, shown
 from diskprefix.model.gguf.sources import (
     Array,
@@ -120,7 +119,7 @@ def make_composite(
             text_config=text,
             vision_config=parts.vision,
             tie_word_embeddings=text.tie_word_embeddings,
-            **{name: number for name, number in ids.items() if is_declared(kind, name) or name in kind.attribute_map},
+            **{name: number for name, number in ids.items() if hasattr(kind, name) or name in kind.attribute_map},
             **parts.beside,
         )
         settings = PictureSettings(

@@ -15,7 +15,7 @@ from diskprefix.errors import ModelError
 from diskprefix.printable import first_line, shown
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
 
 SAFETENSORS, FILE, INDEX = "*.safetensors", "model.safetensors", "model.safetensors.index.json"
 _MOST_HEADER_BYTES = 10**8
@@ -44,25 +44,18 @@ class StoredTensor:
     def num_elements(self) -> int:
         return prod(self.shape)
 
-    def read(self) -> torch.Tensor:
-        """Returns it in memory of its own. Raises `ModelError` if the file is cut short.
+    def read_into(self, out: np.ndarray, first: int = 0) -> None:
+        """Fills an array with its bytes, from byte `first` on. Raises `ModelError` if the file is cut short.
 
         The file is not mapped: a page of a mapped one that is cut short meanwhile would end the process.
         """
-        import torch
-        from transformers.modeling_utils import str_to_torch_dtype
-
-        if self.kind not in str_to_torch_dtype:
-            raise ModelError(f"{self.file.name}: {self.name} is of the type {self.kind}, which is not known")
-        found = torch.empty(self.shape, dtype=str_to_torch_dtype[self.kind])
-        view, done = memoryview(found.view(-1).view(torch.uint8).numpy().data), 0
+        view, done = out.reshape(-1).view("uint8").data, 0
         with self.file.open("rb", buffering=0) as source:
-            source.seek(self.offset)
+            source.seek(self.offset + first)
             while done < len(view) and (size := source.readinto(view[done:])):
                 done += size
         if done < len(view):
             raise ModelError(f"{self.file} ends within {self.name}; fetch or copy it again")
-        return found
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -159,15 +152,21 @@ def _num_bytes(kind: str, shape: Sequence[int]) -> int:
     return prod(shape) * bits // 8
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Returns the configuration in a folder. Raises `ModelError` if it cannot be read."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = json.loads((folder / name).read_text(encoding="utf-8"), object_hook=_special_float)
         if not isinstance(found, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read the configuration of {folder}: {first_line(error)}") from error
     return found
+
+
+def _special_float(found: dict[str, Any]) -> Any:
+    """Returns infinity for the object that transformers writes for it."""
+    special = found.get("__float__") if len(found) == 1 else None
+    return float(special) if special in ("Infinity", "-Infinity", "NaN") else found
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

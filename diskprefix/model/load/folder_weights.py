@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from math import prod
+from itertools import accumulate
 from typing import Any
 
-import torch
+import numpy as np
 
 from diskprefix.errors import ModelError
+from diskprefix.kv.numbers import array_dtype, converted, dtype_of
 from diskprefix.model.families.slot_names import SlotNames, kept_in_float32
 from diskprefix.model.load.checkpoint import StoredTensor
 from diskprefix.model.load.draft_layer import further_layers
@@ -21,6 +22,10 @@ from diskprefix.model.load.memory import LargePages
 from diskprefix.model.slots import HEAD
 from diskprefix.model.weights import Weights
 
+_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+"""The types of tensors that are read."""
+_PIECE_BYTES = 1 << 24
+"""What is read of a tensor at a time."""
 _HEADS = ("lm_head", "embed_out", "output_projection")
 """Names of the matrix of the logits."""
 _EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|up_proj|down_proj)")
@@ -82,7 +87,7 @@ class FolderWeights(Weights):
         self,
         tensors: Sequence[StoredTensor],
         config: Any,
-        dtype: torch.dtype,
+        dtype: str,
         *,
         has_draft_layer: bool = False,
         is_unread: bool = False,
@@ -115,7 +120,7 @@ class FolderWeights(Weights):
         if name != f"{HEAD}.weight" or not self._is_tied:
             return name == f"{HEAD}.weight" or bool(self._parts(name))
         # A file that has the tied matrix twice may have two.
-        return name in self._found and not torch.equal(self.tensor(self._embeddings), self.tensor(name))
+        return name in self._found and not np.array_equal(self.tensor(self._embeddings), self.tensor(name))
 
     def origin(self, name: str) -> str:
         return " and ".join(part.name for of_one in self._parts(name) for part in of_one)
@@ -152,7 +157,7 @@ class FolderWeights(Weights):
         """Returns tensors that all have to be there."""
         return [[self._found[name] for name in names]] if all(name in self._found for name in names) else []
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _read(self, name: str) -> np.ndarray:
         parts, experts = self._parts(name), _EXPERTS.fullmatch(name)
         if not parts:
             raise ModelError(f"{self._folder} lacks {name}")
@@ -163,26 +168,39 @@ class FolderWeights(Weights):
         is_stacked = experts is not None and len(shape) == 2
         whole = [len(parts), *shape] if is_stacked else shape
         is_float32 = any(part in name for part in self._in_float32)
-        dtype = torch.float32 if is_float32 else self.dtype
+        dtype = array_dtype("float32" if is_float32 else self.dtype)
         for part, first in ((part, first) for of_one in parts for part, first in zip(of_one, parts[0], strict=True)):
             across = [size for at, size in enumerate(part.shape) if at != dim % len(shape)]
             expected = [size for at, size in enumerate(shape) if at != dim % len(shape)]
             if part.shape != first.shape or across != expected:
                 raise ModelError(f"the weights of {name} do not fit together: {part.name} is {part.shape}")
         if self._is_unread:
-            return self._turned(name, torch.empty(whole, dtype=dtype))
-        found = self._places.take(prod(whole) * dtype.itemsize).view(dtype).view(whole)
+            return self._turned(name, np.empty(whole, dtype))
+        found = self._places.take(whole, dtype)
         for place, of_one in zip(found if is_stacked else [found], parts, strict=True):
-            row = 0
-            for part in of_one:
-                to = place if len(of_one) == 1 else place.narrow(dim, row, part.shape[dim])
-                to.copy_(part.read())
-                row += 0 if len(of_one) == 1 else part.shape[dim]
+            ends = [*accumulate(part.shape[dim] for part in of_one)] if len(of_one) > 1 else []
+            for part, to in zip(of_one, np.split(place, ends[:-1], axis=dim) if ends else [place], strict=True):
+                _read_into(to, part)
         return self._turned(name, found)
 
-    def _turned(self, name: str, found: torch.Tensor) -> torch.Tensor:
+    def _turned(self, name: str, found: np.ndarray) -> np.ndarray:
         """Returns the experts of Qwen3-VL, whose checkpoints may have rows and columns exchanged."""
         if self._config.model_type != "qwen3_vl_moe_text" or (experts := _EXPERTS.fullmatch(name)) is None:
             return found
         is_right = found.shape[1 if experts[2] == "down_proj" else 2] == self._config.hidden_size
-        return found if is_right else found.transpose(1, 2).contiguous()
+        return found if is_right else np.ascontiguousarray(found.swapaxes(1, 2))
+
+
+def _read_into(to: np.ndarray, tensor: StoredTensor) -> None:
+    """Reads a tensor into memory of its shape, and rounds its numbers to those of the memory. Raises `ModelError`."""
+    if (stored := _TYPES.get(tensor.kind)) is None:
+        raise ModelError(f"{tensor.file.name}: {tensor.name} is of the type {tensor.kind}, which is not read")
+    rows = to if to.ndim else to.reshape(1)
+    step = max(1, _PIECE_BYTES * len(rows) // max(1, tensor.num_bytes))
+    for first in range(0, len(rows), step):
+        place = rows[first : first + step]
+        is_right = stored == dtype_of(to) and place.flags.c_contiguous
+        content = place if is_right else np.empty(place.shape, array_dtype(stored))
+        tensor.read_into(content, first * (tensor.num_bytes // len(rows)))
+        if not is_right:
+            place[...] = converted(content, dtype_of(to))

@@ -1,8 +1,8 @@
-"""A `.gguf` file as a model of transformers. Nothing of it is written: it is read at each start."""
+"""A `.gguf` file as a model. Nothing of it is written: it is read at each start."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,20 +14,21 @@ from diskprefix.model.gguf.known_families import architecture_of
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER
 from diskprefix.model.load.fingerprint import weights_digest
-from diskprefix.model.load.gguf_file import block_of, part_paths, read_tensors, within_block
+from diskprefix.model.load.gguf_file import block_of, part_paths, read_tensors
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.gguf_rope import scale_positions
-from diskprefix.model.load.kinds import LATER_TOKENS, ModelKind, not_served
+from diskprefix.model.load.kinds import LATER_TOKENS, ModelKind, kind_of_text, not_served, transformers_config
 from diskprefix.model.load.projector import projector_beside
+from diskprefix.model.model_config import ModelConfig
 from diskprefix.progress import Report
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig
 
     from diskprefix.model.gguf.encoders import PictureSettings
     from diskprefix.model.load.gguf_weights import GgufWeights
-    from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
+    from diskprefix.model.load.parameters import Source
+    from diskprefix.model.quants.file_matrix import MatrixPacking
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +38,7 @@ class GgufModel:
 
     parts: list[Path]
     architecture: Architecture
-    config: PreTrainedConfig
+    config: Any
     kind: ModelKind
     tensors: Sequence[FileTensor]
     stops: list[int]
@@ -45,10 +46,8 @@ class GgufModel:
 
     @classmethod
     def read(cls, gguf: Path, report: Report, *, uses_draft_layer: bool = False) -> GgufModel:
-        """Imports the model's code as a side effect. `uses_draft_layer`: if the file has one. Raises `ModelError` for a
+        """Reads a file, with the encoder beside it. `uses_draft_layer`: if the file has one. Raises `ModelError` for a
         file that is damaged, that nothing here reads, or that says something else than the model has; `OSError`."""
-        from transformers import AutoModelForMultimodalLM
-
         from diskprefix.model.gguf.configuration import make_configuration, require_rotary
         from diskprefix.model.gguf.encoders import make_composite, with_encoder
 
@@ -67,10 +66,11 @@ class GgufModel:
         config, pictures = make_configuration(architecture, metadata), None
         tensors = [*metadata.tensors.values(), *draft_layer]
         used = scale_positions(config, metadata, tensors, report)
-        kind = _kind_of(config)
+        kind = kind_of_text(config)
         if projector is not None:
-            config, pictures = make_composite(projector.encoder, projector.metadata, config, metadata)
-            kind = ModelKind(AutoModelForMultimodalLM, is_multimodal=True, has_own_generate=False)
+            text = transformers_config(config)
+            config, pictures = make_composite(projector.encoder, projector.metadata, text, metadata)
+            kind = ModelKind("AutoModelForMultimodalLM", is_multimodal=True, has_own_generate=False)
             parts, tensors = [*parts, projector.path], [*tensors, *projector.metadata.tensors.values()]
         require_rotary(config.get_text_config(decoder=True), _turned(kind, config), architecture, metadata)
         stops = [token for token in map(metadata.token, ("eos", "eot", "eom")) if token is not None]
@@ -84,13 +84,18 @@ class GgufModel:
             pictures=pictures,
         )
 
-    def parameters(self, kind: ModelKind, dtype: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
+    def parameters(self, kind: ModelKind, dtype: str) -> dict[str, Source]:
         """Returns what makes the parameters of the model's modules, or of those of its encoder. Raises `ModelError` if
         the file lacks tensors, or has others."""
-        from diskprefix.model.load.gguf_weights import parameters_of
+        from diskprefix.model.load.parameters import parameters_of
 
         tensors = [tensor for tensor in self.tensors if not kind.is_encoder or tensor.name.startswith(OF_ENCODERS)]
-        return parameters_of(kind.skeleton(self.config), self.architecture, tensors, dtype)
+        return parameters_of(kind.skeleton(self.whole), self.architecture, tensors, dtype)
+
+    @property
+    def whole(self) -> PreTrainedConfig:
+        """The configuration of transformers."""
+        return transformers_config(self.config) if isinstance(self.config, ModelConfig) else self.config
 
     def without_draft_layer(self) -> GgufModel:
         """Returns the model without its draft layer."""
@@ -98,7 +103,7 @@ class GgufModel:
         return replace(self, kind=replace(self.kind, has_draft_layer=False), tensors=tensors)
 
     def decoder_weights(
-        self, dtype: torch.dtype, packing: MatrixPacking | None = None, *, is_unread: bool = False
+        self, dtype: str, packing: MatrixPacking | None = None, *, is_unread: bool = False
     ) -> GgufWeights:
         """Returns the weights of the decoder. The arguments are those of `GgufWeights`."""
         from diskprefix.model.load.gguf_weights import GgufWeights
@@ -116,29 +121,10 @@ class GgufModel:
         return weights_digest([], self.parts)
 
 
-def whole_matrices(gguf: Path) -> list[FileMatrix]:
-    """Returns matrices that stay as they are, without an import of transformers. Raises `ModelError`, `OSError`."""
-    from diskprefix.model.quants.file_matrix import FileMatrix
-
-    metadata = Metadata(*read_tensors(part_paths(gguf)))
-    moved = architecture_of(metadata).moved
-    found = (FileMatrix.whole(one) for one in metadata.tensors.values() if within_block(one.name) not in moved)
-    return [matrix for matrix in found if matrix.is_packable]
-
-
 def _turned(kind: ModelKind, config: Any) -> set[int]:
     """Returns how many numbers of a head turn, of heads of each kind."""
     if not without_plan(config):
         return {2 * len(one.frequencies) for one in rotary_of(config.get_text_config(decoder=True)).values()}
+    config = transformers_config(config) if isinstance(config, ModelConfig) else config
     buffers = kind.skeleton(config).get_decoder().named_buffers()
     return {2 * one.numel() for name, one in buffers if name.endswith("inv_freq") and "original" not in name}
-
-
-def _kind_of(config: Any) -> ModelKind:
-    """Returns the kind of a model of text."""
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
-
-    # A few decoders of text are registered among models with pictures alone.
-    is_of_text = type(config) in AutoModelForCausalLM._model_mapping
-    loader = AutoModelForCausalLM if is_of_text else AutoModelForMultimodalLM
-    return ModelKind(loader, is_multimodal=False, has_own_generate=False)

@@ -25,6 +25,16 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 """Formats of `struct`, by the number of the type in the file."""
 _UINT32 = 4
+_TABLE = """
+    0 F32 1 4, 1 F16 1 2, 2 Q4_0 32 18, 3 Q4_1 32 20, 6 Q5_0 32 22, 7 Q5_1 32 24, 8 Q8_0 32 34, 9 Q8_1 32 40,
+    10 Q2_K 256 84, 11 Q3_K 256 110, 12 Q4_K 256 144, 13 Q5_K 256 176, 14 Q6_K 256 210, 15 Q8_K 256 292,
+    16 IQ2_XXS 256 66, 17 IQ2_XS 256 74, 18 IQ3_XXS 256 98, 19 IQ1_S 256 50, 20 IQ4_NL 32 18, 21 IQ3_S 256 110,
+    22 IQ2_S 256 82, 23 IQ4_XS 256 136, 24 I8 1 1, 25 I16 1 2, 26 I32 1 4, 27 I64 1 8, 28 F64 1 8, 29 IQ1_M 256 56,
+    30 BF16 1 2, 34 TQ1_0 256 54, 35 TQ2_0 256 66, 39 MXFP4 32 17, 40 NVFP4 64 36, 41 Q1_0 128 18
+"""
+TYPES = {int(row[0]): (row[1], int(row[2]), int(row[3])) for row in map(str.split, _TABLE.split(","))}
+"""Types of tensors by their numbers: the name, the numbers of a block and its bytes. The library `gguf` has them too,
+and takes long to import."""
 _PLAIN = {"F64": "f8", "F32": "f4", "F16": "f2"} | {f"I{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)}
 """Types of numpy. The content of other types is bytes."""
 _FEW, _FEW_NUMBERS = 16, 1024
@@ -44,12 +54,14 @@ class FileTensor:
     dtype: np.dtype[Any]
     stored_shape: tuple[int, ...]
 
-    @property
-    def type(self) -> Any:
-        """The type as the `gguf` library names it."""
-        from gguf import GGMLQuantizationType
+    def numbers(self, content: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Returns the numbers in rows of its content, float32."""
+        if self.kind in ("F32", "F16"):
+            return content.view(self.dtype).astype("f4")
+        from gguf import GGMLQuantizationType, dequantize
 
-        return GGMLQuantizationType[self.kind]
+        found: np.ndarray[Any, Any] = dequantize(content, GGMLQuantizationType[self.kind])
+        return found
 
     @property
     def num_elements(self) -> int:
@@ -274,23 +286,20 @@ def _read(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
 def _tensor(path: Path, reading: _Reading) -> FileTensor:
     """Returns a tensor whose offset counts from where the tensors begin."""
     import numpy as np
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     name, dimensions = reading.name(), reading.number("<I")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise ValueError(f"the tensor {name!r} has {dimensions} dimensions")
     sizes = tuple(reading.number("<Q") for _ in range(dimensions))
     number, offset = reading.number("<I"), reading.number("<Q")
-    try:
-        kind = GGMLQuantizationType(number)
-    except ValueError:
-        raise ValueError(f"the tensor {name!r} has the type {number}, which is not known") from None
-    block, block_bytes = GGML_QUANT_SIZES[kind]
+    if number not in TYPES:
+        raise ValueError(f"the tensor {name!r} has the type {number}, which is not known")
+    kind, block, block_bytes = TYPES[number]
     if not all(sizes) or sizes[0] % block:
-        raise ValueError(f"the tensor {name!r} of type {kind.name} has the sizes {sizes}")
-    shape, dtype = sizes[::-1], np.dtype(_PLAIN.get(kind.name, np.uint8))
-    stored_shape = shape if kind.name in _PLAIN else (*shape[:-1], shape[-1] // block * block_bytes)
-    return FileTensor(name, kind.name, shape, path, offset, dtype, stored_shape)
+        raise ValueError(f"the tensor {name!r} of type {kind} has the sizes {sizes}")
+    shape, dtype = sizes[::-1], np.dtype(_PLAIN.get(kind, np.uint8))
+    stored_shape = shape if kind in _PLAIN else (*shape[:-1], shape[-1] // block * block_bytes)
+    return FileTensor(name, kind, shape, path, offset, dtype, stored_shape)
 
 
 def _placed(tensor: FileTensor, begin: int, alignment: int, num_bytes: int) -> FileTensor:

@@ -1,30 +1,24 @@
 """The weights of a `.gguf` file, for a plan or for modules of transformers.
 
 Matrices whose quants are computed with as they are stay matrices of the file (`quants.file_matrix`), and are packed on
-other threads. All others, and the parameters of modules, are made when they are asked for. Nothing here needs
-transformers.
+other threads. All others, and the parameters of modules, are made when they are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import gguf
 import numpy as np
-import torch
 
 from diskprefix.errors import ModelError
-from diskprefix.model.families.slot_names import SlotNames, kept_in_float32
+from diskprefix.kv.numbers import array_dtype, converted
+from diskprefix.model.families.slot_names import kept_in_float32
 from diskprefix.model.gguf.architecture import Architecture, SourcedParameter
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.memory import LargePages
 from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking, in_order
 from diskprefix.model.weights import ExpertsForm, Quants, Weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class GgufWeights(Weights):
@@ -38,7 +32,7 @@ class GgufWeights(Weights):
         architecture: Architecture,
         config: Any,
         tensors: Sequence[FileTensor],
-        dtype: torch.dtype,
+        dtype: str,
         packing: MatrixPacking | None = None,
         *,
         has_draft_layer: bool = False,
@@ -79,8 +73,8 @@ class GgufWeights(Weights):
             part = self._part(f"{name}.{parameter}")
             if not part.is_matrix:
                 return {}
-            halves = form.halves(parameter, torch.from_numpy(self._rows(part)))
-            found |= {half: FileMatrix.of(rows.numpy(), part.tensors) for half, rows in halves.items()}
+            halves = form.halves(parameter, self._rows(part))
+            found |= {half: FileMatrix.of(rows, part.tensors) for half, rows in halves.items()}
         if not all(_stays(matrix, 3) for matrix in found.values()):
             return {}
         return {half: self._kept(f"{name}.{half}", matrix) for half, matrix in found.items()}
@@ -94,7 +88,7 @@ class GgufWeights(Weights):
         if self._packing is not None:
             self._packing.finish()
 
-    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named(self) -> Iterator[tuple[str, np.ndarray]]:
         yield from super().named()
         yield from ((name, one.packed) for name, one in self._quants.items())
 
@@ -106,9 +100,7 @@ class GgufWeights(Weights):
         assert self._packing is not None, "it was looked at before"
         self._used |= {tensor.name for tensor in matrix.tensors}
         if name not in self._quants:
-            packed = (
-                torch.empty(matrix.packed_shape, dtype=torch.uint8) if self._is_unread else self._packing.take(matrix)
-            )
+            packed = np.empty(matrix.packed_shape, np.uint8) if self._is_unread else self._packing.take(matrix)
             self._quants[name] = Quants(packed, matrix.form, matrix.columns)
         return self._quants[name]
 
@@ -120,21 +112,22 @@ class GgufWeights(Weights):
             first += tensor.num_rows
         return part.rows(self._config, numbers)
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _read(self, name: str) -> np.ndarray:
         part = self._part(name)
         self._used |= {tensor.name for tensor in part.tensors}
         if self._is_unread:
             shape = self._made(part, [_nothing(tensor) for tensor in part.tensors]).shape
-            return torch.empty(shape, dtype=self._dtype_of(name))
+            return np.empty(shape, array_dtype(self._dtype_of(name)))
         return self._places.put(self.parameter(name, part))
 
-    def parameter(self, name: str, part: SourcedParameter) -> torch.Tensor:
+    def parameter(self, name: str, part: SourcedParameter) -> np.ndarray:
         """Returns a parameter. Raises `ModelError` if the file is cut short, `OSError`."""
         columns, dtype = part.columns(self._config), self._dtype_of(name)
-        if part.is_matrix and dtype is torch.bfloat16:
+        if part.is_matrix and dtype == "bfloat16":
             return FileMatrix.of(self._rows(part), part.tensors, columns).dequantised()
         found = self._made(part, [self._content(tensor) for tensor in part.tensors])
-        return in_order(torch.from_numpy(np.ascontiguousarray(found)).to(dtype), columns)
+        with np.errstate(over="ignore"):
+            return in_order(converted(found, dtype), columns)
 
     def _made(self, part: SourcedParameter, contents: Sequence[np.ndarray]) -> np.ndarray:
         """Returns a parameter in float32."""
@@ -145,14 +138,12 @@ class GgufWeights(Weights):
     def _content(self, tensor: FileTensor) -> np.ndarray:
         """Returns a tensor in float32. Of large ones whose numbers become bfloat16 rows are only moved."""
         matrix = FileMatrix.whole(tensor) if len(tensor.shape) > 1 else None
-        if matrix is not None and matrix.is_packable and self.dtype is torch.bfloat16:
-            moved: np.ndarray = matrix.dequantised().float().numpy()
-            return moved
-        found: np.ndarray = gguf.dequantize(tensor.content(), tensor.type).astype(np.float32)
-        return found.reshape(tensor.shape)
+        if matrix is not None and matrix.is_packable and self.dtype == "bfloat16":
+            return converted(matrix.dequantised(), "float32")
+        return tensor.numbers(tensor.content()).astype(np.float32, copy=False).reshape(tensor.shape)
 
-    def _dtype_of(self, name: str) -> torch.dtype:
-        return torch.float32 if any(part in name for part in self._in_float32) else self.dtype
+    def _dtype_of(self, name: str) -> str:
+        return "float32" if any(part in name for part in self._in_float32) else self.dtype
 
 
 def _stays(matrix: FileMatrix, dims: int) -> bool:
@@ -163,33 +154,3 @@ def _stays(matrix: FileMatrix, dims: int) -> bool:
 def _nothing(tensor: FileTensor) -> np.ndarray:
     """Returns numbers of the shape of a tensor that take no memory."""
     return np.broadcast_to(np.float32(0), tensor.shape)
-
-
-def parameters_of(
-    model: PreTrainedModel, architecture: Architecture, tensors: Sequence[FileTensor], dtype: torch.dtype
-) -> dict[str, Callable[[], torch.Tensor]]:
-    """Returns what makes each parameter of `model`, which has no weights. It raises `ModelError` for another shape and
-    a file that is cut short, `OSError`. Raises `ModelError` if the file lacks tensors, or has others."""
-    weights, tied = GgufWeights(architecture, model.config, tensors, dtype), model.all_tied_weights_keys
-    parameters = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    is_turned = SlotNames.of(model.config.get_text_config(decoder=True)).experts.is_turned
-    return {
-        name: partial(_module_parameter, weights, name, part, parameters[name], is_turned and ".experts." in name)
-        for name, part in architecture.parts_of(parameters, {tensor.name: tensor for tensor in tensors}).items()
-    }
-
-
-def _module_parameter(
-    weights: GgufWeights, name: str, part: SourcedParameter, parameter: torch.Tensor, is_turned: bool
-) -> torch.Tensor:
-    made = weights.parameter(name, part)
-    if is_turned and made.ndim == 3:
-        made = made.transpose(1, 2)
-    if parameter.ndim == 1 and made.numel() == len(parameter):
-        return made.flatten()
-    found, expected = ([size for size in shape if size > 1] for shape in (made.shape, parameter.shape))
-    if found != expected:
-        raise ModelError(
-            f"the model takes {tuple(parameter.shape)} where the file has {tuple(made.shape)}: {part.names}"
-        )
-    return made.reshape(parameter.shape)

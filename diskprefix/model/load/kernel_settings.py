@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +24,12 @@ _ENVIRONMENT = """
 """
 """Variables that change numbers behind torch's back: precisions, kernels, and numbers of threads that change on the
 way. ATEN_CPU_CAPABILITY is not among them, as `cpu_kind` names what it selects."""
+
+_OF_PROCESSOR = (
+    *("vendor_id", "cpu family", "model", "stepping", "flags"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features"),
+)
+"""The lines of `/proc/cpuinfo` that tell CPUs apart."""
 
 _KERNELS = "bitsandbytes causal_conv1d fla flash_attn kernels mamba_ssm mambapy torchao xformers"
 """The modules whose kernels transformers uses where they are installed."""
@@ -141,6 +148,16 @@ def computed_by(model: Any) -> str:
     libraries = code_digest(), torch.__version__, *map(version, ("transformers", "gguf", "numpy"))
     kernels = cpu_kind(), environment(), switches(model), torch.get_num_threads()
     return f"{libraries} {device_kind(model.device)} {kernels}"
+
+
+def processor(file: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns what the kernel says of the first CPU: its maker, its model and what it can do. Operators of one library
+    could give other bits on another one."""
+    try:
+        lines = file.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "; ".join(" ".join(line.split()) for line in lines if line.partition(":")[0].strip() in _OF_PROCESSOR)
 
 
 def cpu_kind() -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from diskprefix.errors import ModelError
+from diskprefix.model.families.type_table import class_of, has_type
 from diskprefix.model.load.draft_layer import with_draft_layer
-from diskprefix.model.load.imports import without_tracer
+from diskprefix.model.load.imports import transformers_quietly
+from diskprefix.model.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,11 +21,11 @@ _EMBEDDING, LATER_TOKENS = "an embedding model", "a model whose tokens see later
 
 @dataclass(frozen=True)
 class ModelKind:
-    """A kind of model that is served. `loader` is its auto class in transformers. `has_own_generate`: the model's class
+    """A kind of model that is served. `loader` names its auto class in transformers. `has_own_generate`: its class
     replaces `generate`, so its use of pictures is unknown. `has_draft_layer`: with the layer of `draft_layer.py`.
     `is_encoder`: only the modules that encode pictures are of interest."""
 
-    loader: Any
+    loader: Literal["AutoModelForCausalLM", "AutoModelForMultimodalLM"]
     is_multimodal: bool
     has_own_generate: bool
     has_draft_layer: bool = False
@@ -32,7 +35,8 @@ class ModelKind:
         """Returns the class of a model with this configuration."""
         from transformers.models.auto.auto_factory import _get_model_class
 
-        found: type[PreTrainedModel] = _get_model_class(config, self.loader._model_mapping)
+        loader = getattr(transformers_quietly(), self.loader)
+        found: type[PreTrainedModel] = _get_model_class(config, loader._model_mapping)
         return without_decoder(found) if self.is_encoder else found
 
     def config_of_class(self, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -49,7 +53,7 @@ class ModelKind:
 
         found = self.model_class(config)
         found = with_draft_layer(found) if self.has_draft_layer else found
-        with without_tracer(), torch.device("meta"), no_init_weights():
+        with torch.device("meta"), no_init_weights():
             return found._from_config(self.config_of_class(config), dtype=torch.bfloat16)
 
 
@@ -70,18 +74,60 @@ def without_decoder(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return type(kind.__name__, (kind,), changes)
 
 
+def config_of_plan(folder: Path, given: Mapping[str, Any]) -> ModelConfig | None:
+    """Returns the configuration of a decoder of text whose type has a plan, from its `config.json`; None for all
+    others, of which transformers knows more. Raises `ModelError` for options that do not fit together, and for a model
+    that is not served."""
+    kind, named = given.get("model_type"), given.get("architectures")
+    if not isinstance(kind, str) or not has_type(kind) or "configuration_files" in given:
+        return None
+    if not (name := class_of(kind)) or (named and named != [name]):
+        return None
+    try:
+        config = ModelConfig.of(given)
+    except ModelError as error:
+        raise ModelError(f"cannot read the configuration of {folder}: {error}") from error
+    if sees_later_tokens(config):
+        raise not_served(folder, name, LATER_TOKENS)
+    return config
+
+
+def sees_later_tokens(config: Any) -> bool:
+    """Returns whether a configuration says that tokens see those behind them."""
+    says_so = getattr(config, "is_causal", True) is False
+    return says_so or getattr(config, "use_bidirectional_attention", False) is True
+
+
+def transformers_config(config: ModelConfig) -> PreTrainedConfig:
+    """Returns the configuration of transformers' class that says the same."""
+    kind = transformers_quietly().CONFIG_MAPPING[config.model_type]
+    found: PreTrainedConfig = kind.from_dict(config.to_dict())
+    found.allow_global_per_layer_attribute_access = True
+    return found
+
+
+def kind_of_text(config: ModelConfig) -> ModelKind:
+    """Returns the kind of a decoder of text whose type has a plan."""
+    # A few are registered among models with pictures alone.
+    loader: Any = "AutoModelForCausalLM" if class_of(config.model_type) else "AutoModelForMultimodalLM"
+    return ModelKind(loader, is_multimodal=False, has_own_generate=False)
+
+
 def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
     """Returns the kind of the model in `folder`. Imports the model's code as a side effect. Raises `ModelError` for a
     model that is not a decoder that generates text. The message says what it is."""
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationMixin
+    from transformers import GenerationMixin
     from transformers.models.auto import modeling_auto as registry
 
-    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False) is True:
+    if sees_later_tokens(config):
         raise not_served(folder, _named(config), LATER_TOKENS)
     if config.is_encoder_decoder:
         raise not_served(folder, _named(config), "an encoder–decoder model")
     named = set(config.architectures or [])
-    kinds = ((AutoModelForMultimodalLM, "MODEL_FOR_MULTIMODAL_LM"), (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM"))
+    kinds: list[tuple[Any, str]] = [
+        ("AutoModelForMultimodalLM", "MODEL_FOR_MULTIMODAL_LM"),
+        ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM"),
+    ]
     # A class in both registries takes more than text. A configuration that names no class is taken for a text model.
     for loader, name in kinds if named else reversed(kinds):
         mapping = getattr(registry, f"{name}_MAPPING")
@@ -92,7 +138,7 @@ def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
             if not any(issubclass(cls, GenerationMixin) for cls in classes):
                 raise not_served(folder, _named(config), "not a decoder that generates text token by token")
             has_own_generate = any(cls.generate is not GenerationMixin.generate for cls in classes)
-            return ModelKind(loader, loader is AutoModelForMultimodalLM, has_own_generate)
+            return ModelKind(loader, loader == "AutoModelForMultimodalLM", has_own_generate)
     is_without_head = bool(named & (_classes("MODEL") | _classes("MODEL_FOR_TEXT_ENCODING")))
     raise not_served(folder, _named(config), _EMBEDDING if is_without_head else "not a decoder model")
 

@@ -4,44 +4,52 @@ quant."""
 from __future__ import annotations
 
 import logging
-import os
 import re
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
+from diskprefix.kv.numbers import item_bytes
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.chat_template import read_template
-from diskprefix.model.load.checkpoint import read_config, require_plain_weights, stored_tensors, weight_files_of
+from diskprefix.model.load.checkpoint import (
+    read_config,
+    require_plain_weights,
+    stored_tensors,
+    text_config,
+    weight_files_of,
+)
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, further_layers
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
-from diskprefix.model.load.fit import ROOM_BYTES, Fit, ModelNeeds, needs_of_folder, needs_of_gguf
+from diskprefix.model.load.fit import Fit, ModelNeeds, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.gguf_file import file_stamp, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
-from diskprefix.model.load.kinds import ModelKind, require_served_kind
-from diskprefix.model.load.memory import available_bytes, available_ram_bytes, explain_out_of_memory, use_gpu
+from diskprefix.model.load.imports import transformers_quietly
+from diskprefix.model.load.kinds import ModelKind, config_of_plan, kind_of_text, require_served_kind
+from diskprefix.model.load.memory import available_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, own_path, plain_name, require_named
-from diskprefix.model.load.picture_processor import PictureProcessor
-from diskprefix.model.load.read_tokenizer import read_tokenizer, read_tokenizer_ahead
+from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
+from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.model.load.tokenizer import Tokenizer
 from diskprefix.native.library import choose, operators
-from diskprefix.printable import first_line
+from diskprefix.printable import first_line, shown
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from diskprefix.model.load.gguf import GgufModel
-    from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
+    from diskprefix.model.quants.file_matrix import MatrixPacking
     from diskprefix.model.weights import Weights
 
 log = logging.getLogger("diskprefix")
@@ -49,6 +57,8 @@ log = logging.getLogger("diskprefix")
 Clock: TypeAlias = Callable[[str], AbstractContextManager[None]]
 """Measures a step of the load."""
 
+_FOR_GPUS = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*= *['\"]", re.MULTILINE)
+"""What torch says of a build for GPUs."""
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 
 
@@ -56,19 +66,19 @@ _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 class LoadedModel:
     """A decoder model: its `weights` if it has a plan, or else its `model`, the modules of transformers on `device`.
 
-    `config` is transformers' of the whole model, `reason` says why it has no plan. `encoder` has the modules that
-    encode pictures, None for a model that takes none, and so is its `processor`. `stops` are tokens that end a reply.
-    `name` is the name for clients. `timings` holds seconds by step: `source` (with download), `imports`, `digest`,
-    `tokenizer` (with the processor), `weights`.
+    `config` is that of the whole model: ours, or transformers'. `reason` says why it has no plan. `encoder` returns the
+    modules that encode pictures, which are read at the first call; it is None for a model that takes none, and so is
+    its `processor`. `stops` are tokens that end a reply. `name` is the name for clients. `timings` holds seconds by
+    step: `source` (with download), `imports`, `digest`, `tokenizer` (with the processor), `weights`.
     """
 
-    config: PreTrainedConfig
-    dtype: torch.dtype
-    device: torch.device
+    config: Any
+    dtype: str
+    device: str
     weights: Weights | None
     model: PreTrainedModel | None
     reason: str
-    encoder: PreTrainedModel | None
+    encoder: Callable[[], PreTrainedModel] | None
     stops: list[int]
     tokenizer: Tokenizer
     processor: PictureProcessor | None
@@ -83,9 +93,9 @@ class LoadedModel:
 
     def as_modules(self, reason: str) -> LoadedModel:
         """Returns a model that has a plan as modules, because of a `reason`. Raises the errors of `load_model`."""
-        model = self.read_modules()
-        encoder = None if self.encoder is None else model
-        return replace(self, weights=None, model=model, reason=reason, encoder=encoder)
+        read = cache(self.read_modules)
+        encoder = None if self.encoder is None else read
+        return replace(self, weights=None, model=read(), reason=reason, encoder=encoder)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,27 +107,28 @@ class _ModelSource:
     name: str
     files: list[Path]
     gguf: GgufModel | None
-    whole: PreTrainedConfig
-    config: PreTrainedConfig
-    """What the model's class takes of the whole configuration."""
+    config: Any
+    """The configuration: ours, or what transformers' class of the model takes of its own."""
     kind: ModelKind
-    dtype: torch.dtype
-    device: torch.device
+    dtype: str
+    device: str
     weights: str
     """`auto` if the quants of a `.gguf` file are kept, or else `native`."""
     reason: str
     """Why it has no plan."""
 
+    @cached_property
+    def whole(self) -> PreTrainedConfig:
+        """The whole configuration of transformers."""
+        return _read_config(self.path) if self.gguf is None else self.gguf.whole
+
     def needs(self) -> ModelNeeds:
-        dtype = str(self.dtype).removeprefix("torch.")
+        uses = self.kind.has_draft_layer
         if self.gguf is not None:
-            found = needs_of_gguf(
-                self.path, self.weights, self.dtype.itemsize, uses_draft_layer=self.kind.has_draft_layer
-            )
+            found = needs_of_gguf(self.path, self.weights, item_bytes(self.dtype), uses_draft_layer=uses)
         else:
-            has_draft_layer = self.kind.has_draft_layer
-            found = needs_of_folder(self.path, self.files, dtype, uses_draft_layer=has_draft_layer)
-        return replace(found, name=f"{self.path.name} as {dtype} on {self.device}")
+            found = needs_of_folder(self.path, self.files, self.dtype, uses_draft_layer=uses)
+        return replace(found, name=f"{self.path.name} as {self.dtype} on {self.device}")
 
     def digest(self) -> str:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
@@ -126,8 +137,16 @@ class _ModelSource:
         """Returns the tokens that end a reply."""
         if self.gguf is not None:
             return self.gguf.stops
-        found = _generation_config_in(self.path).eos_token_id
-        return found if isinstance(found, list) else [] if found is None else [found]
+        return stops_in(self.path)
+
+    def new_packing(self) -> MatrixPacking | None:
+        """Returns what packs the quants of a file, if they are kept. Raises `ModelError` without the operators."""
+        if self.gguf is None or self.weights != "auto":
+            return None
+        from diskprefix.model.quants.file_matrix import MatrixPacking
+        from diskprefix.model.quants.forms import compiled
+
+        return MatrixPacking(compiled())
 
     def decoder_weights(self, packing: MatrixPacking | None, *, is_unread: bool = False) -> Weights:
         """Returns the weights for a plan. The arguments are those of `GgufWeights`."""
@@ -177,68 +196,32 @@ class _ModelSource:
     def modules(self, *, are_of_encoder: bool = False) -> PreTrainedModel:
         """Returns the modules of the model, or of its encoder of pictures alone, ready to compute. Raises
         `ModelError`."""
-        from diskprefix.model.load.parameters import load_parameters
+        from diskprefix.model.load.parameters import load_parameters, stored
 
         kind = replace(self.kind, is_encoder=are_of_encoder)
         with _load_failures(self.path):
             if self.gguf is None:
-                sources = {tensor.name: tensor.read for tensor in stored_tensors(self.path, self.files)}
+                sources = {one.name: partial(stored, one) for one in stored_tensors(self.path, self.files)}
             else:
                 sources = self.gguf.parameters(kind, self.dtype)
             of, weights = kind.model_class(self.whole), f"the weights in {self.path}"
-            model = load_parameters(of, self.config, sources, weights, self.dtype, self.device)
+            config = kind.config_of_class(self.whole)
+            model = load_parameters(of, config, sources, weights, self.dtype, self.device)
         return model.requires_grad_(False).eval()
 
-
-@dataclass(frozen=True, eq=False)
-class BegunPacking:
-    """The packing of matrices. `stamps` of the parts and `free_bytes` of memory are from before it began."""
-
-    stamps: dict[Path, tuple[int, int, int]]
-    free_bytes: int
-    packing: MatrixPacking
-
-    @classmethod
-    def of(cls, parts: list[Path], matrices: Iterable[FileMatrix]) -> BegunPacking:
-        """Raises `ModelError` without the compiled operators, `OSError`, `MemoryError`."""
-        from diskprefix.model.quants.file_matrix import MatrixPacking
-        from diskprefix.model.quants.forms import compiled
-
-        found = cls({part: file_stamp(part) for part in parts}, available_ram_bytes(), MatrixPacking(compiled()))
-        found.packing.add(matrices)
+    def encoder(self, stamps: Mapping[Path, tuple[int, int, int]]) -> PreTrainedModel:
+        """Returns the modules of the encoder of pictures from files that had these stamps. Raises `ModelError`."""
+        found = self.modules(are_of_encoder=True)
+        _require_unchanged(stamps)
         return found
 
 
-def begin_packing(settings: Settings) -> BegunPacking | None:
-    """Begins to pack the matrices of a `.gguf` file for `load_model`, beside the import of transformers. Returns None
-    for other models, and where memory is short. An error is left to `load_model`."""
-    if not _DEVICE.fullmatch(settings.device) or settings.weights != "auto":
-        return None
-    if settings.model is None or is_embedded(settings.model) or settings.dtype not in ("auto", "bfloat16"):
-        return None
-    with suppress(DiskPrefixError, OSError, MemoryError):
-        if (path := own_path(settings.model)) is None or not path.is_file():
-            return None
-        # Nothing here imports transformers.
-        from diskprefix.model.load.gguf import whole_matrices
-        from diskprefix.model.quants.file_matrix import packed_bytes
-
-        choose(settings.kernels)
-        if pick_device(settings.device).type == "cpu":
-            matrices = whole_matrices(path)
-            if packed_bytes(matrices) + ROOM_BYTES <= available_ram_bytes():
-                return BegunPacking.of(part_paths(path), matrices)
-    return None
-
-
-def load_model(
-    settings: Settings, progress: Report, flag: str = "--model", *, begun: BegunPacking | None = None
-) -> LoadedModel:
+def load_model(settings: Settings, progress: Report, flag: str = "--model") -> LoadedModel:
     """Finds, fetches, checks and loads the model that `settings` name.
 
-    `progress` takes lines of text for people, `flag` is what named the model. `begun` is what `begin_packing` returned
-    for the same settings. Raises `ModelError` if it cannot be found, fetched or read, or does not fit in memory, and
-    `SettingsError` for --device, --kernels and --chat-template, each with a message of one line.
+    `progress` takes lines of text for people, `flag` is what named the model. Raises `ModelError` if it cannot be
+    found, fetched or read, or does not fit in memory, and `SettingsError` for --device, --kernels and --chat-template,
+    each with a message of one line.
     """
     timings: dict[str, float] = {}
 
@@ -251,28 +234,23 @@ def load_model(
     template = read_template(settings.chat_template)
 
     def check(needs: ModelNeeds) -> Fit:
-        free_bytes = available_bytes(pick_device(settings.device)) if begun is None else begun.free_bytes
-        return require_fit(needs, free_bytes, settings)
+        return require_fit(needs, available_bytes(pick_device(settings.device)), settings)
 
     with ExitStack() as failing:
-        if begun is not None:
-            failing.callback(begun.packing.stop)
         source = _source(settings, progress, clock, flag, check)
         progress("loading the weights")
         fit = check(source.needs())
-        if begun is not None and (source.weights != "auto" or not begun.stamps.keys() <= set(source.files)):
-            begun.packing.stop()
-            begun = None
         with clock("weights"), _load_failures(source.path):
-            stamps = {file: file_stamp(file) for file in source.files} | ({} if begun is None else begun.stamps)
+            stamps = {file: file_stamp(file) for file in source.files}
             weights = model = encoder = None
             if source.reason:
-                model = encoder = source.modules()
+                encoder = cache(source.modules)
+                model = encoder()
             else:
-                if begun is None and source.gguf is not None and source.weights == "auto":
-                    begun = BegunPacking.of(source.files, [])
-                    failing.callback(begun.packing.stop)
-                weights = source.decoder_weights(None if begun is None else begun.packing)
+                packing = source.new_packing()
+                if packing is not None:
+                    failing.callback(packing.stop)
+                weights = source.decoder_weights(packing)
                 # Packing goes on beside digest and tokenizer.
                 source.take(weights, settings.block_size)
         with clock("digest"), _load_failures(source.path):
@@ -284,11 +262,9 @@ def load_model(
             if weights is not None:
                 weights.finish()
                 if processor is not None and processor.problem is None:
-                    encoder = source.modules(are_of_encoder=True)
+                    encoder = cache(partial(source.encoder, stamps))
             stops = source.stops()
-            for file, stamp in stamps.items():
-                if file_stamp(file) != stamp:
-                    raise ModelError(f"{file} was changed while it was read; start again")
+            _require_unchanged(stamps)
     return LoadedModel(
         config=source.config,
         dtype=source.dtype,
@@ -309,7 +285,7 @@ def load_model(
     )
 
 
-def unread_weights(settings: Settings) -> tuple[Weights, PreTrainedConfig] | str:
+def unread_weights(settings: Settings) -> tuple[Weights, Any] | str:
     """Returns the weights and the configuration of a model that has a plan, or why it has none. The weights are not
     read: their memory has any numbers, and takes no room as long as nothing is written there. Raises `ModelError` and
     `SettingsError`."""
@@ -317,10 +293,7 @@ def unread_weights(settings: Settings) -> tuple[Weights, PreTrainedConfig] | str
     if source.reason:
         return source.reason
     with _load_failures(source.path):
-        packing = None
-        if source.gguf is not None and source.weights == "auto":
-            packing = BegunPacking.of([], []).packing
-        return source.decoder_weights(packing, is_unread=True), source.config
+        return source.decoder_weights(source.new_packing(), is_unread=True), source.config
 
 
 def _source(
@@ -348,58 +321,48 @@ def _source(
         weights = _pick_weights(settings, device)
         if weights == "auto" and not is_file:
             name_faster(path, files, progress)
-        quiet_transformers()
         # Only models that are exact at every token use it.
-        uses_draft_layer = settings.uses_draft_layer and device.type == "cpu" and operators() is not None
-        gguf = None
+        uses_draft_layer = settings.uses_draft_layer and device == "cpu" and operators() is not None
+        gguf, given = None, dict[str, Any]()
         with _load_failures(path):
             if is_file:
                 from diskprefix.model.load.gguf import GgufModel
 
                 gguf = GgufModel.read(path, progress, uses_draft_layer=uses_draft_layer)
-                whole, kind, files = gguf.config, gguf.kind, gguf.parts
+                config, kind, files = gguf.config, gguf.kind, gguf.parts
             else:
-                require_plain_weights(str(path), read_config(path))
-                whole = _read_config(path)
-                kind = require_served_kind(path, whole)
-                if uses_draft_layer and _has_draft_layer(path, files, whole):
+                given = read_config(path)
+                require_plain_weights(str(path), given)
+                if (config := config_of_plan(path, given)) is not None:
+                    kind = kind_of_text(config)
+                else:
+                    whole = _read_config(path)
+                    kind = require_served_kind(path, whole)
+                    config = kind.config_of_class(whole)
+                if uses_draft_layer and _has_draft_layer(path, files, config):
                     kind = replace(kind, has_draft_layer=True)
-            dtype, config = _pick_dtype(settings.dtype, None if is_file else whole), kind.config_of_class(whole)
         from diskprefix.model.self_check import known_reason
 
+        dtype = _pick_dtype(settings.dtype, given)
         source = _ModelSource(
             path=path,
             name=name,
             files=files,
             gguf=gguf,
-            whole=whole,
             config=config,
             kind=kind,
             dtype=dtype,
             device=device,
             weights=weights,
-            reason=known_reason(config, dtype, device),
+            reason=known_reason(config, dtype, device.partition(":")[0]),
         )
         return source.for_modules() if source.reason else source
-
-
-def import_model(settings: Settings) -> None:
-    """Imports the code of a model, and reads its tokenizer for `load_model`. An error is left to that."""
-    with suppress(DiskPrefixError, OSError):
-        template = read_template(settings.chat_template)
-        source = _source(settings, lambda _line: None, lambda _step: nullcontext())
-        read_tokenizer_ahead(source.path, template)
-        # transformers compiles a thousand patterns of names before it loads the first weights.
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-        get_checkpoint_conversion_mapping(source.config.model_type)
 
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> Tokenizer:
     """Returns the tokenizer of a model, without its weights. `model` and the errors are those of `load_model`."""
     template = read_template(chat_template)
     path, _ = _find(model, progress, with_weights=False)
-    quiet_transformers()
     return read_tokenizer(path, template)
 
 
@@ -421,90 +384,109 @@ def _find(
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return transformers_quietly().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         wants_code = "trust_remote_code" in str(error)
         reason = "it comes with code of its own, which diskprefix does not run" if wants_code else first_line(error)
         raise ModelError(f"cannot read the configuration of {folder}: {reason}") from error
 
 
-def pick_device(name: str) -> torch.device:
-    import torch
-
+def pick_device(name: str) -> str:
+    """Returns the device that --device names. Raises `SettingsError` if there is none."""
     kind, _, index = name.partition(":")
-    counts = {
-        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        "xpu": torch.xpu.device_count() if torch.xpu.is_available() else 0,
-        "mps": int(torch.backends.mps.is_available()),
-    }
+    counts = {} if kind == "cpu" or (kind == "auto" and not _may_have_gpus()) else _gpus()
     if kind == "auto":
         kind = next((one for one, count in counts.items() if count), "cpu")
     if int(index or 0) >= counts.get(kind, 1):
         seen = ", ".join(f"{count} {one}" for one, count in counts.items() if count) or "no GPU"
         raise SettingsError(f"--device: there is no {name}; torch sees {seen}")
-    return torch.device(kind, int(index or 0)) if kind in ("cuda", "xpu") else torch.device(kind)
+    return f"{kind}:{int(index or 0)}" if kind in ("cuda", "xpu") else kind
 
 
-def _pick_weights(settings: Settings, device: torch.device) -> str:
+def _may_have_gpus() -> bool:
+    """Returns whether torch may see a GPU: it takes a second to import, and many builds of it are for CPUs alone."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return False
+    with suppress(OSError):
+        build = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+        return sys.platform == "darwin" or _FOR_GPUS.search(build) is not None
+    return True
+
+
+def _gpus() -> dict[str, int]:
+    if find_spec("torch") is None:
+        return {}
+    import torch
+
+    return {
+        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "xpu": torch.xpu.device_count() if torch.xpu.is_available() else 0,
+        "mps": int(torch.backends.mps.is_available()),
+    }
+
+
+def _pick_weights(settings: Settings, device: str) -> str:
     """Returns `auto` where the quants of a `.gguf` file are kept, or else `native`."""
-    can_keep = device.type == "cpu" and settings.dtype in ("auto", "bfloat16") and operators() is not None
+    can_keep = device == "cpu" and settings.dtype in ("auto", "bfloat16") and operators() is not None
     return settings.weights if can_keep else "native"
 
 
-def _pick_dtype(name: str, config: PreTrainedConfig | None) -> torch.dtype:
-    """Returns the type in which a model computes. `config` is None for a `.gguf` file, which names none."""
-    import torch
-
-    if name != "auto":
-        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
-    if config is None:
-        return torch.bfloat16
-    own = config.dtype or config.get_text_config(decoder=True).dtype
-    return own if isinstance(own, torch.dtype) else torch.float32
+def _pick_dtype(name: str, given: Mapping[str, Any]) -> str:
+    """Returns the type in which a model computes. `given` is its `config.json`, empty for a `.gguf` file."""
+    if name != "auto" or not given:
+        return "bfloat16" if name == "auto" else name
+    parts = (given, text_config(given))
+    return next((str(part[key]) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), "float32")
 
 
 def _load_processor(source: _ModelSource, tokenizer: Tokenizer) -> PictureProcessor | None:
     kind, pictures = source.kind, None if source.gguf is None else source.gguf.pictures
-    problem = "it generates in a way of its own, which diskprefix does not follow" if kind.has_own_generate else None
     make = None
     if pictures is not None:
         from diskprefix.model.gguf.file_processor import make_processor
 
         make = partial(make_processor, pictures, tokenizer)
-    processor = hooks.open_pictures(source.path, source.whole, problem, make)
+
+    def problem() -> str | None:
+        if kind.has_own_generate:
+            return "it generates in a way of its own, which diskprefix does not follow"
+        from diskprefix.model.vision_encoder import VisionEncoder
+
+        return VisionEncoder.problem(kind.model_class(source.whole))
+
+    files = sorted(source.path.iterdir()) if source.gguf is None else source.files
+    processor = hooks.open_pictures(PicturesModel(source.path, files, lambda: source.whole, problem, make))
     if processor is not None and processor.problem is not None:
         log.warning("this model is served for text only: %s", processor.problem)
     return processor
 
 
-def _generation_config_in(folder: Path) -> GenerationConfig:
-    """Returns that of a folder. In older ones it is a part of the configuration."""
-    from transformers import GenerationConfig
-
-    if (folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder)
-    return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
+def _require_unchanged(stamps: Mapping[Path, tuple[int, int, int]]) -> None:
+    for file, stamp in stamps.items():
+        if file_stamp(file) != stamp:
+            raise ModelError(f"{file} was changed while it was read; start again")
 
 
-def _has_draft_layer(folder: Path, files: Sequence[Path], config: PreTrainedConfig) -> bool:
+def stops_in(folder: Path) -> list[int]:
+    """Returns the tokens that end a reply of a folder. Older ones have them in the configuration. Raises
+    `ModelError`."""
+    file = folder / "generation_config.json"
+    found = read_config(folder, file.name if file.is_file() else "config.json").get("eos_token_id")
+    stops = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(one, int) for one in stops):
+        raise ModelError(f"{folder}: eos_token_id is {shown(repr(found))}, which is no token")
+    return stops
+
+
+def _has_draft_layer(folder: Path, files: Sequence[Path], config: Any) -> bool:
     """Returns whether a folder has a draft layer that can be used."""
     text = config.get_text_config(decoder=True)
     if text.model_type not in HAVE_DRAFT_LAYER:
         return False
     further = further_layers((tensor.name for tensor in stored_tensors(folder, files)), text.num_hidden_layers)
     return any(own is not None for own in further.values())
-
-
-def quiet_transformers() -> None:
-    """Turns off the notices and progress bars of transformers, unless TRANSFORMERS_VERBOSITY is set."""
-    from transformers.utils import logging
-
-    if not os.environ.get("TRANSFORMERS_VERBOSITY"):
-        logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 @contextmanager
@@ -515,5 +497,8 @@ def _load_failures(path: Path) -> Iterator[None]:
             yield
     except DiskPrefixError:
         raise
+    except ModuleNotFoundError as error:
+        install = f"{error.name} is not installed: pip install torch transformers accelerate"
+        raise ModelError(f"the model in {path} cannot be served by a plan alone, and {install}") from error
     except Exception as error:
         raise ModelError(f"cannot load the model in {path}: {first_line(error)}") from error

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,8 @@ from diskprefix.errors import ModelError
 from diskprefix.units import format_size
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
+    import numpy.typing as npt
 
 ADVICE = "free some, or choose a smaller model, another --dtype or another --device"
 _LARGE_PAGE = 1 << 21
@@ -36,22 +38,9 @@ def explain_out_of_memory(problem: str) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Gives a context in which torch uses one thread: for many small operations that memory bandwidth limits."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def large_pages(num_bytes: int) -> torch.Tensor:
+def large_pages(num_bytes: int) -> np.ndarray:
     """Returns memory, uint8 [num_bytes], in pages of 2 MiB: read up to 1.4 times as fast. Raises `MemoryError`."""
-    import torch
+    import numpy as np  # Here, as the front counts memory without it.
 
     size = num_bytes + _LARGE_PAGE
     try:
@@ -61,8 +50,8 @@ def large_pages(num_bytes: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    first = -whole.data_ptr() % _LARGE_PAGE
+    whole = np.frombuffer(memory, np.uint8)
+    first = -whole.ctypes.data % _LARGE_PAGE
     return whole[first : first + num_bytes]
 
 
@@ -70,19 +59,24 @@ class LargePages:
     """Large pages, which are filled from the first to the last."""
 
     def __init__(self) -> None:
-        self._free: torch.Tensor | None = None
+        self._free: np.ndarray | None = None
 
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """Returns memory, uint8 [num_bytes], that begins with a line of the caches. Raises `MemoryError`."""
+    def take(self, shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
+        """Returns an array that begins with a line of the caches. Raises `MemoryError`."""
+        import numpy as np
+
+        num_bytes = prod(shape) * np.dtype(dtype).itemsize
         room = -(-num_bytes // LINE_BYTES) * LINE_BYTES
         if self._free is None or room > len(self._free):
             self._free = large_pages(max(room, _PIECE_BYTES))
         place, self._free = self._free[:num_bytes], self._free[room:]
-        return place
+        return place.view(dtype).reshape(shape)
 
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of a tensor. Raises `MemoryError`."""
-        return self.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    def put(self, array: np.ndarray) -> np.ndarray:
+        """Returns a copy of an array. Raises `MemoryError`."""
+        found = self.take(array.shape, array.dtype)
+        found[...] = array
+        return found
 
 
 def trim_heap() -> None:
@@ -92,22 +86,22 @@ def trim_heap() -> None:
         libc.malloc_trim(0)
 
 
-def use_gpu(device: torch.device) -> None:
+def use_gpu(device: str) -> None:
     """Makes `device`, if it is one of several GPUs, that of this thread."""
-    import torch
+    if int(device.partition(":")[2] or 0):
+        import torch
 
-    if device.index:
-        torch.accelerator.set_device_index(device.index)
+        torch.accelerator.set_device_index(torch.device(device).index)
 
 
-def available_bytes(device: torch.device) -> int:
+def available_bytes(device: str) -> int:
     """Returns the free memory of `device` in bytes, with what torch holds of it unused."""
+    if device == "cpu":
+        return available_ram_bytes()
     import torch
 
-    if device.type == "mps":
+    if device == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    if device.type not in ("cuda", "xpu"):
-        return available_ram_bytes()
     of_device = torch.get_device_module(device)
     unused = of_device.memory_reserved(device) - of_device.memory_allocated(device)
     return int(of_device.mem_get_info(device)[0] + max(0, unused))

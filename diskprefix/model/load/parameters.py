@@ -3,19 +3,67 @@ them as those of any checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
+from transformers.modeling_utils import str_to_torch_dtype
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.imports import without_tracer
+from diskprefix.model.families.slot_names import SlotNames
+from diskprefix.model.gguf.architecture import Architecture, SourcedParameter
+from diskprefix.model.load.checkpoint import StoredTensor
+from diskprefix.model.load.gguf_header import FileTensor
+from diskprefix.model.load.gguf_weights import GgufWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Source: TypeAlias = Callable[[], torch.Tensor]
 """Reads a tensor of a checkpoint, perhaps later."""
+
+
+def stored(tensor: StoredTensor) -> torch.Tensor:
+    """Reads a tensor of a folder. Raises `ModelError` if its type is not known, or if its file is cut short."""
+    if tensor.kind not in str_to_torch_dtype:
+        raise ModelError(f"{tensor.file.name}: {tensor.name} is of the type {tensor.kind}, which is not known")
+    found = torch.empty(tensor.shape, dtype=str_to_torch_dtype[tensor.kind])
+    tensor.read_into(found.view(-1).view(torch.uint8).numpy())
+    return found
+
+
+def parameters_of(
+    model: PreTrainedModel, architecture: Architecture, tensors: Sequence[FileTensor], dtype: str
+) -> dict[str, Source]:
+    """Returns what makes each parameter of `model`, which has no weights. It raises `ModelError` for another shape and
+    a file that is cut short, `OSError`. Raises `ModelError` if the file lacks tensors, or has others."""
+    weights, tied = GgufWeights(architecture, model.config, tensors, dtype), model.all_tied_weights_keys
+    parameters = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    is_turned = SlotNames.of(model.config.get_text_config(decoder=True)).experts.is_turned
+    return {
+        name: partial(_module_parameter, weights, name, part, parameters[name], is_turned and ".experts." in name)
+        for name, part in architecture.parts_of(parameters, {tensor.name: tensor for tensor in tensors}).items()
+    }
+
+
+def _module_parameter(
+    weights: GgufWeights, name: str, part: SourcedParameter, parameter: torch.Tensor, is_turned: bool
+) -> torch.Tensor:
+    array = weights.parameter(name, part)
+    made = torch.from_numpy(array)
+    made = made.view(torch.bfloat16) if array.dtype == np.uint16 else made
+    if is_turned and made.ndim == 3:
+        made = made.mT
+    if parameter.ndim == 1 and made.numel() == len(parameter):
+        return made.flatten()
+    found, expected = ([size for size in shape if size > 1] for shape in (made.shape, parameter.shape))
+    if found != expected:
+        raise ModelError(
+            f"the model takes {tuple(parameter.shape)} where the file has {tuple(made.shape)}: {part.names}"
+        )
+    return made.reshape(parameter.shape)
 
 
 class _TensorOnRequest:
@@ -40,8 +88,8 @@ def load_parameters(
     config: PreTrainedConfig,
     sources: Mapping[str, Source],
     weights: str,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: str,
+    device: str,
 ) -> PreTrainedModel:
     """Returns the model of a class, made of `sources` by their names in the checkpoint: each is read when its turn
     comes.
@@ -50,18 +98,17 @@ def load_parameters(
     raises."""
     failures = list[Exception]()
     try:
-        with without_tracer():
-            model, info = kind.from_pretrained(
-                None,
-                config=config,
-                state_dict={name: _TensorOnRequest(read, failures) for name, read in sources.items()},
-                dtype=dtype,
-                device_map=None if device.type == "cpu" else {"": device},
-                local_files_only=True,
-                output_loading_info=True,
-                # Without this, a mismatch is only logged. It is refused below.
-                ignore_mismatched_sizes=True,
-            )
+        model, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict={name: _TensorOnRequest(read, failures) for name, read in sources.items()},
+            dtype=getattr(torch, dtype),
+            device_map=None if device == "cpu" else {"": device},
+            local_files_only=True,
+            output_loading_info=True,
+            # Without this, a mismatch is only logged. It is refused below.
+            ignore_mismatched_sizes=True,
+        )
     except RuntimeError as error:
         # transformers raises only that there were some.
         raise (failures or [error])[0] from error

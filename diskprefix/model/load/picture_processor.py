@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
 
 from diskprefix.values import Picture
 
@@ -11,19 +13,33 @@ Detail: TypeAlias = Literal["auto", "low", "high"]
 """How closely the model shall look at a picture, as OpenAI's clients say it."""
 
 
+@dataclass(frozen=True)
+class PicturesModel:
+    """A multimodal model, in a folder or a `.gguf` file `path`, and all of its files. `read_config` returns
+    transformers' configuration, `make_processor` its processor of a `.gguf` model, which has no files of one. `problem`
+    returns why the model takes text only, None if it takes pictures. These import transformers."""
+
+    path: Path
+    files: Sequence[Path]
+    read_config: Callable[[], Any]
+    problem: Callable[[], str | None]
+    make_processor: Callable[[], Any] | None = None
+
+
 class PictureProcessor(Protocol):
     """Reads the pictures of one model. Safe to call from several threads.
 
     `problem` says why the model takes none; None if it does. A text must not contain `placeholders`. The chat template
     writes `mark` for a picture, and `token_id` is the token that stands for a row of the encoder's output. The names of
-    pictures have `computed_by`, what runs the encoder; it is empty if the identity of the model says that.
+    pictures have what `computed_by` returns: what runs the encoder, which it reads. It returns "" if the identity of
+    the model says that.
     """
 
     problem: str | None
     placeholders: frozenset[str]
     mark: str
     token_id: int
-    computed_by: str
+    computed_by: Callable[[], str]
 
     def read_image(self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = ()) -> Picture:
         """Returns a picture, of which only the header is read. `param` is the path of its content. Raises

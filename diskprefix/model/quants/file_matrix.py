@@ -13,11 +13,10 @@ from functools import partial
 from math import prod
 from threading import Thread
 
-import gguf
 import numpy as np
-import torch
 
 from diskprefix.errors import ModelError
+from diskprefix.kv.numbers import converted
 from diskprefix.model.load.gguf_header import FileTensor, cut_short
 from diskprefix.model.load.memory import LINE_BYTES, LargePages
 from diskprefix.model.quants.forms import weights_of
@@ -25,10 +24,11 @@ from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
 from diskprefix.native import ROWS
 from diskprefix.native.library import Operators, operators
 from diskprefix.native.packing import pack, pack_file
+from diskprefix.native.threads import num_threads
 
 _PIECE_BYTES = 1 << 24
 """What is read of a file at a time."""
-_FLOATING = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATING = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _TASK_BYTES = 1 << 26
 """What a thread packs before it waits for Python's lock again, which an import may hold for milliseconds."""
 
@@ -118,7 +118,7 @@ class FileMatrix:
             start += tensor.num_rows
         return found
 
-    def tasks(self, operators: Operators, out: torch.Tensor) -> Iterator[Callable[[], None]]:
+    def tasks(self, operators: Operators, out: np.ndarray) -> Iterator[Callable[[], None]]:
         """Yields functions that each pack a part of the quants into `out`, uint8 [strips, ..], on the calling thread.
         They raise `ModelError` if the file is cut short, `OSError`, `MemoryError`."""
         if len(self.tensors) > 1:
@@ -128,11 +128,11 @@ class FileMatrix:
         for first in range(0, len(out), strips):
             yield partial(self._pack_part, operators, first, out[first : first + strips])
 
-    def _pack_part(self, operators: Operators, first: int, out: torch.Tensor) -> None:
+    def _pack_part(self, operators: Operators, first: int, out: np.ndarray) -> None:
         (tensor,) = self.tensors
         rows = slice(first * ROWS, (first + len(out)) * ROWS)
         start = tensor.offset + (rows.start * tensor.row_bytes if self.order is None else 0)
-        order = None if self.order is None else torch.from_numpy(self.order[rows])
+        order = None if self.order is None else self.order[rows]
         with tensor.file.open("rb", buffering=0) as file:
             if self.order is None and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), start, len(out) * ROWS * tensor.row_bytes, os.POSIX_FADV_WILLNEED)
@@ -141,7 +141,7 @@ class FileMatrix:
             except EOFError as error:
                 raise cut_short(tensor) from error
 
-    def _pack_joined(self, operators: Operators, out: torch.Tensor) -> None:
+    def _pack_joined(self, operators: Operators, out: np.ndarray) -> None:
         for first, last, parts in self.pieces(ROWS):
             content = np.concatenate([part.content for part in parts])
             order, at = np.empty(last - first, np.int32), 0
@@ -149,34 +149,34 @@ class FileMatrix:
                 order[part.places] = part.order + at
                 at += len(part.content)
             to = out[first // ROWS : last // ROWS]
-            pack(operators, self.kind, torch.from_numpy(content), torch.from_numpy(order), to)
+            pack(operators, self.kind, content, order, to)
 
-    def dequantised(self) -> torch.Tensor:
+    def dequantised(self) -> np.ndarray:
         """Returns the weights, bfloat16 of `shape`. Raises `ModelError` if the file is cut short, `OSError`."""
         return in_order(self._dequantised(), self.columns)
 
-    def _dequantised(self) -> torch.Tensor:
+    def _dequantised(self) -> np.ndarray:
         compiled = operators() if self.is_packable else None
         if compiled is not None:
-            packed = torch.empty(self.packed_shape, dtype=torch.uint8).flatten(0, -3)
+            packed = _strips(np.empty(self.packed_shape, np.uint8))
             for task in self.tasks(compiled, packed):
                 task()
-            return weights_of(packed, self.form).view(self.shape)
-        found = torch.empty(self.num_rows, self.shape[-1], dtype=torch.bfloat16)
+            return weights_of(packed, self.form).reshape(self.shape)
+        found = np.empty((self.num_rows, self.shape[-1]), np.uint16)
         for first, last, parts in self.pieces():
             for part in parts:
-                if (dtype := _FLOATING.get(part.tensor.kind)) is not None:
-                    weights = torch.from_numpy(part.content).view(dtype)
-                else:
-                    weights = torch.from_numpy(gguf.dequantize(part.content, part.tensor.type))
-                if self.order is None:
-                    found[first + part.places[0] : first + part.places[-1] + 1] = weights
-                else:
-                    found[first:last][part.places] = weights.to(torch.bfloat16)[part.order]
-        return found.view(self.shape)
+                dtype = _FLOATING.get(part.tensor.kind)
+                weights = part.content.view(dtype) if dtype is not None else part.tensor.numbers(part.content)
+                found[first:last][part.places] = converted(weights, "bfloat16")[part.order]
+        return found.reshape(self.shape)
 
 
-def in_order(weights: torch.Tensor, columns: tuple[int, int, int] | None) -> torch.Tensor:
+def _strips(packed: np.ndarray) -> np.ndarray:
+    """Returns the strips of one packed matrix or of several."""
+    return packed.reshape(-1, *packed.shape[-2:])
+
+
+def in_order(weights: np.ndarray, columns: tuple[int, int, int] | None) -> np.ndarray:
     """Returns weights [.., columns] of a file with their columns in the parameter's order."""
     if columns is None:
         return weights
@@ -184,9 +184,10 @@ def in_order(weights: torch.Tensor, columns: tuple[int, int, int] | None) -> tor
     return regrouped(weights, second, first, width)
 
 
-def regrouped(numbers: torch.Tensor, first: int, second: int, width: int) -> torch.Tensor:
+def regrouped(numbers: np.ndarray, first: int, second: int, width: int) -> np.ndarray:
     """Returns numbers [.., first × second × width] as [.., second × first × width]."""
-    return numbers.reshape(*numbers.shape[:-1], first, second, width).transpose(-3, -2).flatten(-3)
+    parts = numbers.reshape(*numbers.shape[:-1], first, second, width)
+    return np.ascontiguousarray(parts.swapaxes(-3, -2)).reshape(numbers.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,18 +201,18 @@ class FileRows:
 
 
 class MatrixPacking:
-    """Packs different matrices side by side in large pages, on all threads that torch has but one: that of the caller,
-    which joins them in `finish`. Not thread-safe."""
+    """Packs different matrices side by side in large pages, on all compute threads but one: that of the caller, which
+    joins them in `finish`. Not thread-safe."""
 
     def __init__(self, operators: Operators) -> None:
         self._operators = operators
-        self._packed: dict[Hashable, torch.Tensor] = {}
+        self._packed: dict[Hashable, np.ndarray] = {}
         self._tasks: deque[Callable[[], None]] = deque()
         self._failures: list[Exception] = []
         self._threads: list[Thread] = []
         self._places = LargePages()
 
-    def take(self, matrix: FileMatrix) -> torch.Tensor:
+    def take(self, matrix: FileMatrix) -> np.ndarray:
         """Returns the memory of a matrix, whose packing begins if it has not: `finish` waits for its end."""
         self.add([matrix])
         return self._packed[matrix.key]
@@ -221,18 +222,18 @@ class MatrixPacking:
         distinct = {matrix.key: matrix for matrix in matrices if matrix.key not in self._packed}
         for key, matrix in distinct.items():
             shape = matrix.packed_shape
-            self._packed[key] = self._places.take(prod(shape)).view(shape)
-            self._tasks += matrix.tasks(self._operators, self._packed[key].flatten(0, -3))
+            self._packed[key] = self._places.take(shape, np.uint8)
+            self._tasks += matrix.tasks(self._operators, _strips(self._packed[key]))
         running = [thread for thread in self._threads if thread.is_alive()]
         begun = [
             Thread(target=self._work, name="weights", daemon=True)
-            for _ in range(_num_helpers() - len(running) if distinct else 0)
+            for _ in range(num_threads() - 1 - len(running) if distinct else 0)
         ]
         self._threads = running + begun
         for thread in begun:
             thread.start()
 
-    def finish(self) -> dict[Hashable, torch.Tensor]:
+    def finish(self) -> dict[Hashable, np.ndarray]:
         """Returns all packed matrices by their keys. Raises `ModelError` for a cut file, `OSError`, `MemoryError`."""
         self._work()
         self._wait()
@@ -260,10 +261,6 @@ class MatrixPacking:
             except Exception as error:  # noqa: BLE001 - `finish` raises it
                 self._failures.append(error)
                 self._tasks.clear()
-
-
-def _num_helpers() -> int:
-    return torch.get_num_threads() - 1
 
 
 def packed_bytes(matrices: Iterable[FileMatrix]) -> int:

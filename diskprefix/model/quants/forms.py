@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
 from diskprefix.errors import ModelError
 from diskprefix.model.quants.quant_form import QuantForm
-from diskprefix.native import ROWS, calls
+from diskprefix.native import ROWS, address_of, calls
 from diskprefix.native.library import Operators, operators
 from diskprefix.native.matrix import Matrix
+from diskprefix.native.threads import num_threads
 
 
 def compiled() -> Operators:
@@ -19,7 +20,7 @@ def compiled() -> Operators:
     return found
 
 
-def matrix_of(packed: torch.Tensor, form: QuantForm, bias: torch.Tensor | None) -> Matrix:
+def matrix_of(packed: np.ndarray, form: QuantForm, bias: np.ndarray | None) -> Matrix:
     """Returns a matrix that is packed as `quant_form` describes."""
     return Matrix(
         packed,
@@ -35,12 +36,11 @@ def matrix_of(packed: torch.Tensor, form: QuantForm, bias: torch.Tensor | None) 
     )
 
 
-def weights_of(packed: torch.Tensor, form: QuantForm) -> torch.Tensor:
+def weights_of(packed: np.ndarray, form: QuantForm) -> np.ndarray:
     """Returns the weights, bfloat16 [rows, columns]. All variants round them. Raises `MemoryError`."""
     matrix, operators = matrix_of(packed, form, None), compiled()
-    ids, out = torch.arange(matrix.rows), torch.empty(matrix.rows, matrix.columns, dtype=torch.bfloat16)
-    threads = torch.get_num_threads(), operators.parallel_for
-    call = calls.LookupCall(len(ids), ids.data_ptr(), matrix.address, out.data_ptr(), *threads)
+    ids, out = np.arange(matrix.rows), np.empty((matrix.rows, matrix.columns), np.uint16)
+    call = calls.LookupCall(len(ids), address_of(ids), matrix.address, address_of(out), num_threads())
     if operators.look_up(bytes(call)):
         raise MemoryError("there is no memory left for looking rows up")
     return out

@@ -100,7 +100,8 @@ class Computation {
     static thread_local Memory of_tasks, of_partials;
     if (!plan(of_tasks) || !give_partials(of_partials)) return false;
     const int64_t threads = total_tiles_ < ALONE ? 1 : least(call_.num_threads, num_units_);
-    return spread(threads, call_.parallel_for, threads, 1, [this](int64_t, int64_t) { work(); }) && !failed_;
+    spread(threads, threads, 1, [this](int64_t, int64_t) { work(); });
+    return !failed_;
   }
 
  private:
@@ -298,7 +299,7 @@ class Computation {
                            call_.key_dim, inner_, scratch.keys);
     const auto [values, value_stride] =
         rows_of_tile(run, run.values, task.head, start, present, call_.value_dim, scratch.gathered);
-    const bool packs_values = !Product::TAKES_VALUES || !has_few(task);
+    const bool packs_values = !has_few(task) || !takes_values<Product>(call_.value_dim);
     if (packs_values)
       Product::pack_plain(values, value_stride, present, num_keys, call_.value_dim, columns_, scratch.values);
     for (int64_t row = 0; row < task.num_rows; row += BLOCK) {
@@ -311,7 +312,7 @@ class Computation {
       const Factor* weights = (const Factor*)scratch.scores;
       if (packs_values)
         Product::multiply(weights, WEIGHTS, scratch.values, num_keys, columns_, found.taken, columns_, num_rows, seen, columns_);
-      else if constexpr (Product::TAKES_VALUES)
+      else if constexpr (Product::VALUES > 0)
         Product::multiply_values(weights, WEIGHTS, num_rows, values, value_stride, present, call_.value_dim, found.taken,
                                  columns_);
       if (!task.of_tiles) scratch.state.from(row).merge(found, num_rows);

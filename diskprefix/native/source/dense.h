@@ -2,7 +2,7 @@
 // layer is one head. A row's result depends on no other row: each number is one sum in a fixed order, whatever the number
 // of rows and of threads.
 //
-// A thread takes panels of PANEL columns of a result, packs that part of the matrix once, and multiplies all rows with it.
+// A thread takes panels of columns of a result, packs that part of the matrix once, and multiplies all rows with it.
 
 #pragma once
 
@@ -21,6 +21,7 @@ class DenseProducts {
   typedef typename Type::Stored Stored;
   typedef typename Multiply::Factor Factor;
   static constexpr int64_t PANEL = 64, ROWS = 96;
+  static constexpr int64_t WIDE = 256;  // with few rows, as longer parts of the matrix's lines are read faster
   static constexpr int64_t UNIT = 32;  // the columns of a panel that are computed are a multiple of it
   static constexpr int64_t CHUNK = 1024;  // inner numbers of a panel that are multiplied with ROWS rows while they are in the cache
 
@@ -29,17 +30,19 @@ class DenseProducts {
       : call_(call),
         inner_(up_to(call.inner, Multiply::INNER)),
         rows_(up_to(call.num_rows, 16)),
-        panels_((call.outer + PANEL - 1) / PANEL) {}
+        width_(call.num_rows <= Multiply::FEW_ROWS && call.num_heads * call.outer >= 2 * WIDE * call.num_threads ? WIDE : PANEL),
+        panels_((call.outer + width_ - 1) / width_) {}
 
   bool run() {
     if (!call_.num_rows || !pack_rows()) return !call_.num_rows;
     const int64_t threads = least(call_.num_threads, call_.num_heads * panels_);
-    return spread(threads, call_.parallel_for, threads, 1, [this](int64_t, int64_t) { work(); }) && !failed_;
+    spread(threads, threads, 1, [this](int64_t, int64_t) { work(); });
+    return !failed_;
   }
 
  private:
   const DenseProduct& call_;
-  const int64_t inner_, rows_, panels_;
+  const int64_t inner_, rows_, width_, panels_;
   Factor* packed_rows_ = nullptr;  // [heads, rows_, inner_], or null: they are used as they lie in memory
   std::atomic<int64_t> next_{0};
   std::atomic<bool> failed_{false};
@@ -54,34 +57,35 @@ class DenseProducts {
     if (!memory.reserve(Memory::size_of<Factor>(call_.num_heads * rows_ * inner_))) return false;
     packed_rows_ = memory.take<Factor>(call_.num_heads * rows_ * inner_);
     const int64_t count = call_.num_heads * call_.num_rows, grain = 1 + 32768 / inner_;
-    return spread(call_.num_threads, call_.parallel_for, count, grain, [this](int64_t begin, int64_t end) {
+    spread(call_.num_threads, count, grain, [this](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t head = i / call_.num_rows, number = i % call_.num_rows;
         Multiply::pack_row(row(head, number), call_.inner, inner_, packed_rows_ + (head * rows_ + number) * inner_);
       }
     });
+    return true;
   }
 
   void work() {
     static thread_local Memory memory;
-    if (!memory.reserve(Memory::size_of<Factor>(16 * inner_) + Memory::size_of<Factor>(inner_ * PANEL) +
+    if (!memory.reserve(Memory::size_of<Factor>(16 * inner_) + Memory::size_of<Factor>(inner_ * width_) +
                         Memory::size_of<float>(ROWS * PANEL))) {
       failed_ = true;
       return;
     }
-    Factor *turned = memory.take<Factor>(16 * inner_), *packed = memory.take<Factor>(inner_ * PANEL);
+    Factor *turned = memory.take<Factor>(16 * inner_), *packed = memory.take<Factor>(inner_ * width_);
     float* sums = memory.take<float>(ROWS * PANEL);
     typename Multiply::Scope scope(call_.num_rows);
     for (int64_t unit; (unit = next_.fetch_add(1, std::memory_order_relaxed)) < call_.num_heads * panels_;)
-      multiply(unit / panels_, unit % panels_ * PANEL, turned, packed, sums);
+      multiply(unit / panels_, unit % panels_ * width_, turned, packed, sums);
   }
 
   void multiply(int64_t head, int64_t column, Factor* turned, Factor* packed, float* sums) const {
-    const int64_t present = least(PANEL, call_.outer - column), columns = up_to(present, UNIT);
+    const int64_t present = least(width_, call_.outer - column), columns = up_to(present, UNIT);
     const Stored* matrix =
         (const Stored*)call_.matrices + head * call_.matrix_stride + column * (call_.is_turned ? call_.line_stride : 1);
     // Few rows are multiplied with a matrix as it lies in memory.
-    const bool fits = call_.is_turned ? call_.inner == inner_ && present == columns : Multiply::TAKES_VALUES;
+    const bool fits = call_.is_turned ? call_.inner == inner_ && present == columns : takes_values<Multiply>(present);
     const bool is_few = call_.num_rows <= Multiply::FEW_ROWS && fits;
     if (!is_few) pack(matrix, present, columns, packed);
     for (int64_t first = 0; first < call_.num_rows; first += ROWS) {
@@ -108,7 +112,7 @@ class DenseProducts {
       Multiply::turn_rows(left, stride, count, inner_, turned);
       Multiply::multiply_tokens(turned, count, inner_, matrix, call_.line_stride, columns, sums, columns);
     }
-    if constexpr (Multiply::TAKES_VALUES)
+    if constexpr (Multiply::VALUES > 0)
       if (!call_.is_turned)
         Multiply::multiply_values(left, stride, count, matrix, call_.line_stride, call_.inner, present, sums, columns);
   }

@@ -32,11 +32,12 @@ class Mixture {
     rows_ = memory.take<uint16_t>(pairs_ * width_);
     gate_ = memory.take<uint16_t>(pairs_ * inner_), up_ = memory.take<uint16_t>(pairs_ * inner_);
     packed_ = memory.take<uint8_t>(packed);
-    const bool is_done = each_group(width_, [this](Group& group) { gather(group); }) &&
-                         multiply(first_parts_, num_first_ * num_groups_) &&
-                         each_group(inner_, [this](Group& group) { gate(group); }) && multiply(last_parts_, num_groups_) &&
-                         add_up();
-    return !is_done;
+    each_group(width_, [this](Group& group) { gather(group); });
+    multiply(first_parts_, num_first_ * num_groups_);
+    each_group(inner_, [this](Group& group) { gate(group); });
+    multiply(last_parts_, num_groups_);
+    add_up();
+    return failed_;
   }
 
  private:
@@ -89,9 +90,9 @@ class Mixture {
   }
 
   template <class Body>
-  bool each_group(int64_t width, const Body& body) {
+  void each_group(int64_t width, const Body& body) {
     const int64_t grain = 1 + 65536 * num_groups_ / (pairs_ * width);
-    return spread(call_.num_threads, call_.parallel_for, num_groups_, grain, [&](int64_t begin, int64_t end) {
+    spread(call_.num_threads, num_groups_, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) body(groups_[i]);
     });
   }
@@ -128,7 +129,7 @@ class Mixture {
   }
 
   // All matrices of `parts` have the same size. A thread takes some of the remaining pairs of strips, as in `Products`.
-  bool multiply(const Part* parts, int64_t num_parts) {
+  void multiply(const Part* parts, int64_t num_parts) {
     const int64_t of_part = (parts->strips + 1) / 2, count = num_parts * of_part, threads = call_.num_threads;
     next_ = 0;
     const auto work = [=](int64_t, int64_t) {
@@ -143,12 +144,12 @@ class Mixture {
         begin = next_;
       }
     };
-    return spread(threads, call_.parallel_for, threads, 1, work) && !failed_;
+    spread(threads, threads, 1, work);
   }
 
-  bool add_up() const {
+  void add_up() const {
     const int64_t grain = 1 + 65536 / (width_ * call_.num_chosen);
-    return spread(call_.num_threads, call_.parallel_for, call_.num_rows, grain, [this](int64_t begin, int64_t end) {
+    spread(call_.num_threads, call_.num_rows, grain, [this](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) add_up_row(row);
     });
   }

@@ -9,9 +9,10 @@ namespace diskprefix {
 
 enum DType : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
-// torch's own pool of threads: it calls `work` with parts of [begin, end).
 typedef void (*Work)(int64_t begin, int64_t end, void* context);
-typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Work work, void* context);
+
+// Calls `work` with parts of [0, count), of `grain` or more each, on so many threads.
+void share(int64_t num_threads, int64_t count, int64_t grain, Work work, void* context);
 
 // The rows of one layer, [kv_heads, tokens, dim], in the pages of a sequence. The row of token t is in page t /
 // page_tokens: `offset` bytes behind its start, and head × `head_stride` + (t % page_tokens) × `token_stride` elements.
@@ -45,7 +46,6 @@ struct Attention {
   const float* sinks;  // one for each head, or null
   double scale, softcap;  // without soft cap 0
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // How scales, and zeros where there are some, are stored: numbers of the groups, exponents of 2, or small integers that are
@@ -70,7 +70,6 @@ struct Lookup {
   const Matrix* matrix;
   void* out;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // Strips of a packed matrix, made of rows of a GGUF tensor. Row i is row `order[i]` of the content, or row i if `order` is
@@ -82,7 +81,6 @@ struct Packing {
   const int32_t* order;
   void* out;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // The same rows, bfloat16 [num_rows, columns], times each of several matrices: bfloat16 [num_rows, rows of the matrix].
@@ -92,7 +90,6 @@ struct Product {
   const Matrix* matrices[MAX_MATRICES];
   void* outs[MAX_MATRICES];
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // The rows of each head times a matrix of that head: [num_rows, inner] → [num_rows, outer]. The matrix has lines of `outer`
@@ -106,7 +103,6 @@ struct DenseProduct {
   const float* bias;  // [outer], or null
   void* out;
   int64_t out_head_stride, out_row_stride, num_threads;
-  ParallelFor parallel_for;
 };
 
 // The use of weights in a norm by the root of the mean square: the normed number is rounded first, or it is not, or the
@@ -122,7 +118,6 @@ struct Norm {
   void* out;
   double epsilon;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // For each row the experts that its router chose: down × (curve(gate × row) × up_curve(up × row)), rounded to bfloat16,
@@ -140,7 +135,6 @@ struct Experts {
   const uint16_t *curve, *up_curve;
   void* out;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // Consecutive tokens of one sequence, at least one, the state before them, and where the state behind them goes, which may
@@ -159,7 +153,6 @@ struct Convolution {
   const void *rows, *weight, *bias;
   void* out;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // The gated delta rule: queries and keys [rows, key_heads, key_dim], values and out [rows, heads, value_dim] of one
@@ -173,7 +166,6 @@ struct DeltaRule {
   void* out;
   double epsilon;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // Mamba 2: rows [rows, heads, dim], `into` and `from` [rows, groups, state_dim] (B and C) of one dtype, `steps` [rows,
@@ -186,7 +178,6 @@ struct StateSpace {
   const float *steps, *decay, *skip;
   void* out;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // -- a plan ------------------------------------------------------------------------------------------------------------
@@ -201,7 +192,6 @@ struct Angles {
   double factor;
   void *cosines, *sines;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // Rows [num_rows, num_heads, dim], changed in place: each head gets its norm, without weight none, and is turned by
@@ -220,7 +210,6 @@ struct Heads {
   int64_t table;
   Rows to;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // Attention over keys in page table number `table` and values in another or the same. What a step decides is not set.
@@ -242,7 +231,6 @@ struct Gate {
   const uint16_t* curve;
   void* out;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // Rows [num_rows, width]: one + other × factor, without `one` other × factor. A factor that is not 1 rounds the product.
@@ -252,7 +240,6 @@ struct Sum {
   const void *one, *other;
   void* out;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // Rows of these numbers, `row_bytes` each, one behind the other.
@@ -262,7 +249,6 @@ struct Pick {
   const int64_t* numbers;
   void* out;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // Puts rows of `from` in the place of rows with these numbers, or with `adds` adds them. A step may have none of them.
@@ -272,7 +258,6 @@ struct Scatter {
   const void* from;
   void* rows;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // Scores of experts: of all of them, or numbers that get theirs among those that are chosen.
@@ -290,7 +275,6 @@ struct Router {
   int64_t* chosen;
   float* weights;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // What `Experts` does, of matrices that lie side by side, [num_experts, outer, width] and [num_experts, width, inner], or
@@ -309,7 +293,6 @@ struct DenseExperts {
   const uint16_t *curve, *up_curve;
   void* out;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // bfloat16 rows [num_rows, width], side by side, in float32; with `narrows` the other way round.
@@ -318,7 +301,6 @@ struct Widening {
   const void* rows;
   void* out;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // Rows [num_rows, width], in place, times 1 + factor × log(1 + floor((position + offset) / period)).
@@ -328,7 +310,6 @@ struct Tempering {
   const int64_t* positions;
   void* rows;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // For each row and head, `num_bytes` bytes from one place to another, each with bytes from row to row and head to head.
@@ -338,7 +319,6 @@ struct Copy {
   int64_t row_bytes, head_bytes;
   char* out;
   int64_t out_row_bytes, out_head_bytes, num_threads;
-  ParallelFor parallel_for;
 };
 
 // Where the states of an operation are: `num_bytes` behind `offset` bytes in the pages of states number `group`.
@@ -376,7 +356,6 @@ struct StepSizes {
   const float *bias, *factors;
   float* out;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // Rows [num_rows, width] of function(gate) × the norm of each `group` numbers; with `gates_first` of the norm of function(gate)
@@ -389,7 +368,6 @@ struct GatedNorm {
   const float* weight;
   void* out;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // base + Σ (factor + offset) × rows over the first `count` of `rows`, each [num_rows, width]. A row has `count` factors.
@@ -402,7 +380,6 @@ struct Mix {
   const void* base;
   void* out;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // Rows [num_rows, width], in place, with the root mean square that those of `like` have.
@@ -411,7 +388,6 @@ struct Leveling {
   const void* like;
   void* rows;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // Rows [num_rows, width], in place, minus their mean and so many standard deviations, and no number below 0.
@@ -420,7 +396,6 @@ struct CutOff {
   double deviations;
   void* rows;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 enum OperationKind : int64_t {
@@ -457,7 +432,6 @@ struct PlanStep {
   int64_t num_rows, num_logits, num_runs, page_tokens, is_replay;
   const PlanRun* runs;
   int64_t num_threads;
-  ParallelFor parallel_for;
 };
 
 // Rows of `width` values, `stride` bytes apart, and the same values in planes: `num_bytes`, with `bits` in a code.

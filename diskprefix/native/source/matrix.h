@@ -407,7 +407,7 @@ inline bool multiply_dense(const Part& part, int64_t begin, int64_t end) {
   const uint16_t* weights = (const uint16_t*)matrix.weights + begin * matrix.columns;
   const DenseProduct call = {BFLOAT16, true, 1, part.num_rows, matrix.columns, end - begin, part.rows, 0, matrix.columns,
                              weights, 0, matrix.columns, matrix.bias ? matrix.bias + begin : nullptr, part.out + begin, 0,
-                             matrix.rows, 1, nullptr};
+                             matrix.rows, 1};
   return !dense(&call);
 }
 
@@ -457,14 +457,14 @@ class Products {
       packed_ = memory.take<uint8_t>(needed);
       for (Part& part : parts_) part.packed = packed_;
       const int64_t together = Multiply::PACKED_TOGETHER, count = up_to(call_.num_rows, together) / together;
-      if (!spread(call_.num_threads, call_.parallel_for, count, 16 / together, [=](int64_t begin, int64_t end) {
-            pack(begin * together, least(end * together, call_.num_rows));
-          }))
-        return false;
+      spread(call_.num_threads, count, 16 / together, [=](int64_t begin, int64_t end) {
+        pack(begin * together, least(end * together, call_.num_rows));
+      });
     }
     const bool is_few = call_.num_rows <= Multiply::FEW_ROWS;
     const int64_t count = is_few ? least((pairs_ + 3) / 4, call_.num_threads) : call_.num_threads;
-    return spread(call_.num_threads, call_.parallel_for, count, 1, [this](int64_t, int64_t) { take(); }) && !failed_;
+    spread(call_.num_threads, count, 1, [this](int64_t, int64_t) { take(); });
+    return !failed_;
   }
 
  private:
@@ -517,7 +517,7 @@ int32_t require_matrix(const Matrix* matrix, const int64_t* num_bytes) {
 int32_t look_up(const Lookup* call) {
   const matrices::Form form = matrices::form_of(*call->matrix);
   const int64_t columns = call->matrix->columns;
-  return !spread(call->num_threads, call->parallel_for, call->num_rows, 1 + 8192 / columns, [&](int64_t begin, int64_t end) {
+  spread(call->num_threads, call->num_rows, 1 + 8192 / columns, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = call->ids[i];
       form.look_up((const uint8_t*)call->matrix->weights + row / matrices::STRIP * form.strip_bytes,
@@ -525,6 +525,7 @@ int32_t look_up(const Lookup* call) {
                    (uint16_t*)call->out + i * columns);
     }
   });
+  return 0;
 }
 
 }  // namespace

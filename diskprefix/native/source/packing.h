@@ -501,8 +501,8 @@ int32_t pack_of(const Packing& call) {
       pack_strips<Type>(call, strips, read, nullptr, out);
     }
   };
-  const bool is_spread = spread(call.num_threads, call.parallel_for, call.strips, 1 + 65536 / call.columns, pack_part);
-  return is_spread ? failure.load() : (int32_t)NO_MEMORY;
+  spread(call.num_threads, call.strips, 1 + 65536 / call.columns, pack_part);
+  return failure;
 }
 
 }  // namespace packing

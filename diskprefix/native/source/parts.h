@@ -10,13 +10,10 @@ namespace {
 
 // Calls `work(begin, end)` for parts of [0, count), of `grain` or more each.
 template <class Body>
-inline bool spread(int64_t num_threads, ParallelFor parallel_for, int64_t count, int64_t grain, const Body& body) {
-  if (num_threads == 1 || count <= grain) {
-    body(0, count);
-    return true;
-  }
+inline void spread(int64_t num_threads, int64_t count, int64_t grain, const Body& body) {
+  if (num_threads == 1 || count <= grain) return body(0, count);
   const Work call = [](int64_t begin, int64_t end, void* self) { (*(const Body*)self)(begin, end); };
-  return !parallel_for(0, count, grain, call, (void*)&body);
+  share(num_threads, count, grain, call, (void*)&body);
 }
 
 // The numbers from `from` on, of which `left` are there; the others are 0.
@@ -89,13 +86,14 @@ inline void norm_row(const typename Type::Stored* row, const typename Type::Stor
 }
 
 template <class Type>
-inline bool norm_of(const Norm& call) {
+inline int32_t norm_of(const Norm& call) {
   typedef typename Type::Stored Stored;
-  return spread(call.num_threads, call.parallel_for, call.num_rows, 1 + 32768 / call.width, [&](int64_t begin, int64_t end) {
+  spread(call.num_threads, call.num_rows, 1 + 32768 / call.width, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)
       norm_row<Type>((const Stored*)call.rows + row * call.width, (const Stored*)call.weight, call.kind, call.width,
                      (float)call.epsilon, (Stored*)call.out + row * call.width);
   });
+  return 0;
 }
 
 // The values of a curve, a table with one number more, at LANES numbers or the `left` ones.
@@ -125,9 +123,9 @@ inline void gate_row(uint16_t* gate, const uint16_t* up, const uint16_t* curve, 
 int32_t norm(const Norm* call) {
   switch (call->dtype) {
     case FLOAT32:
-      return !norm_of<Float32>(*call);
+      return norm_of<Float32>(*call);
     default:
-      return !norm_of<BFloat16>(*call);
+      return norm_of<BFloat16>(*call);
   }
 }
 

@@ -34,13 +34,19 @@ class PlannedStep {
   Call* set(const Operation& operation) const {
     Call* call = (Call*)operation.call;
     call->num_rows = operation.is_of_logits ? step_.num_logits : step_.num_rows;
-    call->num_threads = step_.num_threads, call->parallel_for = step_.parallel_for;
+    call->num_threads = step_.num_threads;
     return call;
   }
 
   template <class Body>
+  int32_t in_parts(int64_t count, int64_t grain, const Body& body) const {
+    spread(step_.num_threads, count, grain, body);
+    return 0;
+  }
+
+  template <class Body>
   int32_t each_row(int64_t count, int64_t grain, const Body& body) const {
-    return !spread(step_.num_threads, step_.parallel_for, count, grain, [&](int64_t begin, int64_t end) {
+    return in_parts(count, grain, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) body(row);
     });
   }
@@ -114,7 +120,7 @@ class PlannedStep {
   }
 
   int32_t add(const Sum& call) const {
-    return !spread(step_.num_threads, step_.parallel_for, call.num_rows * call.width, 32768, [&](int64_t begin, int64_t end) {
+    return in_parts(call.num_rows * call.width, 32768, [&](int64_t begin, int64_t end) {
       call.dtype == FLOAT32 ? add_part<Float32>(call, begin, end) : add_part<BFloat16>(call, begin, end);
     });
   }
@@ -143,7 +149,7 @@ class PlannedStep {
 
   int32_t widen(const Widening& call) const {
     const int64_t count = call.num_rows * call.width;
-    return !spread(step_.num_threads, step_.parallel_for, count, 32768, [&](int64_t begin, int64_t end) {
+    return in_parts(count, 32768, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i += LANES)
         if (call.narrows)
           put_some<BFloat16>((uint16_t*)call.out + i, some_of<Float32>((const float*)call.rows + i, end - i), end - i);
@@ -156,7 +162,7 @@ class PlannedStep {
     static thread_local Memory memory;
     const Run* runs = nullptr;
     if (call.table >= 0 && !(runs = runs_in(memory, {call.table, call.table}, call.to, call.to, false, is_of_logits))) return 1;
-    return !spread(step_.num_threads, step_.parallel_for, call.num_rows, 16, [&](int64_t begin, int64_t end) {
+    return in_parts(call.num_rows, 16, [&](int64_t begin, int64_t end) {
       call.dtype == FLOAT32 ? put_heads<Float32>(call, runs, begin, end) : put_heads<BFloat16>(call, runs, begin, end);
     });
   }
@@ -165,7 +171,7 @@ class PlannedStep {
     static thread_local Memory memory;
     const Run* runs = runs_in(memory, {call.table, call.value_table}, call.keys, call.values, call.sees_pictures, is_of_logits);
     call.attention.num_runs = step_.num_runs;
-    call.attention.num_threads = step_.num_threads, call.attention.parallel_for = step_.parallel_for;
+    call.attention.num_threads = step_.num_threads;
     return !runs || attention(&call.attention, runs);
   }
 
@@ -218,7 +224,7 @@ class PlannedStep {
       if (!run.start) memset(before, 0, place.num_bytes);
       runs[i] = {run.num_rows, before, run.states[place.group] + place.offset};
     }
-    call.num_runs = step_.num_runs, call.num_threads = step_.num_threads, call.parallel_for = step_.parallel_for;
+    call.num_runs = step_.num_runs, call.num_threads = step_.num_threads;
     return compute(&call, runs);
   }
 

@@ -7,6 +7,9 @@
 namespace diskprefix {
 namespace {
 
+// How far before its use memory is fetched: to the second cache, as the first one is too small.
+constexpr int64_t PREFETCH_BYTES = 16384;
+
 // A block of sums in registers: R rows × C vectors of columns. `Terms` multiplies `STEP` inner numbers of a row with
 // those of a vector's columns at once. The vectors of a matrix are `across` factors apart, its inner steps `down`. With
 // `adds` the sums go on from those in `out`.
@@ -61,14 +64,14 @@ template <class Terms, int R, int VECTORS, class Factor, class Stored>
 inline void vectors_of_tokens(const Factor* rows, int64_t inner, const Stored* tokens, int64_t stride, float* out,
                               int64_t out_stride) {
   // The next tokens, or farther ahead if these are short.
-  const int64_t ahead = most(8192, VECTORS * LANES * stride * (int64_t)sizeof(Stored));
+  const int64_t ahead = most(PREFETCH_BYTES, VECTORS * LANES * stride * (int64_t)sizeof(Stored));
   Floats sums[VECTORS][R] = {};
   for (int64_t i = 0; i < inner; i += Terms::STEP * LANES)
     for (int vector = 0; vector < VECTORS; ++vector) {
       Floats square[LANES];
       for (int64_t token = 0; token < LANES; ++token) {
         const Stored* from = tokens + (vector * LANES + token) * stride + i;
-        __builtin_prefetch((const char*)from + ahead);
+        if (i * sizeof(Stored) % 64 == 0) __builtin_prefetch((const char*)from + ahead, 0, 2);
         square[token] = Terms::numbers_of(from);
       }
       transpose(square);
@@ -101,6 +104,13 @@ inline void copy_rows(const Factor* rows, int64_t stride, int64_t num_rows, int6
   for (int64_t row = 0; row < num_rows; ++row) memcpy(to + row * inner, rows + row * stride, inner * sizeof(Factor));
 }
 
+// Whether values of `dim` numbers are multiplied as they lie in memory.
+template <class Product>
+constexpr bool takes_values(int64_t dim) {
+  if constexpr (Product::VALUES > 0) return dim % Product::VALUES == 0;
+  return false;
+}
+
 // Exists while `multiply` is called for a number of rows or less.
 struct NoScope {
   explicit NoScope(int64_t) {}
@@ -117,7 +127,8 @@ struct VectorProduct {
   static constexpr int COLUMNS = LANES;
   static constexpr int WHOLE_ROWS = 1;  // the memory of rows has a multiple of these
   static constexpr int FEW_ROWS = LANES == 16 ? 8 : 4;  // or fewer are multiplied with tokens as they lie in memory
-  static constexpr bool TAKES_VALUES = false;
+  static constexpr int64_t TOKENS = 16;  // so many lines of values are read side by side
+  static constexpr int VALUES = LANES;  // values of a multiple of these are multiplied as they lie in memory; 0: none are
   static constexpr int STEP = 1;
 
   // Rows of `dim` numbers, the rest up to `inner` is 0.
@@ -174,6 +185,47 @@ struct VectorProduct {
     rows_by_tokens<VectorProduct, FEW_ROWS>(rows, num_rows, inner, tokens, stride, num_tokens, out, out_stride);
   }
 
+  // out [rows, columns] = weights [rows, tokens] × values [tokens, columns] as they lie in memory, for `FEW_ROWS` or less. Each
+  // number has the bits that `multiply` gives it.
+  static void multiply_values(const float* weights, int64_t weights_stride, int64_t num_rows, const Stored* values,
+                              int64_t stride, int64_t num_tokens, int64_t, float* out, int64_t columns) {
+    rows_by_values<FEW_ROWS>(weights, weights_stride, num_rows, values, stride, num_tokens, out, columns);
+  }
+
+  template <int R>
+  static void rows_by_values(const float* weights, int64_t weights_stride, int64_t num_rows, const Stored* values,
+                             int64_t stride, int64_t num_tokens, float* out, int64_t columns) {
+    if constexpr (R > 1)
+      if (num_rows < R) return rows_by_values<R - 1>(weights, weights_stride, num_rows, values, stride, num_tokens, out, columns);
+    constexpr int MAX_VECTORS = R >= LANES ? 1 : LANES / R;
+    for (int64_t begin = 0; begin < num_tokens; begin += TOKENS)
+      for (int64_t first = 0; first < columns;) {
+        const bool is_wide = columns - first >= MAX_VECTORS * LANES;
+        (is_wide ? values_block<R, MAX_VECTORS> : values_block<R, 1>)(
+            weights + begin, weights_stride, values + begin * stride + first, stride, least(TOKENS, num_tokens - begin), out + first,
+            columns, begin > 0);
+        first += is_wide ? MAX_VECTORS * LANES : LANES;
+      }
+  }
+
+  template <int R, int C>
+  static void values_block(const float* weights, int64_t weights_stride, const Stored* values, int64_t stride,
+                           int64_t num_tokens, float* out, int64_t out_stride, bool adds) {
+    Floats sums[R][C] = {};
+    for (int row = 0; adds && row < R; ++row)
+      for (int column = 0; column < C; ++column) sums[row][column] = loaded<Floats>(out + row * out_stride + LANES * column);
+    for (int64_t token = 0; token < num_tokens; ++token, values += stride)
+      for (int column = 0; column < C; ++column) {
+        if (LANES * column * sizeof(Stored) % 64 == 0)
+          __builtin_prefetch((const char*)(values + LANES * column) + PREFETCH_BYTES, 0, 2);
+        const Floats right = Type::load(values + LANES * column);
+        for (int row = 0; row < R; ++row)
+          sums[row][column] = fma(all(weights[row * weights_stride + token]), right, sums[row][column]);
+      }
+    for (int row = 0; row < R; ++row)
+      for (int column = 0; column < C; ++column) store(out + row * out_stride + LANES * column, sums[row][column]);
+  }
+
   static Floats numbers_of(const Stored* from) { return Type::load(from); }
   static Floats each(const float* left) { return all(*left); }
   static Floats add(Floats sum, Floats left, Floats right) { return fma(left, right, sum); }
@@ -188,7 +240,6 @@ struct Pairs {
   typedef uint16_t Factor;
   static constexpr int INNER = 2 * LANES;
   static constexpr int COLUMNS = LANES;
-  static constexpr int64_t AHEAD = 4096;  // bytes: how far before its use memory is fetched, and twice as far for keys
 
   static void pack_row(const uint16_t* from, int64_t dim, int64_t inner, uint16_t* to) {
     for (int64_t i = 0; i < inner; ++i) to[i] = i < dim ? from[i] : 0;
@@ -222,8 +273,8 @@ struct Pairs {
     for (int64_t token = 0; token < num_tokens; token += 2) {
       const uint16_t *even = from + token * stride, *odd = even + stride;
       for (int64_t first = 0; first < columns; first += INNER) {
-        __builtin_prefetch((const char*)(even + first) + AHEAD);
-        __builtin_prefetch((const char*)(odd + first) + AHEAD);
+        __builtin_prefetch((const char*)(even + first) + PREFETCH_BYTES, 0, 2);
+        __builtin_prefetch((const char*)(odd + first) + PREFETCH_BYTES, 0, 2);
         const Width some = width_of(dim - first);
         Floats low, high;
         pairing.of(numbers_at(even + first, token < present ? some : 0), numbers_at(odd + first, token + 1 < present ? some : 0),
@@ -282,7 +333,7 @@ struct PairProduct : Pairs {
   typedef NoScope Scope;
   static constexpr int WHOLE_ROWS = 1;
   static constexpr int FEW_ROWS = 8;  // or fewer are multiplied with tokens as they lie in memory, and with their values
-  static constexpr bool TAKES_VALUES = true;
+  static constexpr int VALUES = 1;
   static constexpr int STEP = 2;
 
   static void multiply(const uint16_t* left, int64_t left_stride, const uint16_t* matrix, int64_t all_inner, int64_t,
@@ -329,7 +380,7 @@ struct PairProduct : Pairs {
     if constexpr (R > 1)
       if (num_rows < R)
         return rows_by_values<R - 1>(weights, weights_stride, num_rows, values, stride, num_tokens, dim, out, columns);
-    constexpr int MAX_VECTORS = R <= 6 ? 4 : 2;  // vectors, so that the sums are in registers
+    constexpr int MAX_VECTORS = R == 1 ? 16 : R <= 3 ? 8 : R <= 6 ? 4 : 2;  // vectors, so that the sums are in registers
     for (int64_t first = 0; first < columns;) {
       const bool is_wide = dim - first >= MAX_VECTORS * LANES;
       if (is_wide)
@@ -352,8 +403,8 @@ struct PairProduct : Pairs {
       const Width others = token + 1 < num_tokens ? width : 0;
       Floats right[C];
       for (int column = 0; column < C; column += 2) {
-        __builtin_prefetch((const char*)(even + LANES * column) + AHEAD);
-        __builtin_prefetch((const char*)(odd + LANES * column) + AHEAD);
+        __builtin_prefetch((const char*)(even + LANES * column) + PREFETCH_BYTES, 0, 2);
+        __builtin_prefetch((const char*)(odd + LANES * column) + PREFETCH_BYTES, 0, 2);
         pairing.of(numbers_at(even + LANES * column, width), numbers_at(odd + LANES * column, others), right[column],
                    right[column + 1]);
       }
@@ -444,7 +495,7 @@ struct TileSums {
 struct TileProduct : Pairs {
   static constexpr int WHOLE_ROWS = 16;
   static constexpr int FEW_ROWS = 16;  // or fewer may be multiplied with tokens as they lie in memory
-  static constexpr bool TAKES_VALUES = false;
+  static constexpr int VALUES = 0;
 
   struct Scope : TileScope {
     explicit Scope(int64_t num_rows) : TileScope(least(num_rows, 16), 16, 16) {}
@@ -493,7 +544,7 @@ struct TileProduct : Pairs {
       _tile_zero(2); _tile_zero(3);
       for (int64_t i = 0; i < inner; i += 32) {
         for (int64_t row = 0; row < 32; ++row)
-          _mm_prefetch((const char*)(tokens + row * stride + i) + 2 * AHEAD, _MM_HINT_T0);
+          _mm_prefetch((const char*)(tokens + row * stride + i) + 8192, _MM_HINT_T0);
         _tile_loadd(5, turned + i * 16, 64);
         _tile_loadd(6, tokens + i, stride * 2);
         _tile_dpbf16ps(2, 6, 5);

@@ -85,41 +85,41 @@ class ConvolvedChannels {
 };
 
 template <class Type>
-inline bool convolved(const Convolution& call, const StateRun* runs) {
+inline int32_t convolved(const Convolution& call, const StateRun* runs) {
   const int64_t blocks = (call.channels + CHANNELS - 1) / CHANNELS;
   const int64_t grain = 1 + 16384 / (1 + call.num_rows * CHANNELS);
-  return spread(call.num_threads, call.parallel_for, blocks, grain, [&](int64_t begin, int64_t end) {
+  spread(call.num_threads, blocks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       ConvolvedChannels<Type> channels(call, block * CHANNELS);
       for (int64_t run = 0, row = 0; run < call.num_runs; row += runs[run++].num_rows) channels.run(runs[run], row);
     }
   });
+  return 0;
 }
 
 int32_t convolution(const Convolution* call, const StateRun* runs) {
   if (call->kernel > MAX_KERNEL) return 1;
   switch (call->dtype) {
     case FLOAT32:
-      return !convolved<Float32>(*call, runs);
+      return convolved<Float32>(*call, runs);
     default:
-      return !convolved<BFloat16>(*call, runs);
+      return convolved<BFloat16>(*call, runs);
   }
 }
 
-// Calls `work(run, row, head)` for each head of each sequence; `row` is the sequence's first one. False if the threads
-// cannot be had, or if one of them has no memory.
+// Calls `work(run, row, head)` for each head of each sequence; `row` is the sequence's first one. False if one of them
+// has no memory.
 template <class Body>
-inline bool for_heads(int64_t num_threads, ParallelFor parallel_for, const StateRun* runs, int64_t num_runs, int64_t heads,
-                      const Body& work) {
+inline bool for_heads(int64_t num_threads, const StateRun* runs, int64_t num_runs, int64_t heads, const Body& work) {
   bool is_done = true;
-  const bool is_spread = spread(num_threads, parallel_for, num_runs * heads, 1, [&](int64_t begin, int64_t end) {
+  spread(num_threads, num_runs * heads, 1, [&](int64_t begin, int64_t end) {
     int64_t run = 0, row = 0;
     for (int64_t item = begin; item < end; ++item) {
       while (run < item / heads) row += runs[run++].num_rows;
       if (!work(runs[run], row, item % heads)) __atomic_store_n(&is_done, false, __ATOMIC_RELAXED);
     }
   });
-  return is_spread && is_done;
+  return is_done;
 }
 
 template <class Type>
@@ -255,7 +255,7 @@ class DeltaHead {
 
 template <class Type>
 inline bool delta_ruled(const DeltaRule& call, const StateRun* runs) {
-  return for_heads(call.num_threads, call.parallel_for, runs, call.num_runs, call.heads,
+  return for_heads(call.num_threads, runs, call.num_runs, call.heads,
                    [&](const StateRun& run, int64_t row, int64_t head) { return DeltaHead<Type>(call, run, row, head).run(); });
 }
 
@@ -331,7 +331,7 @@ class StateSpaceHead {
 
 template <class Type>
 inline bool state_spaced(const StateSpace& call, const StateRun* runs) {
-  return for_heads(call.num_threads, call.parallel_for, runs, call.num_runs, call.heads, [&](const StateRun& run, int64_t row, int64_t head) {
+  return for_heads(call.num_threads, runs, call.num_runs, call.heads, [&](const StateRun& run, int64_t row, int64_t head) {
     return StateSpaceHead<Type>(call, run, row, head).run();
   });
 }

@@ -90,7 +90,7 @@ inline void route_row(const Router& call, int64_t row, float* scores, float* cho
 
 int32_t route(const Router& call) {
   std::atomic<bool> has_failed{false};
-  const bool is_done = spread(call.num_threads, call.parallel_for, call.num_rows, 16, [&](int64_t begin, int64_t end) {
+  spread(call.num_threads, call.num_rows, 16, [&](int64_t begin, int64_t end) {
     static thread_local Memory memory;
     if (!memory.reserve(2 * Memory::size_of<float>(call.num_experts) + Memory::size_of<bool>(call.num_experts))) {
       has_failed = true;
@@ -102,7 +102,7 @@ int32_t route(const Router& call) {
       call.dtype == FLOAT32 ? route_row<Float32>(call, row, scores, choice, is_left)
                             : route_row<BFloat16>(call, row, scores, choice, is_left);
   });
-  return !is_done || has_failed;
+  return has_failed;
 }
 
 // The products of one expert after the other.
@@ -126,7 +126,8 @@ class DenseMixture {
     found_ = memory.take<Stored>(pairs_ * call_.width);
     for (int64_t expert = 0; expert < call_.num_experts; ++expert)
       if (compute(expert)) return 1;
-    return !each_row(count, [this](int64_t row) { add_up(row); });
+    each_row(count, [this](int64_t row) { add_up(row); });
+    return 0;
   }
 
  private:
@@ -136,8 +137,8 @@ class DenseMixture {
   Stored *rows_ = nullptr, *first_ = nullptr, *gated_ = nullptr, *last_ = nullptr, *found_ = nullptr;
 
   template <class Body>
-  bool each_row(int64_t count, const Body& body) const {
-    return spread(call_.num_threads, call_.parallel_for, count, 8, [&](int64_t begin, int64_t end) {
+  void each_row(int64_t count, const Body& body) const {
+    spread(call_.num_threads, count, 8, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) body(row);
     });
   }
@@ -152,12 +153,11 @@ class DenseMixture {
       memcpy(rows_ + i * width, (const Stored*)call_.rows + pair_at_[i] / call_.num_chosen * width, width * sizeof(Stored));
       if (call_.weighs_rows) weigh<Type>(rows_ + i * width, call_.weights[pair_at_[i]], width);
     }
-    return multiply(expert, count, rows_, width, call_.first, call_.outer, call_.first_bias, first_) ||
-           !each_row(count, [this](int64_t i) { gate(first_ + i * call_.outer, gated_ + i * call_.inner); }) ||
-           multiply(expert, count, gated_, call_.inner, call_.last, width, call_.last_bias, last_) ||
-           !each_row(count, [=](int64_t i) {
-             memcpy(found_ + pair_at_[i] * width, last_ + i * width, width * sizeof(Stored));
-           });
+    if (multiply(expert, count, rows_, width, call_.first, call_.outer, call_.first_bias, first_)) return 1;
+    each_row(count, [this](int64_t i) { gate(first_ + i * call_.outer, gated_ + i * call_.inner); });
+    if (multiply(expert, count, gated_, call_.inner, call_.last, width, call_.last_bias, last_)) return 1;
+    each_row(count, [=](int64_t i) { memcpy(found_ + pair_at_[i] * width, last_ + i * width, width * sizeof(Stored)); });
+    return 0;
   }
 
   int32_t multiply(int64_t expert, int64_t count, const Stored* rows, int64_t inner, const void* matrices, int64_t outer,
@@ -165,7 +165,7 @@ class DenseMixture {
     const DenseProduct call = {
         call_.dtype, !call_.is_turned, 1, count, inner, outer, rows, 0, inner,
         (const Stored*)matrices + expert * inner * outer, 0, call_.is_turned ? outer : inner,
-        biases ? biases + expert * outer : nullptr, out, 0, outer, call_.num_threads, call_.parallel_for};
+        biases ? biases + expert * outer : nullptr, out, 0, outer, call_.num_threads};
     return dense(&call);
   }
 

@@ -14,9 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from diskprefix.engine.loop import Engine
-    from diskprefix.server.daemon import Daemon, EngineLoader
+    from diskprefix.server.daemon import Daemon, EngineLoader, Progress
     from diskprefix.server.serving import Serving
 
 log = logging.getLogger("diskprefix")
@@ -63,8 +65,8 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     Behind a `front`, the process takes the requests that the front passes on. Else it opens sockets of its own.
     """
     faulthandler.enable()
-    # Until the server handles it: nothing has been started that must be stopped.
-    signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
+    # Until the server handles it: nothing has been started that must be stopped. A thread that loads cannot be.
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: os._exit(0))
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
     # Ignored until the server runs: the keys are fresh, and there are no pages to check yet.
     for number in (signal.SIGHUP, signal.SIGUSR2):
@@ -75,7 +77,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
         token = made_token(settings)
         address = announce_listening(listeners, settings, token)
     else:
-        listeners, address, token = [front.listener], front.address, front.token
+        listeners, address, token = [front.listener], front.order.address, front.order.token
     # A crash, and the watchdog's SIGABRT, write the stacks of the threads. The next start logs them, and checks the
     # store's file, which may have caused it. If the folder is unusable, opening the store raises the error.
     with suppress(OSError, CacheError):
@@ -83,13 +85,9 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
         faulthandler.enable(crash_file(settings.kv_cache_dir))
     # Modules and the model stay. Searching them for garbage takes a fifth of the time until the daemon is ready.
     gc.disable()
-    # Its libraries and routes are imported here, while the port is held already.
+    loading = BegunLoad(partial(load_engine, settings))
+    # Its libraries and routes are imported here, while the port is held already and the model is loaded.
     from diskprefix.server.http_app import create_app
-
-    def load_in_turn(settings: Settings, progress: Callable[[str], None]) -> Engine:
-        assert front is not None
-        front.turn.wait_for_turn()
-        return load_engine(settings, progress)
 
     def on_ready(serving: Serving) -> None:
         daemon.doing = f"serving {serving.model_name} on {address}"
@@ -99,10 +97,10 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
 
     if front is None:
         warn_without_keys(settings, address)
-    app = create_app(settings, load_engine if front is None else load_in_turn, keys or token)
+    app = create_app(settings, loading, keys or token)
     daemon: Daemon = app.state.daemon
-    daemon.prior_s = process_age_s() if front is None else time.perf_counter() - front.began_at
-    daemon.takes_any_name = front is not None and front.takes_any_name
+    daemon.prior_s = process_age_s()
+    daemon.takes_any_name = front is not None and front.order.takes_any_name
     server = _Server(uvicorn_config(app, settings), daemon, keys, front)
     daemon.on_ready, daemon.on_failure = on_ready, server.fail
     with server.while_listening as listening:
@@ -110,6 +108,27 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
             listening.enter_context(published_token(token.text if token else "", listeners))
         server.run(sockets=listeners)
     _end(daemon)
+
+
+class BegunLoad:
+    """An `EngineLoader` that has begun before it is called, on a thread of its own."""
+
+    def __init__(self, load: Callable[[Progress], Engine]) -> None:
+        self._lines: SimpleQueue[str | None] = SimpleQueue()
+        self._engine: Future[Engine] = Future()
+        threading.Thread(target=self._run, args=(load,), name="load", daemon=True).start()
+
+    def _run(self, load: Callable[[Progress], Engine]) -> None:
+        try:
+            self._engine.set_result(load(self._lines.put))
+        except BaseException as error:  # noqa: BLE001 (the caller raises it)
+            self._engine.set_exception(error)
+        self._lines.put(None)
+
+    def __call__(self, _settings: Settings, progress: Progress) -> Engine:
+        while (line := self._lines.get()) is not None:
+            progress(line)
+        return self._engine.result()
 
 
 def made_token(settings: Settings) -> OwnerToken | None:
@@ -205,7 +224,7 @@ class _Server(SignalledServer):
         """Ends the process, which then raises `error`. A lost accelerator may keep it from ending in order."""
         self.should_exit = True
         if self._front is not None:
-            self._front.turn.fail(error.message)
+            self._front.fail(error.message)
         if isinstance(error, DeviceLost):
             log.critical("[server] %s; the daemon ends, for its supervisor to start it again", error.message)
             timer = threading.Timer(_DEVICE_LOST_S, os._exit, (error.exit_code,))
@@ -239,7 +258,7 @@ class _Server(SignalledServer):
         if self._daemon.failure is None:
             log.info("stopping%s", grace)
         notify(STOPPING=1, STATUS=f"stopping{grace}")
-        self._daemon.hibernates = self._front is not None and self._front.turn.is_unloaded
+        self._daemon.hibernates = self._front is not None and self._front.is_unloaded
         drain = asyncio.create_task(self._daemon.drain(GRACE_S))
         await super().shutdown(sockets)
         await drain
@@ -300,6 +319,7 @@ def _end(daemon: Daemon) -> None:
 
 def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, address: str) -> None:
     name, cache, seconds = serving.model_name, _describe_cache(serving, stats, settings), serving.startup_s["total"]
+    log.info("[start] %s", ", ".join(f"{part} {part_s * 1000:.0f} ms" for part, part_s in serving.startup_s.items()))
     log.info("diskprefix ready on %s · %s · %s · %.1f s", address, name, cache, seconds)
     if stats["state"] == "ok" and stats["room_bytes"] < stats["budget_bytes"]:
         room, budget = format_size(stats["room_bytes"]), format_size(stats["budget_bytes"])

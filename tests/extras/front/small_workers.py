@@ -1,7 +1,6 @@
-"""A program whose front is real, and whose workers are small: they import neither torch nor the server.
+"""A program whose front is real, and whose workers are small: they do not import the server.
 
-Arguments: the name of a FIFO, or "", and what every worker does. A spare that imports waits until somebody writes to
-the FIFO.
+The argument is what every worker does.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from functools import partial
 
 from diskprefix.cli.logs import configure_logging
-from diskprefix.extras.front import workers
+from diskprefix.extras.front import worker_program, workers
 from diskprefix.extras.front.front_server import run_front
 from diskprefix.extras.front.listing import Listing
 from diskprefix.server.process.front_line import FrontLine
@@ -22,13 +21,6 @@ from diskprefix.server.process.systemd import notify
 from diskprefix.settings import Settings
 
 log = logging.getLogger("diskprefix")
-
-
-def prepare(fifo: str, _settings: Settings, _with_model: bool) -> None:
-    log.info("the spare imports")
-    if fifo:
-        with open(fifo, encoding="utf-8") as never:
-            never.read()
 
 
 def serve() -> None:
@@ -59,9 +51,12 @@ def work(action: str, _settings: Settings, _front: FrontLine) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "worker":
+        worker_program.main(partial(work, sys.argv[2]))
     configure_logging()
     workers.MAX_UNLOAD_S = 0.5
     # Behind what `DaemonProcess` gives every program.
-    fifo, action = sys.argv[4:]
-    settings = Settings(port=0, standby=True)
-    run_front(Listing(settings, None), settings, partial(prepare, fifo), partial(work, action))
+    action = sys.argv[4]
+    workers.program = [sys.executable, "-m", "tests.extras.front.small_workers", "worker", action]
+    settings = Settings(port=0)
+    run_front(Listing(settings, None), settings)

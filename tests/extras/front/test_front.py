@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import json
 import logging
 import re
@@ -15,7 +14,6 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ParamSpec
 
 import pytest
@@ -25,18 +23,19 @@ from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import DiskPrefixError, InvalidRequest, ModelError, NotReady
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel
 from diskprefix.extras.front import front, own_routes, passing
+from diskprefix.extras.front import workers as front_workers
 from diskprefix.extras.front.front import Front
 from diskprefix.extras.front.front_messages import refusal
 from diskprefix.extras.front.listing import Listing, merged_metrics
-from diskprefix.extras.front.nursery import LOAD, UNLOAD
 from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass_on
-from diskprefix.extras.front.swaps import Phase, Slot
+from diskprefix.extras.front.swaps import Phase
 from diskprefix.extras.front.workers import ModelWorker, Workers
 from diskprefix.extras.ollama.ollama_models import keep_alive_seconds
 from diskprefix.model.load.fit import ModelNeeds, TokenState
 from diskprefix.server import limits
 from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.limits import InFlight
+from diskprefix.server.process.front_line import LOAD, UNLOAD
 from diskprefix.server.process.listener import listen
 from diskprefix.server.process.process import uvicorn_config
 from diskprefix.settings import Settings
@@ -66,7 +65,7 @@ class Models(Catalogue):
         self.known = self.known[:-1]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class ToldWorker(ModelWorker):
     told: list[bytes | int] = field(default_factory=list)
 
@@ -81,15 +80,14 @@ class ToldWorkers:
     path, address = "/nowhere", "http://127.0.0.1:1"
 
     def __init__(self) -> None:
-        self.all: dict[int, ToldWorker] = {}
+        self.all: list[ToldWorker] = []
+        self.started: list[ToldWorker] = []
         self.on_change: Callable[[ModelWorker], None]
 
-    def attach(self) -> None: ...
-
-    def start(self, _settings: Settings, slot: Slot) -> ToldWorker:
-        number = len(self.all) + 1
-        self.all[number] = worker = ToldWorker(number, None, slot=slot, path=self.path)  # type: ignore[arg-type]
-        return worker
+    def start(self, worker: ToldWorker, _settings: Settings) -> None:
+        worker.path = self.path
+        self.all.append(worker)
+        self.started.append(worker)
 
     def make_ready(self, worker: ToldWorker) -> None:
         worker.ready_at = 1.0
@@ -97,8 +95,14 @@ class ToldWorkers:
 
     def end(self, worker: ToldWorker, code: int = 0) -> None:
         worker.code = code
+        self.all.remove(worker)
         worker.ended.set()
         self.on_change(worker)
+
+
+@pytest.fixture(autouse=True)
+def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "ModelWorker", ToldWorker)
 
 
 TOKEN = OwnerToken("token", SHARED)
@@ -183,12 +187,12 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def test_a_worker_that_tells_of_a_prompt_that_hangs_gives_no_sign_of_life() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        worker = ToldWorker(1, ours, slot=Slot(model="one", needed_bytes=1, waits_since=0), path="")
+    worker = ModelWorker(model="one", needed_bytes=1, waits_since=0)
+    worker.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with worker.channel, theirs:
         for now, message in ((5.0, b"WATCHDOG=1"), (9.0, b"STATUS=a prompt is rendered for 65 s")):
             theirs.send(message)
-            Workers._read(SimpleNamespace(_loop=SimpleNamespace(time=lambda now=now: now)), worker)  # type: ignore[arg-type]
+            assert worker.read(now)
         assert (worker.seen_at, worker.status) == (5.0, "a prompt is rendered for 65 s")
 
 
@@ -197,13 +201,13 @@ async def test_no_worker_is_started_once_the_daemon_stops() -> None:
     told = Told(Listing(Settings(), Models(named("one")), needs))
     async with told.running() as workers:
         asked = told.ask("one")
-        await until(lambda: workers.all)
+        await until(lambda: workers.started)
         told.front.stop()
-        assert UNLOAD in workers.all[1].told
-        workers.end(workers.all[1])
+        assert UNLOAD in workers.started[0].told
+        workers.end(workers.started[0])
         status, said = await asked
         assert (status, said["error"]["message"]) == (503, "the daemon is stopping")
-        assert len(workers.all) == 1
+        assert len(workers.started) == 1
 
 
 @pytest.mark.parametrize("has_served", [False, True])
@@ -211,29 +215,29 @@ async def test_no_worker_is_started_once_the_daemon_stops() -> None:
 async def test_an_only_model_that_cannot_be_loaded_ends_the_front_at_the_start_alone(has_served: bool) -> None:
     told = Told(Listing(Settings(), None))
     async with told.running() as workers:
-        await until(lambda: workers.all)
+        await until(lambda: workers.started)
         if has_served:
-            workers.make_ready(workers.all[1])
-            workers.end(workers.all[1], -9)
-            await until(lambda: len(workers.all) == 2)
-        workers.end(last := workers.all[len(workers.all)], 2)
+            workers.make_ready(workers.started[0])
+            workers.end(workers.started[0], -9)
+            await until(lambda: len(workers.started) == 2)
+        workers.end(last := workers.started[-1], 2)
         assert (told.ended, told.front.exit_code) == ((0, 0) if has_served else (1, 2))
         if not has_served:
             status, said = await told.ask("any")
             assert (status, said["error"]["message"]) == (503, "the daemon is stopping")
-            assert [*workers.all.values()] == [last]
+            assert workers.started == [last]
 
 
 @in_a_loop
-async def test_a_worker_that_loads_hears_of_new_keys_at_once_and_again_when_it_is_sure_to_listen() -> None:
+async def test_a_worker_that_loads_hears_of_new_keys_when_it_is_sure_to_listen() -> None:
     told = Told(Listing(Settings(), None))
     async with told.running() as workers:
-        await until(lambda: workers.all)
+        await until(lambda: workers.started)
         told.front.read_again()
-        assert workers.all[1].told == [LOAD, signal.SIGHUP]
-        workers.make_ready(workers.all[1])
-        workers.make_ready(workers.all[1])
-        assert workers.all[1].told == [LOAD, signal.SIGHUP, signal.SIGHUP]
+        assert workers.started[0].told == [LOAD]
+        workers.make_ready(workers.started[0])
+        workers.make_ready(workers.started[0])
+        assert workers.started[0].told == [LOAD, signal.SIGHUP]
 
 
 @in_a_loop
@@ -241,16 +245,16 @@ async def test_a_waiting_worker_that_is_not_needed_ends_at_once() -> None:
     told = Told(Listing(Settings(), Models(named("one"))))
     async with told.running() as workers:
         asked = told.ask("one")
-        await until(lambda: workers.all)
-        workers.make_ready(workers.all[1])
+        await until(lambda: workers.started)
+        workers.make_ready(workers.started[0])
         told.front._swaps.slots[0].is_closed = True
         again = told.ask("one")
-        await until(lambda: len(workers.all) == 2)
+        await until(lambda: len(workers.started) == 2)
         told.front._swaps.limit_bytes = 1
         told.front._swaps.slots[0].is_pinned = True
         again.cancel()
-        await until(lambda: signal.SIGKILL in workers.all[2].told)
-        assert workers.all[2].told[0] == UNLOAD
+        await until(lambda: signal.SIGKILL in workers.started[1].told)
+        assert workers.started[1].told[0] == UNLOAD
         asked.cancel()
 
 
@@ -260,21 +264,21 @@ async def test_a_pinned_model_that_found_no_room_is_loaded_when_there_is_some(mo
 
     told = Told(Listing(Settings(), Models(named("one", pin=True)), needs))
     async with told.running() as workers:
-        await until(lambda: workers.all)
+        await until(lambda: workers.started)
         told.front._swaps.slots[0].phase = Phase.WAITING
         told.front._swaps.limit_bytes = 1
         told.front._apply_decision()
-        assert UNLOAD in workers.all[1].told
-        workers.end(workers.all[1])
+        assert UNLOAD in workers.started[0].told
+        workers.end(workers.started[0])
         told.front._swaps.limit_bytes = LIMIT
-        await until(lambda: len(workers.all) == 2)
-        assert workers.all[2].told == [LOAD]
+        await until(lambda: len(workers.started) == 2)
+        assert workers.started[1].told == [LOAD]
         # By order it stays away.
         told.front._swaps.slots[0].phase = Phase.WAITING
         assert (await told.ask("one", "/models/one/unload"))[1]["status"] == "unloading"
-        workers.end(workers.all[2])
+        workers.end(workers.started[1])
         await asyncio.sleep(0.05)
-        assert len(workers.all) == 2
+        assert len(workers.started) == 2
 
 
 @in_a_loop
@@ -346,12 +350,12 @@ async def test_a_key_unloads_with_keep_alive_what_it_alone_uses_and_the_admin_an
     told = Told(Listing(Settings(), Models(named("one")), needs), access=keys)
     async with told.running() as workers:
         await told.ask("one", key=alice)
-        workers.make_ready(workers.all[1])
+        workers.make_ready(workers.started[0])
         await told.ask("one", key=bob)
         await told.ask("one", key=alice, keep_alive=0)
-        assert UNLOAD not in workers.all[1].told
+        assert UNLOAD not in workers.started[0].told
         await told.ask("one", key=admin, keep_alive=0)
-        assert UNLOAD in workers.all[1].told
+        assert UNLOAD in workers.started[0].told
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -462,16 +466,15 @@ async def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_a
     told = Told(Listing(Settings(), Models(*map(named, names)), lambda _settings: None))
     told.front._swaps.limit_bytes = None
     async with told.running() as workers:
-        for number, name in enumerate(names, start=1):
-            slot = Slot(model=name, needed_bytes=1, waits_since=0, phase=Phase.READY)
-            told.front._worker_of[slot] = ToldWorker(number, None, slot=slot, path=name)  # type: ignore[arg-type]
+        for name in names:
+            workers.all.append(ToldWorker(model=name, needed_bytes=1, waits_since=0, phase=Phase.READY, path=name))
         headers = [(b"host", b"h"), (b"content-length", b"5"), (b"transfer-encoding", b"chunked")]
         text = bytes((await told.front._routes._metrics({"headers": headers})).body).decode()
         assert "works_total" in text
         assert "waits_total" in text, "all are asked at once"
         assert "fails_total" not in text
         assert heads == [headers[:1]] * 4, "no worker waits for the body of the client"
-        assert not workers.all
+        assert not workers.started
 
 
 @pytest.mark.usefixtures("own_places")
@@ -530,15 +533,16 @@ def test_a_refusal_has_the_headers_of_the_daemons_own(error: DiskPrefixError, he
     assert {name: found[name] for name in ("connection", "www-authenticate", "retry-after") if name in found} == headers
 
 
-def test_a_worker_that_cannot_be_started_leaves_no_socket(tmp_path: Path) -> None:
-    workers = Workers.__new__(Workers)
-    workers._numbers, workers._folder, workers._spare = itertools.count(1), tmp_path, None
-    workers.address, workers.token, workers._takes_any_name = "", None, False
-    workers._nursery, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    other.close()
-    with workers._nursery, pytest.raises(OSError):  # noqa: PT011 - which one depends on the system
-        workers.start(Settings(), Slot(model="one", needed_bytes=1, waits_since=0))
-    assert list(tmp_path.iterdir()) == []
+def test_a_worker_that_cannot_be_started_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_workers, "program", ["/nowhere"])
+    workers = Workers(takes_any_name=False)
+    worker = ModelWorker(model="one", needed_bytes=1, waits_since=0)
+    with pytest.raises(FileNotFoundError):
+        workers.start(worker, Settings())
+    assert list(workers._folder.iterdir()) == []
+    assert worker.channel.fileno() == -1
+    workers.kill_all()
+    assert not workers._folder.exists()
 
 
 @in_a_loop

@@ -1,4 +1,4 @@
-"""The front, its workers and the spare as processes that die in turn, and models that come and go behind one port.
+"""The front and its workers as processes that die in turn, and models that come and go behind one port.
 
 Where what workers answer does not matter, they are small: `small_workers`.
 """
@@ -23,9 +23,10 @@ import ollama
 import pytest
 
 from diskprefix.errors import DeviceLost
-from diskprefix.extras.front import nursery
-from diskprefix.extras.front.nursery import WorkerLine
-from diskprefix.extras.front.workers import Backoff
+from diskprefix.extras.front.front import Failures
+from diskprefix.server.process import front_line
+from diskprefix.server.process.front_line import FrontLine, Order
+from diskprefix.settings import Settings
 from diskprefix.user_key import user_key
 from tests.server.chat_model import POSITIONS, write_chat_model
 from tests.server.daemon_process import CHAT, DaemonProcess, clean_environment, family, serve_flags, wait_until
@@ -37,13 +38,13 @@ ONE_OF_TWO = ("--memory-limit", "1GiB")
 """Room to compute is most of what a tiny model needs."""
 
 
-def small(action: str, fifo: Path | str = "", **environment: str) -> DaemonProcess:
+def small(action: str, **environment: str) -> DaemonProcess:
     module = "tests.extras.front.small_workers"
-    return DaemonProcess(str(fifo), action, module=module, fresh=True, environment=clean_environment(**environment))
+    return DaemonProcess(action, module=module, fresh=True, environment=clean_environment(**environment))
 
 
 def below(daemon: DaemonProcess) -> list[int]:
-    """The processes below the front: the nursery first."""
+    """The processes below the front."""
     return list(family(daemon.process.pid))[1:]
 
 
@@ -70,30 +71,24 @@ def wait_for_worker(daemon: DaemonProcess, count: int = 1) -> int:
 
 
 def test_a_death_at_once_is_followed_by_longer_and_longer_waits_and_one_after_long_service_is_not() -> None:
-    backoff = Backoff()
-    assert [backoff.next_delay_s(0) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert backoff.next_delay_s(served_s=3600) == 0
-    assert backoff.next_delay_s(0) == 1
+    failures = Failures()
+    assert [failures.record("why", 5.0) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert (failures.until, failures.reason) == (65, "why")
+    assert failures.record("why", 5.0, served_s=3600) == 0
+    assert failures.record("why", 5.0) == 1
+    assert Failures().record("why", 5.0, min_s=1) == 1
 
 
 @pytest.mark.slow
 def test_who_dies_is_replaced_systemd_hears_from_the_front_and_all_end_together(tmp_path: Path) -> None:
     heard = Notifications(str(tmp_path / "notify"))
     with small("serve", NOTIFY_SOCKET=str(tmp_path / "notify"), WATCHDOG_USEC="1000000") as daemon:
-        wait_for(daemon, "a spare is ready")
-        assert {"WATCHDOG=1", "STATUS=serving"} <= set(heard.messages)
-        assert any(message.startswith("READY=1") for message in heard.messages)
-        nursery_of, spare = below(daemon)[0], below(daemon)[-1]
+        wait_for(daemon, "serving in")
+        wait_until(lambda: {"WATCHDOG=1", "STATUS=serving", "READY=1"} <= set(heard.messages), "they are heard")
         os.kill(wait_for_worker(daemon), signal.SIGSTOP)
         daemon.wait_for_line("the worker gave no sign of life for 1 s")
-        second = wait_for_worker(daemon, 2)
-        assert second in family(spare), "it comes from the spare"
-        os.kill(spare, signal.SIGKILL)
-        wait_for(daemon, "a spare is ready", 2)
-        os.kill(nursery_of, signal.SIGKILL)
-        wait_for(daemon, "another is made in 0 s")
-        assert not is_gone(second), "the worker goes on"
-        os.kill(second, signal.SIGKILL)
+        wait_for(daemon, "serving in", 2)
+        os.kill(wait_for_worker(daemon, 2), signal.SIGKILL)
         wait_for(daemon, f"serving in {wait_for_worker(daemon, 3)}")
         all_of_them = below(daemon)
         assert daemon.stop() == 0
@@ -102,13 +97,13 @@ def test_who_dies_is_replaced_systemd_hears_from_the_front_and_all_end_together(
     heard.close()
 
 
-@pytest.mark.parametrize(("action", "line"), [("serve", "a spare is ready"), ("load", "loading in")])
+@pytest.mark.parametrize(("action", "line"), [("serve", "serving in"), ("load", "loading in")])
 def test_nothing_outlives_a_front_that_is_killed_and_its_port_is_free(tmp_path: Path, action: str, line: str) -> None:
     with small(action, TMPDIR=str(tmp_path)) as daemon:
         port = int(daemon.url.rpartition(":")[2])
         wait_for(daemon, line)
         all_of_them = below(daemon)
-        assert len(all_of_them) >= 2
+        assert len(all_of_them) == 1
         (folder,) = tmp_path.iterdir()
         assert folder.stat().st_mode & 0o777 == 0o700, "only its user reaches the workers' sockets"
         assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
@@ -117,18 +112,21 @@ def test_nothing_outlives_a_front_that_is_killed_and_its_port_is_free(tmp_path: 
         assert not folder.exists()
 
 
-def test_a_worker_ends_whose_front_died_with_unread_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_ends_whose_front_died_with_unread_messages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ended = threading.Event()
-    monkeypatch.setattr(nursery, "notify_through", lambda _channel: None)
-    monkeypatch.setattr(nursery, "_ORPHAN_S", 0.0)
+    monkeypatch.setattr(front_line, "notify_through", lambda _channel: None)
+    monkeypatch.setattr(front_line, "_ORPHAN_S", 0.0)
     monkeypatch.setattr(os, "kill", lambda _pid, _number: None)
     monkeypatch.setattr(os, "_exit", lambda _code: ended.set())
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
+    with theirs, socket.socket(socket.AF_UNIX) as listener:
+        (tmp_path / "folder").mkdir()
+        listener.bind(str(tmp_path / "folder" / "1"))
         theirs.send(b"WATCHDOG=1")
         ours.close()
-        WorkerLine(theirs, lambda: None)
+        FrontLine(Order(Settings(), "", None, takes_any_name=False), listener, theirs)
         assert ended.wait(30)
+    assert not (tmp_path / "folder").exists()
 
 
 @pytest.mark.parametrize(
@@ -137,14 +135,13 @@ def test_a_worker_ends_whose_front_died_with_unread_messages(monkeypatch: pytest
         ("load", "loading in", signal.SIGTERM),
         ("load", "loading in", signal.SIGINT),
         ("hang", "loading in", signal.SIGTERM),
-        ("serve", "the spare imports", signal.SIGTERM),
+        ("serve", "serving in", signal.SIGTERM),
     ],
 )
-def test_a_hangup_and_a_signal_while_a_worker_loads_or_the_spare_imports_end_all_with_0(
-    tmp_path: Path, action: str, line: str, number: signal.Signals
+def test_a_hangup_and_a_signal_while_a_worker_loads_or_serves_end_all_with_0(
+    action: str, line: str, number: signal.Signals
 ) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    with small(action, fifo=tmp_path / "fifo" if action == "serve" else "") as daemon:
+    with small(action) as daemon:
         wait_for(daemon, line)
         daemon.process.send_signal(signal.SIGHUP)
         all_of_them = below(daemon)
@@ -155,7 +152,7 @@ def test_a_hangup_and_a_signal_while_a_worker_loads_or_the_spare_imports_end_all
 
 def test_a_hangup_is_for_the_worker_alone() -> None:
     with small("serve") as daemon:
-        wait_for(daemon, "a spare is ready")
+        wait_for(daemon, "serving in")
         daemon.process.send_signal(signal.SIGHUP)
         wait_for(daemon, "the keys are read again")
         assert not any(map(is_gone, below(daemon)))

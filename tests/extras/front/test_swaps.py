@@ -15,7 +15,7 @@ class Models:
     """Swaps with a clock, and workers that load and end at once when `settle` is called."""
 
     def __init__(self, limit: int | None) -> None:
-        self.swaps = Swaps(limit)
+        self.swaps = Swaps(list[Slot](), limit)
         self.now = 0.0
         self.log: list[str] = []
 
@@ -60,14 +60,14 @@ class Models:
     def settle(self) -> None:
         """Decides until nothing changes."""
         while True:
-            decision = self.swaps.decide(self.now)
-            for slot in decision.load:
+            load, unload = self.swaps.decide(self.now)
+            for slot in load:
                 self.log.append(f"+{slot.model}")
                 self.swaps.set_ready(slot, self.now)
-            for slot in decision.unload:
+            for slot in unload:
                 self.log.append(f"-{slot.model}")
                 self.swaps.slots.remove(slot)
-            if not (decision.load or decision.unload):
+            if not (load or unload):
                 return
 
 
@@ -174,11 +174,10 @@ def test_memory_is_free_when_a_process_has_ended_and_not_before() -> None:
     models = Models(4)
     first = models.use("first")
     waiting = models.ask("second")
-    decision = models.swaps.decide(models.now)
-    assert (decision.load, decision.unload, decision.prepare) == ([], [first], waiting)
-    assert models.swaps.decide(models.now).load == []
+    assert models.swaps.decide(models.now) == ([], [first])
+    assert models.swaps.decide(models.now) == ([], [])
     models.swaps.slots.remove(first)
-    assert models.swaps.decide(models.now).load == [waiting]
+    assert models.swaps.decide(models.now) == ([waiting], [])
 
 
 def test_what_can_never_fit_is_refused_with_its_table_and_what_is_pinned() -> None:
@@ -198,12 +197,11 @@ def test_a_model_is_not_loaded_twice_at_a_time(limit: int | None) -> None:
     models = Models(limit)
     first = models.use("first")
     first.is_closed = True
-    assert models.swaps.decide(models.now).unload == [first]
+    assert models.swaps.decide(models.now) == ([], [first])
     again, other = models.ask("first"), models.ask("other")
-    decision = models.swaps.decide(models.now)
-    assert (decision.load, decision.prepare) == ([other], again)
+    assert models.swaps.decide(models.now) == ([other], [])
     models.swaps.slots.remove(first)
-    assert models.swaps.decide(models.now).load == [again]
+    assert models.swaps.decide(models.now) == ([again], [])
 
 
 @pytest.mark.parametrize("seed", range(20))

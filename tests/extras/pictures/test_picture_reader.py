@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from transformers import DynamicCache
 from diskprefix.errors import InvalidRequest, ModelError
 from diskprefix.extras.pictures import picture_reader
 from diskprefix.extras.pictures.picture_reader import PictureReader
+from diskprefix.model.load import loader
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.settings import Settings
 from diskprefix.values import Picture
@@ -51,7 +54,7 @@ CONFIG = SimpleNamespace(image_token_id=7)
 
 @pytest.fixture
 def reader() -> PictureReader:
-    return PictureReader(Plain(), CONFIG)
+    return PictureReader.of(Plain(), CONFIG)
 
 
 def load(folder: Path) -> LoadedModel:
@@ -79,7 +82,7 @@ def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 def test_a_processor_without_a_token_for_images_takes_none() -> None:
     for lacking in (SimpleNamespace(image_token="<image>"), SimpleNamespace(image_processor=object())):
-        assert PictureReader(lacking, CONFIG).problem == "its processor has no placeholder for an image"
+        assert PictureReader.of(lacking, CONFIG).problem == "its processor has no placeholder for an image"
 
 
 @pytest.fixture(scope="module", params=VISION_MODELS)
@@ -109,7 +112,7 @@ def test_a_picture_is_what_the_models_own_processor_makes_of_it(loaded: LoadedMo
     assert ("image_grid_thw" in picture.shape) == ("image_grid_thw" in expected)
     with torch.inference_mode():
         assert loaded.encoder is not None
-        rows = loaded.encoder.get_image_features(**prepared).pooler_output
+        rows = loaded.encoder().get_image_features(**prepared).pooler_output
     rows = torch.cat([row.flatten(0, -2) for row in rows]) if isinstance(rows, list | tuple) else rows.flatten(0, -2)
     assert len(rows) == picture.num_tokens
 
@@ -119,15 +122,19 @@ def test_a_name_is_that_of_the_bytes_of_what_is_asked_of_the_processor_and_of_th
 ) -> None:
     content, large = image_bytes(), image_bytes(size=(900, 600))
     assert read(reader, content).name == read(reader, content).name == read(reader, content, "low").name
-    settings = SimpleNamespace(to_dict=lambda: {"size": 1})
-    other = PictureReader(settings, CONFIG)
-    assert reader._settings != other._settings != PictureReader(SimpleNamespace(to_dict=dict), CONFIG)._settings
+
+    def plain(to_dict: Any) -> Any:
+        return lambda: SimpleNamespace(to_dict=to_dict)
+
+    settings = plain(lambda: {"size": 1})
+    other = PictureReader(settings)
+    assert reader._settings != other._settings != PictureReader(plain(dict))._settings
     names = [read(reader, one, detail).name for one in (content, image_bytes((1, 2, 3)), large) for detail in ("low",)]
     assert len({*names, read(reader, large).name}) == 4
     assert all(len(name) == 16 for name in names)
     (tmp_path / "worker.py").write_text("another one")
     monkeypatch.setattr(picture_reader, "_WORKER", tmp_path / "worker.py")
-    assert other._settings != PictureReader(settings, CONFIG)._settings
+    assert other._settings != PictureReader(settings)._settings
 
 
 @pytest.mark.parametrize(
@@ -340,8 +347,10 @@ def test_what_the_processor_makes_is_limited(reader: PictureReader, monkeypatch:
 
 
 def test_placeholders_are_texts_that_show() -> None:
-    assert PictureReader(None, problem="none").placeholders == frozenset()
-    assert PictureReader(SimpleNamespace(image_token="[IMG]", row_token="\n")).placeholders == {"[IMG]"}
+    assert PictureReader(problem="none").placeholders == frozenset()
+    assert PictureReader.of(
+        SimpleNamespace(image_processor=1, image_token="[IMG]", row_token="\n"), CONFIG
+    ).placeholders == {"[IMG]"}
 
 
 def test_without_pillow_a_model_takes_text_and_says_what_to_install(
@@ -353,6 +362,28 @@ def test_without_pillow_a_model_takes_text_and_says_what_to_install(
     processor = load(folder).processor
     assert processor is not None
     assert processor.problem == "Pillow is not installed: pip install 'diskprefix[pictures]'"
+
+
+def test_processor_and_encoder_are_read_for_the_first_picture_but_not_of_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_llava(tmp_path / "m")
+    first = load(folder).processor
+    monkeypatch.setattr(picture_reader, "_load_processor", lambda *_: pytest.fail("it is read"))
+    monkeypatch.setattr(loader._ModelSource, "modules", lambda *_, **__: pytest.fail("it is read"))
+    again = load(folder)
+    told = [(one.problem, one.mark, one.token_id, one.placeholders) for one in (first, again.processor) if one]
+    assert told[0] == told[1]
+    assert again.encoder is not None
+    for late in (again.encoder, partial(read, again.processor, image_bytes())):
+        with pytest.raises(pytest.fail.Exception):
+            late()
+    monkeypatch.setattr(loader._ModelSource, "modules", lambda *_, **__: None)
+    os.utime(folder / "model.safetensors")
+    with pytest.raises(ModelError, match="was changed"):
+        again.encoder()
+    with pytest.raises(pytest.fail.Exception):
+        load(folder)
 
 
 def test_the_chat_template_may_be_where_processors_have_it(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 
 from diskprefix.engine.running_request import Reply
@@ -42,15 +41,15 @@ def layout(exact_at: str, kind: str) -> Layout:
     layers = {"full": (), "window": (LayerSpec("sliding", _WINDOW),), "state": (LayerSpec("linear", num_states=1),)}
 
     def group(layer: int, window: int | None) -> Group:
-        forms = ((layer, part, 1, 2, torch.float32, window) for part in ("keys", "values"))
+        forms = ((layer, part, 1, 2, "float32", window) for part in ("keys", "values"))
         return Group(tuple(TensorSpec(*form) for form in forms))
 
     return Layout(
         layers=(LayerSpec(), *layers[kind]),
         groups=(group(0, None), group(1, _WINDOW))[: 1 + (kind == "window")],
-        states=(StateGroup((StateSpec(1, "recurrent", 0, (4,), torch.float32),)),)[: kind == "state"],
+        states=(StateGroup((StateSpec(1, "recurrent", 0, (4,), "float32"),)),)[: kind == "state"],
         vocab_size=VOCAB,
-        logits_dtype=torch.float32,
+        logits_dtype="float32",
         exact_at=exact_at,  # type: ignore[arg-type]
         packs=exact_at == "token",
     )
@@ -174,10 +173,10 @@ def _compute(rows: SaltedRows, sequence: KVSequence) -> Logits:
         states.add(token)
         if number >= 0:
             logits[number, states.next_token()] = 1.0
-    new = torch.frombuffer(bytearray(b"".join(states.new)), dtype=torch.float32).view(-1, 4)
+    new = np.frombuffer(b"".join(states.new), np.float32).reshape(-1, 4)
     for table in sequence.tables:
         # Keys, and then values.
-        table.put(run_.start, torch.stack([new[:, :2], new[:, 2:]])[:, None])
+        table.put(run_.start, np.stack([new[:, :2], new[:, 2:]])[:, None])
     for state in sequence.states:
         state.tensor[0] = new[-1:]
     sequence.end_step(run_)
@@ -189,7 +188,7 @@ def _rows(table: PageTable, start: int, end: int) -> list[bytes]:
     if start == end:
         return []
     keys, values = table.gathered(start, end)[:, 0]
-    return [row.tobytes() for row in torch.cat([keys, values], dim=1).numpy()]
+    return [row.tobytes() for row in np.concatenate([keys, values], axis=1)]
 
 
 def loaded(kv_limit: int) -> Any:
@@ -199,8 +198,8 @@ def loaded(kv_limit: int) -> Any:
     fit = SimpleNamespace(kv_limit=kv_limit, context=4096)
     return SimpleNamespace(
         config=config,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        dtype="float32",
+        device="cpu",
         encoder=None,
         stops=[],
         tokenizer=_TOKENIZER,

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import lmdb
-import torch
 
 from diskprefix import settings as settings_module
 from diskprefix.cache.cache import PrefixCache
@@ -217,8 +216,7 @@ def patched() -> Iterator[None]:
         for holder, name, value in replaced:
             setattr(holder, name, value)
         try:
-            with torch.inference_mode():
-                yield
+            yield
         finally:
             for holder, name, value in before:
                 setattr(holder, name, value)

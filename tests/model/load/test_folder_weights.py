@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from diskprefix.model.load import folder_weights
 from diskprefix.model.load.checkpoint import stored_tensors, weight_files
 from diskprefix.model.load.folder_weights import FolderWeights
+from tests.arrays import tensor_of
 from tests.exactness.architectures import tiny_model
 from tests.model.plans import logits_of
 from tests.model.tensor_weights import weights_of
@@ -26,5 +28,19 @@ def test_a_folder_gives_a_plan_the_weights_that_it_gives_to_modules(
     model._weight_conversions = get_model_conversion_mapping(model) if is_published else None
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
-    weights = FolderWeights(stored_tensors(tmp_path, weight_files(tmp_path)), again.config, torch.bfloat16)
+    weights = FolderWeights(stored_tensors(tmp_path, weight_files(tmp_path)), again.config, "bfloat16")
     assert torch.equal(logits_of(weights, again.config), logits_of(weights_of(again), again.config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_numbers_are_rounded_as_torch_rounds_them(
+    stored: torch.dtype, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_weights, "_PIECE_BYTES", 100)
+    model = tiny_model("llama", torch.float32)
+    model.to(stored).save_pretrained(tmp_path)
+    name = str(dtype).removeprefix("torch.")
+    weights = FolderWeights(stored_tensors(tmp_path, weight_files(tmp_path)), model.config, name)
+    for own, parameter in model.get_decoder().state_dict().items():
+        assert torch.equal(tensor_of(weights.tensor(own)), parameter.to(dtype)), own

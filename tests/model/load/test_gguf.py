@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from diskprefix.model.load.chat_template import render_template
 from diskprefix.model.load.gguf_weights import GgufWeights
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.settings import Settings
+from tests.arrays import tensor_of
 from tests.model import tiny
 from tests.model.tiny import read_file
 
@@ -84,14 +86,14 @@ def test_any_part_of_a_split_gguf_names_the_model_of_all_parts(tmp_path: Path) -
 
 def contents_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     assert loaded.weights is not None
-    return dict(loaded.weights.named())
+    return {name: tensor_of(array) for name, array in loaded.weights.named()}
 
 
 def replaced(patch: pytest.MonkeyPatch, file: Path) -> None:
     """The file is another one once its tensors are known."""
     own = GgufWeights._read
 
-    def replace_and_read(self: GgufWeights, name: str) -> torch.Tensor:
+    def replace_and_read(self: GgufWeights, name: str) -> np.ndarray:
         shutil.copyfile(file, file.with_name("other"))
         file.with_name("other").replace(file)
         return own(self, name)

@@ -19,7 +19,7 @@ from diskprefix.errors import ModelError
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.fit import needs_of_gguf
 from diskprefix.model.load.gguf import GgufModel
-from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
+from diskprefix.model.load.gguf_header import TYPES, FileTensor, GgufHeader
 from diskprefix.model.load.gguf_rope import scale_positions
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.planned import plan_layout
@@ -29,6 +29,7 @@ from diskprefix.model.self_check import check
 from diskprefix.model.weights import ExpertsForm
 from diskprefix.native.library import operators
 from diskprefix.settings import Settings
+from tests.arrays import array_of
 from tests.model import plans, tiny
 from tests.model.tensor_weights import require_numbers
 
@@ -476,7 +477,7 @@ def test_a_file_of_deepseek_gives_the_parameters_and_logits_of_the_model(
     assert type(plain) is type(expected)
     assert all(torch.equal(plain.state_dict()[name], tensor) for name, tensor in state.items())
     assert torch.equal(logits_of(plain), logits_of(expected))
-    served = GgufModel.read(file, print).decoder_weights(torch.bfloat16, MatrixPacking(compiled()))
+    served = GgufModel.read(file, print).decoder_weights("bfloat16", MatrixPacking(compiled()))
     # All of the difference is rounding to bfloat16, of which transformers has as much on the same numbers.
     exact = logits_of(copy.deepcopy(expected).float())
     found = plans.logits_of(served, expected.config, np.arange(5, 85))
@@ -485,8 +486,8 @@ def test_a_file_of_deepseek_gives_the_parameters_and_logits_of_the_model(
     assert {name.rpartition(".")[2] for name in kept} >= {"kv_a_proj_with_mqa", "o_proj", "down_proj"}
     assert "layers.0.self_attn.kv_b_proj" not in kept
     assert len([name for name in kept if name.endswith(".experts.gate")]) == (0 if kind == "dense" else 2)
-    require_numbers(kept, lambda name: state[name if name in state else f"model.{name}"], ExpertsForm())
-    taken = sum({part.data_ptr(): part.nbytes for _, part in served.named()}.values())
+    require_numbers(kept, lambda name: array_of(state[name if name in state else f"model.{name}"]), ExpertsForm())
+    taken = sum({part.ctypes.data: part.nbytes for _, part in served.named()}.values())
     assert needs_of_gguf(file, "auto").weights_bytes == pytest.approx(taken, rel=0.02)
 
 
@@ -511,3 +512,8 @@ def test_latent_attention_of_a_file_is_exact_at_every_token(tmp_path: Path) -> N
     served = load_model(Settings(model=str(file)), lambda _: None)
     assert served.weights is not None
     check(served.weights, served.config, plan_layout(served.weights, served.config))
+
+
+def test_types_of_tensors_are_those_of_the_library() -> None:
+    known = {kind.value: (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
+    assert known.items() <= TYPES.items()

@@ -40,9 +40,9 @@ def test_a_file_gives_a_plan_the_weights_that_it_gives_to_modules(family: str, t
     tensors = tensors_of(model, architecture)
     file = written(tmp_path / "tiny.gguf", architecture, model.config, values, tensors, types.Q8_0)
     read, modules = GgufModel.read(file, print), load_model(Settings(model=str(file)), print).read_modules()
-    plain = read.decoder_weights(torch.bfloat16)
+    plain = read.decoder_weights("bfloat16")
     assert torch.equal(logits_of(plain, read.config), logits_of(weights_of(modules), modules.config))
-    packed = read.decoder_weights(torch.bfloat16, MatrixPacking(compiled()))
+    packed = read.decoder_weights("bfloat16", MatrixPacking(compiled()))
     logits_of(packed, read.config)
     assert packed._quants
     require_numbers(packed._quants, plain.tensor, SlotNames.of(read.config).experts)
@@ -63,14 +63,14 @@ def test_a_tensor_that_is_missing_or_that_nothing_takes_is_named(
 ) -> None:
     read = GgufModel.read(tiny.write_gguf(tmp_path / "tiny.gguf", **changes), print)
     with pytest.raises(ModelError, match=message):
-        logits_of(read.decoder_weights(torch.float32), read.config)
+        logits_of(read.decoder_weights("float32"), read.config)
 
 
 def test_weights_that_are_not_read_have_the_shapes_of_those_that_are(tmp_path: Path) -> None:
     read = GgufModel.read(tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q8_0"), print)
     shapes = []
     for is_unread in (False, True):
-        weights = read.decoder_weights(torch.bfloat16, MatrixPacking(compiled()), is_unread=is_unread)
+        weights = read.decoder_weights("bfloat16", MatrixPacking(compiled()), is_unread=is_unread)
         logits_of(weights, read.config)
         shapes.append({name: (tensor.shape, tensor.dtype) for name, tensor in weights.named()})
     assert shapes[0] == shapes[1]

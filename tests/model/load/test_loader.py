@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.model.load import loader, read_tokenizer
+from diskprefix.model.load import loader
 from diskprefix.model.load.chat_template import render_template
 from diskprefix.model.load.checkpoint import weight_files_of
 from diskprefix.model.load.embedded import EMBEDDED
@@ -57,25 +58,6 @@ def test_a_local_folder_loads_ready_to_serve(folder: Path) -> None:
     assert set(loaded.timings) == {"source", "imports", "digest", "tokenizer", "weights"}
     text = render_template(loaded.tokenizer.get_chat_template(), MESSAGES, add_generation_prompt=True)
     assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_a_spare_has_read_the_tokenizer_unless_a_file_was_written_since(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, read = read_tokenizer._read, list[Path]()
-
-    def reading(folder: Path, template: str | None) -> Any:
-        read.append(folder)
-        return own(folder, template)
-
-    monkeypatch.setattr(read_tokenizer, "_read", reading)
-    loader.import_model(Settings(model=str(folder)))
-    assert load(folder).tokenizer.encode("hello") == load_tokenizer(str(folder), None, lambda _: None).encode("hello")
-    assert len(read) == 2, "that of the spare, and that which it is compared with"
-    loader.import_model(Settings(model=str(folder)))
-    (folder / "tokenizer_config.json").write_bytes((folder / "tokenizer_config.json").read_bytes() + b"\n")
-    load(folder)
-    assert len(read) == 4
 
 
 @pytest.mark.parametrize("name", ["consolidated-00001.safetensors", "w/part-00001.safetensors"])
@@ -132,8 +114,8 @@ def test_a_folder_is_found_by_any_path_to_it_and_served_by_its_name_or_the_chose
 def test_the_dtype_is_the_models_own_unless_another_is_chosen(own: str | None, tmp_path: Path) -> None:
     folder = tiny.write_folder(tmp_path / "m", dtype=getattr(torch, own or "float32"))
     edit_config(folder, dtype=own)
-    assert load(folder).dtype is getattr(torch, own or "float32")
-    assert load(folder, dtype="float16").dtype is torch.float16
+    assert load(folder).dtype == (own or "float32")
+    assert load(folder, dtype="float16").dtype == "float16"
 
 
 def test_weights_in_several_files_are_one_model(tmp_path: Path, folder: Path) -> None:
@@ -560,3 +542,12 @@ def test_a_quant_of_a_repository_is_loaded_by_its_name_and_without_the_hub_from_
     assert online.name == offline.name == "org/tiny:q4_0"
     first = file.with_name("tiny-Q4_0-00001-of-00003.gguf")
     assert online.weights_digest == offline.weights_digest == load(first).weights_digest
+
+
+def test_a_model_that_needs_what_is_not_installed_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    said = "x cannot be served by a plan alone, and transformers is not installed: pip install torch transformers"
+    with pytest.raises(ModelError, match=said), loader._load_failures(Path("x")):
+        import_module("transformers")

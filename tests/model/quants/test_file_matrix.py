@@ -29,6 +29,7 @@ from diskprefix.model.quants.forms import weights_of as weights_of_packed
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native.library import Operators, operators
 from diskprefix.settings import Settings
+from tests.arrays import tensor_of
 from tests.model import plans, tiny
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -61,7 +62,7 @@ def rows_of(change: Any, tensors: list[FileTensor]) -> np.ndarray[Any, Any]:
 
 
 def weights_of(tensors: list[FileTensor]) -> list[torch.Tensor]:
-    return [torch.from_numpy(gguf.dequantize(tensor.content(), tensor.type)).bfloat16() for tensor in tensors]
+    return [torch.from_numpy(tensor.numbers(tensor.content())).bfloat16() for tensor in tensors]
 
 
 def permuted(weights: list[torch.Tensor]) -> torch.Tensor:
@@ -86,24 +87,24 @@ def test_a_matrix_is_made_of_the_rows_that_its_numbers_name(
     matrix = FileMatrix.of(rows_of(change, tensors), tensors)
     expected = change(weights_of(tensors))
     assert matrix.shape == expected.shape
-    assert torch.equal(matrix.dequantised(), expected)
+    assert torch.equal(tensor_of(matrix.dequantised()), expected)
     form, found = FILE_FORMS["Q4_1"], operators()
     assert form is not None
     if found is None:
         pytest.skip("no compiled operators")
-    packed = torch.empty(form.packed_shape(matrix.num_rows, COLUMNS), dtype=torch.uint8)
+    packed = np.empty(form.packed_shape(matrix.num_rows, COLUMNS), np.uint8)
     for task in matrix.tasks(found, packed):
         task()
-    assert torch.equal(weights_of_packed(packed, form), expected.view(-1, COLUMNS))
+    assert torch.equal(tensor_of(weights_of_packed(packed, form)), expected.view(-1, COLUMNS))
 
 
 def test_columns_in_another_order_keep_their_quants(tensors: list[FileTensor], compiled: Operators) -> None:
     columns, weights = (2, 4, 8), weights_of(tensors)[0]
     matrix = FileMatrix.of(np.arange(32), tensors[:1], columns)
     expected = weights.view(32, 4, 2, 8).transpose(1, 2).flatten(1)
-    assert torch.equal(matrix.dequantised(), expected)
+    assert torch.equal(tensor_of(matrix.dequantised()), expected)
     packed = packed_alone(compiled, matrix)
-    assert torch.equal(in_order(weights_of_packed(packed, matrix.form), columns), expected)
+    assert torch.equal(tensor_of(in_order(weights_of_packed(packed, matrix.form), columns)), expected)
 
 
 def test_a_file_that_was_cut_short_is_refused(tensors: list[FileTensor]) -> None:
@@ -146,9 +147,9 @@ def file(compiled: Operators, tmp_path: Path) -> Path:
     return tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1")
 
 
-def packed_alone(compiled: Operators, matrix: FileMatrix) -> torch.Tensor:
-    out = torch.zeros(matrix.packed_shape, dtype=torch.uint8)
-    for task in matrix.tasks(compiled, out.flatten(0, -3)):
+def packed_alone(compiled: Operators, matrix: FileMatrix) -> np.ndarray:
+    out = np.zeros(matrix.packed_shape, np.uint8)
+    for task in matrix.tasks(compiled, out.reshape(-1, *out.shape[-2:])):
         task()
     return out
 
@@ -157,10 +158,10 @@ def packed_alone(compiled: Operators, matrix: FileMatrix) -> torch.Tensor:
 def test_all_that_is_wanted_is_packed_as_alone(
     num_helpers: int, file: Path, compiled: Operators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_num_helpers", lambda: num_helpers)
+    monkeypatch.setattr(module, "num_threads", lambda: 1 + num_helpers)
     wanted, own = list[FileMatrix](), MatrixPacking.take
 
-    def take(self: MatrixPacking, matrix: FileMatrix) -> torch.Tensor:
+    def take(self: MatrixPacking, matrix: FileMatrix) -> np.ndarray:
         wanted.append(matrix)
         return own(self, matrix)
 
@@ -168,13 +169,13 @@ def test_all_that_is_wanted_is_packed_as_alone(
     packing = MatrixPacking(compiled)
     packing.add(begun := whole_matrices(file))
     read = GgufModel.read(file, print)
-    plans.logits_of(read.decoder_weights(torch.bfloat16, packing), read.config)
+    plans.logits_of(read.decoder_weights("bfloat16", packing), read.config)
     assert {matrix.order is None for matrix in wanted} == {True, False}
     assert {matrix.key for matrix in begun} == {matrix.key for matrix in wanted if matrix.order is None}
     found = packing.finish()
     assert found.keys() == {matrix.key for matrix in wanted}
     for matrix in wanted:
-        assert torch.equal(found[matrix.key], packed_alone(compiled, matrix))
+        assert np.array_equal(found[matrix.key], packed_alone(compiled, matrix))
 
 
 def test_a_load_that_fails_leaves_no_thread(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +187,7 @@ def test_a_load_that_fails_leaves_no_thread(file: Path, monkeypatch: pytest.Monk
         own(self)
 
     monkeypatch.setattr(Thread, "start", start)
-    monkeypatch.setattr(module, "_num_helpers", lambda: 3)
+    monkeypatch.setattr(module, "num_threads", lambda: 4)
     begun = begin_packing(Settings(model=str(file)))
     with pytest.raises(SettingsError):
         load_model(Settings(model=str(file), device="tpu"), print, begun=begun)
@@ -194,10 +195,10 @@ def test_a_load_that_fails_leaves_no_thread(file: Path, monkeypatch: pytest.Monk
     assert not [one for one in started if one.is_alive()]
 
 
-def parameters(model: Path, begun: BegunPacking | None) -> list[torch.Tensor]:
+def parameters(model: Path, begun: BegunPacking | None) -> list[np.ndarray]:
     loaded = load_model(Settings(model=str(model)), print, begun=begun)
     assert loaded.weights is not None
-    return [tensor.clone() for _, tensor in loaded.weights.named()]
+    return [array.copy() for _, array in loaded.weights.named()]
 
 
 def test_a_model_whose_packing_was_begun_is_the_same_and_that_of_another_file_is_not_used(file: Path) -> None:
@@ -208,7 +209,7 @@ def test_a_model_whose_packing_was_begun_is_the_same_and_that_of_another_file_is
         assert begun is not None
         found = parameters(file, begun)
         assert len(found) == len(expected)
-        assert all(map(torch.equal, found, expected))
+        assert all(map(np.array_equal, found, expected))
 
 
 def test_packing_begins_without_transformers(file: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from diskprefix.engine.measured_model import measured
 from diskprefix.model.families.slot_names import SlotNames
@@ -14,6 +14,7 @@ from diskprefix.model.load.loader import LoadedModel, begin_packing, load_model
 from diskprefix.model.quants.forms import weights_of as numbers_of
 from diskprefix.native import library
 from diskprefix.settings import Settings
+from tests.arrays import array_of, tensor_of
 from tests.exactness.architectures import quantised_tiny_model
 from tests.model import tiny
 from tests.model.plans import logits_of
@@ -66,12 +67,12 @@ def test_a_plan_computes_with_the_numbers_of_the_quants(name: str, kind: str) ->
     for module, one in weights.made.items():
         owner, _, part = module.rpartition(".")
         if f"{module}.weight" in numbers:
-            numbers[f"{module}.weight"] = numbers_of(one.packed, one.form)
+            numbers[f"{module}.weight"] = tensor_of(numbers_of(one.packed, one.form))
         else:
             parameter = "down_proj" if part == "down" else form.first
             rows = numbers[f"{owner}.{parameter}"]
-            half = form.halves(parameter, rows.transpose(1, 2) if form.is_turned else rows)[part]
-            half.copy_(torch.stack([numbers_of(packed, one.form) for packed in one.packed]))
+            half = form.halves(parameter, array_of(rows.mT if form.is_turned else rows))[part]
+            half[...] = np.stack([numbers_of(packed, one.form) for packed in one.packed])
     expected = logits_of(TensorWeights(numbers, model.dtype), model.config)
     errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
     assert float(errors.quantile(0.2)) < 0.03

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -181,7 +182,7 @@ def notifications(tmp_path: Path) -> Iterator[tuple[str, Notifications]]:
         ("keys", 2, "--api-keys: others may read or write FOLDER/keys (mode 0644); run `chmod 600` on it"),
         ("no model", 3, "FOLDER/nothing"),
         ("damaged", 3, "FOLDER/damaged/model.safetensors is damaged or cut short"),
-        ("damaged, with a spare", 3, "FOLDER/damaged/model.safetensors is damaged or cut short"),
+        ("damaged, behind a front", 3, "FOLDER/damaged/model.safetensors is damaged or cut short"),
     ],
 )
 def test_a_daemon_that_cannot_serve_ends_with_one_line_and_is_never_ready(
@@ -208,7 +209,7 @@ def test_a_daemon_that_cannot_serve_ends_with_one_line_and_is_never_ready(
         "keys": serve_flags(chat_model, cache, api_keys=tmp_path / "keys"),
         "no model": serve_flags(tmp_path / "nothing", cache),
         "damaged": serve_flags(damaged, cache),
-        "damaged, with a spare": [*serve_flags(damaged, cache), "--standby"],
+        "damaged, behind a front": [*serve_flags(damaged, cache), "--front"],
     }[wrong]
     with DaemonProcess(*flags, environment=clean_environment(NOTIFY_SOCKET=address)) as refused:
         assert refused.process.wait(120) == code
@@ -259,9 +260,11 @@ def test_the_ready_line_warns_of_a_disk_with_less_than_the_budget(room: int, cap
 )
 def test_threads_that_wait_soon_sleep_unless_the_environment_says_otherwise(own: dict[str, str], read: str) -> None:
     """OpenMP prints what it has read when it is loaded, as torch loads it."""
-    [library] = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
-    code = "import ctypes; from diskprefix import app, settings; "
-    code += f"app._serve = lambda *_: ctypes.CDLL({library!r}); app.serve(settings.Settings())"
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    [library] = map(str, Path(str(found.origin)).parent.glob("lib/libgomp*"))
+    code = "import ctypes; from diskprefix import app, settings; from diskprefix.server.process import process; "
+    code += f"process.run = lambda *_: ctypes.CDLL({library!r}); app.serve(settings.Settings())"
     environment = clean_environment(OMP_DISPLAY_ENV="verbose", **own)
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert f"GOMP_SPINCOUNT = '{read}'" in found.stderr
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert f"GOMP_SPINCOUNT = '{read}'" in said.stderr

@@ -48,7 +48,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   if (kind == 2) call.chunk = input.number(1, 600);
   const bool wild = input.number(0, 3) == 3, is_by_token = input.flag(), has_sinks = input.flag(), is_by_row = input.flag();
   call.softcap = input.flag() ? 3.0 : 0.0, call.scale = 1.0 / (1 + input.number(0, 20));
-  call.num_threads = input.number(1, 4), call.parallel_for = parallel_for;
+  call.num_threads = input.number(1, 4);
   const int64_t seed = input.number(0, 255);
   std::vector<Sequence> sequences;
   int64_t num_rows = 0;

@@ -27,7 +27,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   const bool is_sound = odd < 6;
   if (!is_sound) chosen.as<int64_t>()[input.random() % (num_rows * num_chosen)] = odd == 6 ? -1 : num_experts;
   const Experts all = {num_rows, num_chosen, num_experts, 0, rows.as<void>(), chosen.as<int64_t>(), weights.as<float>(), gate.data(),
-                       has_up ? up.data() : nullptr, down.data(), curve(), has_up_curve ? curve() : nullptr, nullptr, 0, parallel_for};
+                       has_up ? up.data() : nullptr, down.data(), curve(), has_up_curve ? curve() : nullptr, nullptr, 0};
   for (const Operators* operators : variants()) {
     cut() = seed;
     Guarded whole(num_rows * width * 2), some((end - begin) * width * 2);

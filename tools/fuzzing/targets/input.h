@@ -215,13 +215,15 @@ inline void require_same(int64_t dtype, const void* one, const void* other, int6
   }
 }
 
-// How the loop over threads cuts its next ranges.
+// How `share` cuts its next ranges.
 inline uint64_t& cut() {
   static uint64_t seed = 0;
   return seed;
 }
 
-inline int32_t parallel_for(int64_t begin, int64_t end, int64_t, Work work, void* context) {
+// Takes the place of the threads of `team.cpp`.
+void diskprefix::share(int64_t, int64_t end, int64_t, Work work, void* context) {
+  int64_t begin = 0;
   std::vector<std::pair<int64_t, int64_t>> parts;
   while (begin < end && parts.size() < 7) {
     cut() = cut() * 6364136223846793005 + 1442695040888963407;
@@ -238,13 +240,12 @@ inline int32_t parallel_for(int64_t begin, int64_t end, int64_t, Work work, void
 #else
   for (const auto& part : parts) work(part.first, part.second, context);
 #endif
-  return 0;
 }
 
 // Runs operations as a plan: they compute `rows` rows, those of `runs` where sequences matter.
 inline bool run_plan(const Operators* operators, const std::vector<Operation>& operations, int64_t rows, int64_t threads,
                      const std::vector<PlanRun>& runs = {}) {
   const Plan plan = {(int64_t)operations.size(), operations.data()};
-  const PlanStep step = {rows, 0, (int64_t)runs.size(), 1 << 20, 0, runs.data(), threads, parallel_for};
+  const PlanStep step = {rows, 0, (int64_t)runs.size(), 1 << 20, 0, runs.data(), threads};
   return !operators->run(&plan, &step);
 }

@@ -45,7 +45,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   content.filled(input);
   std::copy_n(input.rest(), std::min(input.left(), content.size()), content.as<uint8_t>());
   Packing call = {type.number, strips, columns, -1, 0, content.as<void>(), grid.as<void>(),
-                  has_order ? order.as<int32_t>() : nullptr, nullptr, threads, parallel_for};
+                  has_order ? order.as<int32_t>() : nullptr, nullptr, threads};
   const int64_t of_strip = units * type.form.unit_bytes();
   std::vector<uint8_t> first_rows, first_packed;
   for (const Operators* operators : variants()) {
@@ -80,7 +80,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     const TestMatrix matrix(type.form, strips * 16, columns, std::move(packed), Guarded(0), false);
     Guarded ids(strips * 16 * sizeof(int64_t)), out(strips * 16 * columns * 2);
     for (int64_t i = 0; i < strips * 16; ++i) ids.as<int64_t>()[i] = strips * 16 - 1 - i;
-    const Lookup look = {strips * 16, ids.as<int64_t>(), matrix.get(), out.marked().as<void>(), threads, parallel_for};
+    const Lookup look = {strips * 16, ids.as<int64_t>(), matrix.get(), out.marked().as<void>(), threads};
     if (operators->look_up(&look)) fail("looking rows up fails", operators->name);
     std::vector<uint8_t> found(out.as<uint8_t>(), out.as<uint8_t>() + out.size());
     if (first_rows.empty()) first_rows = found;

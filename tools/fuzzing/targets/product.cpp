@@ -27,7 +27,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   for (const Operators* operators : variants()) {
     cut() = seed;
     std::vector<Guarded> outs;
-    Product call = {num_rows, num_matrices, rows.as<void>(), {}, {}, threads, parallel_for};
+    Product call = {num_rows, num_matrices, rows.as<void>(), {}, {}, threads};
     for (int64_t i = 0; i < num_matrices; ++i) {
       outs.emplace_back(num_rows * matrices[i]->get()->rows * 2);
       call.matrices[i] = matrices[i]->get(), call.outs[i] = outs[i].marked().as<void>();
@@ -37,7 +37,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       const Matrix& matrix = *matrices[i]->get();
       Guarded some((end - begin) * columns * 2), out((end - begin) * matrix.rows * 2);
       some.copied(rows.as<uint16_t>() + begin * columns);
-      const Product alone = {end - begin, 1, some.as<void>(), {&matrix}, {out.marked().as<void>()}, 1, parallel_for};
+      const Product alone = {end - begin, 1, some.as<void>(), {&matrix}, {out.marked().as<void>()}, 1};
       if (operators->product(&alone)) fail("a product of some rows fails", operators->name);
       require_same(BFLOAT16, out.as<void>(), outs[i].as<uint16_t>() + begin * matrix.rows, (end - begin) * matrix.rows,
                    "rows have other bits alone", operators->name);
@@ -51,7 +51,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       if (is_plain || is_called(operators, "amx")) continue;
       Guarded ids(3 * sizeof(int64_t)), numbers_of_rows(3 * columns * 2);
       for (int64_t id = 0; id < 3; ++id) ids.as<int64_t>()[id] = (seed + 7 * id) % matrix.rows;
-      const Lookup look = {3, ids.as<int64_t>(), &matrix, numbers_of_rows.marked().as<void>(), threads, parallel_for};
+      const Lookup look = {3, ids.as<int64_t>(), &matrix, numbers_of_rows.marked().as<void>(), threads};
       if (operators->look_up(&look)) fail("looking rows up fails", operators->name);
       std::vector<uint16_t> numbers_found(numbers_of_rows.as<uint16_t>(), numbers_of_rows.as<uint16_t>() + 3 * columns);
       if (looked_up[i].empty()) looked_up[i] = numbers_found;

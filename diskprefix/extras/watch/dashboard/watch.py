@@ -63,8 +63,8 @@ def _model(serving: Serving) -> dict[str, Any]:
     engine = serving.engine
     return {
         "name": serving.model_name,
-        "device": str(engine.device),
-        "dtype": str(engine.dtype).removeprefix("torch."),
+        "device": engine.device,
+        "dtype": engine.dtype,
         "max_positions": engine.max_positions,
         "exact_at": engine.identity.get("exact_at"),
     }

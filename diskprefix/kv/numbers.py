@@ -1,0 +1,45 @@
+"""Numbers of a model in arrays. A dtype is its name. numpy lacks bfloat16 and the types of eight bits: arrays have the
+bits of such numbers as unsigned integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from diskprefix.store.pieces import DTYPES
+
+Array = npt.NDArray[Any]
+_AS_BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+_NAN = 0x7FC0
+"""The bits of NaN in bfloat16, as torch has them."""
+
+
+def item_bytes(dtype: str) -> int:
+    """Returns the bytes of one number. Raises `KeyError` for a type that is not stored."""
+    return DTYPES[dtype][0]
+
+
+def array_dtype(dtype: str) -> np.dtype[Any]:
+    """Returns numpy's type of arrays of these numbers."""
+    return np.dtype(_AS_BITS.get(dtype, dtype))
+
+
+def dtype_of(array: Array) -> str:
+    """Returns the type of the numbers in an array of a model."""
+    return "bfloat16" if array.dtype == np.uint16 else array.dtype.name
+
+
+def converted(array: Array, dtype: str) -> Array:
+    """Returns numbers in another type, rounded to the nearest one, or to the even one of two. Without a copy if they
+    have that type already."""
+    if dtype_of(array) == dtype:
+        return array
+    if array.dtype == np.uint16:
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    if dtype != "bfloat16":
+        return array.astype(array_dtype(dtype), copy=False)
+    bits = array.astype(np.float32, copy=False).view(np.uint32)
+    rounded = (bits + (bits >> 16 & 1) + 0x7FFF >> 16).astype(np.uint16)
+    return np.where(np.isnan(array), np.uint16(_NAN), rounded)

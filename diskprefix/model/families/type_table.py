@@ -1,0 +1,62 @@
+"""What is known of the configurations of each type of model that has a plan.
+
+`option_defaults.json` is made of transformers' classes by `tests/model/option_table.py`. Each type has `options`, with
+letters for the types that a value may have, and a default; other `names` of options; `unread` ones, which no plan
+knows; the base of its positions (`theta`); and its `class` of models of text. Options that change no number are
+missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("option_defaults.json")
+
+
+@cache
+def _table() -> Mapping[str, Mapping[str, Any]]:
+    found: Mapping[str, Mapping[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return found
+
+
+def has_type(kind: str) -> bool:
+    """Returns whether a type is known."""
+    return kind in _table()
+
+
+def class_of(kind: str) -> str:
+    """Returns the name of transformers' class of models of text of a type, "" without one."""
+    return str(_table()[kind].get("class", ""))
+
+
+@cache
+def options_of(kind: str) -> Mapping[str, tuple[str, Any]]:
+    """Returns the options of a type: letters for the types of their values, and the default."""
+    options = _table()[kind]["options"].items()
+    return {name: (letters, default) for key, default in options for name, _, letters in [key.partition(":")]}
+
+
+def other_names(kind: str) -> Mapping[str, str]:
+    """Returns other names of options."""
+    found: Mapping[str, str] = _table()[kind].get("names", {})
+    return found
+
+
+def unread_options(kind: str) -> Sequence[str]:
+    """Returns the options that no plan knows."""
+    found: str = _table()[kind].get("unread", "")
+    return found.split()
+
+
+def base_of(kind: str) -> float:
+    """Returns the base of rotary positions where a configuration says none."""
+    return float(_table()[kind].get("theta", 10000.0))
+
+
+def is_declared(kind: str, name: str) -> bool:
+    """Returns whether configurations of a type have an option of this name."""
+    return name in options_of(kind) or name in other_names(kind)

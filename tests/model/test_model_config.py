@@ -1,0 +1,142 @@
+"""A configuration of ours is that of transformers' class, in all that plans read."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from diskprefix.errors import ModelError
+from diskprefix.model.families.model_types import OPTIONS, without_plan
+from diskprefix.model.families.type_table import TABLE, is_declared
+from diskprefix.model.load.checkpoint import read_config
+from diskprefix.model.model_config import ModelConfig
+from tests.exactness.architectures import ARCHITECTURES
+from tests.model.option_table import KNOWN, text
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "n_embd": 64, "n_head": 4, "n_layer": 4}
+OF_LAYERS = ("head_dim", "num_attention_heads", "num_key_value_heads")
+LINEAR: dict[str, Any] = {"type": "linear", "factor": 2.0}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+BY_KIND: dict[str, Any] = {"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": {}}
+NOT_COMPARED = {
+    *("first_k_dense_replace", "full_attn_idxs", "gating", "layers_block_type", "rope_scaling", "rope_theta"),
+    "sliding_window_pattern",
+}
+"""What only other options are made of."""
+OLDER: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (name, {"rope_scaling": one, "rope_theta": 5e5})
+        for name in ("llama", "qwen2", "deepseek_v3", "gpt_oss", "gpt_neox", "gemma3_text", "olmo3", "minimax_m2")
+        for one in (None, LINEAR, YARN, LLAMA_3)
+    ),
+    *((name, {"rope_parameters": BY_KIND}) for name in ("gemma3_text", "olmo3", "mellum", "cohere_compass_text")),
+    *((name, {"partial_rotary_factor": 0.75}) for name in ("glm", "phi", "stablelm", "bamba", "phi3", "qwen3_5_text")),
+    *((name, {"sliding_window_pattern": 2}) for name in ("cohere2", "gemma3_text", "exaone4")),
+    *((name, {"full_attention_interval": 2}) for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")),
+    *((name, {"first_k_dense_replace": 2}) for name in ("axk1", "cohere2_moe", "exaone_moe", "kimi_linear")),
+    *((name, {"use_sliding_window": True, "max_window_layers": 2}) for name in ("qwen2", "qwen3", "qwen2_moe")),
+    ("axk1", {"moe_layer_freq": 2}),
+    ("bamba", {"attn_layer_indices": [1, 3], "mamba_d_head": "auto", "mamba_n_heads": 8}),
+    ("deepseek_v3", {"num_local_experts": 4}),
+    ("gemma", {"hidden_act": "gelu"}),
+    ("gemma4_text", {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}),
+    ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 32}}}),
+    ("gpt_neox", {"rotary_pct": 0.5, "rotary_emb_base": 5e4}),
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": "auto"}),
+    ("kimi_linear", {"linear_attn_config": {"head_dim": 8, "full_attn_layers": [2, 4], "kda_layers": [1, 3]}}),
+    ("lfm2", {"block_ff_dim": 48, "tie_embedding": False, "full_attn_idxs": [1]}),
+    ("llama", {"layer_types": ["full_attention"] * 4}),
+    ("mimo_v2_flash", {"sliding_window_size": 7, "routed_scaling_factor": None}),
+    ("minimax_m2", {"rotary_dim": 8}),
+    ("mistral", {"sliding_window": None, "head_dim": None}),
+    ("nemotron_h", {"hybrid_override_pattern": "M*-E", "mamba_n_groups": 2, "mamba_conv_bias": False}),
+    ("qwen2_vl_text", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}),
+    ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8}),
+    ("step3p5", {"moe_layers_enum": "1,2", "attention_other_setting": {"num_attention_heads": 8}}),
+    (
+        "step3p5",
+        {"layer_types": ["full_attention", "sliding_attention"] * 2, "rope_theta": [1e4, 1e5] * 2, "sliding_window": 8},
+    ),
+]
+"""What older configurations say, and what follows from it."""
+
+
+def _said(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _said(one) for name, one in value.items() if name not in ("type", "max_position_embeddings")}
+    return [_said(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def assert_same(kind: str, given: dict[str, Any]) -> None:
+    theirs = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(given))
+    theirs.allow_global_per_layer_attribute_access = True
+    ours, missing = ModelConfig.of({**given, "model_type": kind}), object()
+    expected = {name: _said(getattr(theirs, name, missing)) for name in KNOWN - NOT_COMPARED}
+    if "num_attention_heads" in expected and expected["num_attention_heads"] is not missing:
+        # Where nothing says them.
+        expected["head_dim"] = expected["head_dim"] or theirs.hidden_size // theirs.num_attention_heads
+        if expected["num_key_value_heads"] is None:
+            expected["num_key_value_heads"] = theirs.num_attention_heads
+    found = {name: _said(getattr(ours, name, missing)) for name in expected}
+    for name in ("mlp_only_layers", "rope_parameters"):
+        expected[name], found[name] = (one[name] or None for one in (expected, found))
+    assert found == expected
+    assert without_plan(ours) == without_plan(theirs)
+    for number in range(theirs.num_hidden_layers if theirs.is_heterogeneous else 0):
+        for name in OF_LAYERS:
+            its_own = (getattr(one.per_layer_config[number], name) for one in (ours, theirs))
+            assert len({*its_own}) == 1
+
+
+def test_the_table_is_that_of_the_classes() -> None:
+    assert TABLE.read_text(encoding="utf-8") == text(), "python -m tests.model.option_table"
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_defaults_are_those_of_the_class(kind: str) -> None:
+    assert_same(kind, {})
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tiny_configurations_are_the_same_as_they_are_saved_and_with_less_said(name: str, tmp_path: Path) -> None:
+    config = ARCHITECTURES[name].build().get_text_config(decoder=True)
+    kind = config.model_type
+    if kind not in OPTIONS:
+        return
+    config.save_pretrained(tmp_path)
+    assert_same(kind, read_config(tmp_path))
+    if kind != "mamba2":
+        # Its sizes go together.
+        assert_same(kind, {key: value for key, value in config.to_dict().items() if key in SIZES})
+
+
+@pytest.mark.parametrize(("kind", "given"), OLDER, ids=[f"{kind}-{'-'.join(given)}" for kind, given in OLDER])
+def test_older_names_say_what_they_say_to_the_class(kind: str, given: dict[str, Any]) -> None:
+    assert_same(kind, {**{name: size for name, size in SIZES.items() if is_declared(kind, name)}, **given})
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "problem"),
+    [
+        ("llama", {"hidden_size": "64"}, "hidden_size is '64', not a whole number"),
+        ("llama", {"rms_norm_eps": None}, "rms_norm_eps is None, not a number"),
+        ("llama", {"attention_bias": 1}, "attention_bias is 1, not true or false"),
+        ("llama", {"num_attention_heads": 7}, "not a multiple of its 7 heads"),
+        ("llama", {"num_attention_heads": 0}, "do not fit together"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "lack factor"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "has 32 layers, and layer_types has 1"),
+        ("qwen2", {"layer_types": ["none"] * 32}, "of a kind that is not known: none"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 32}, "a sliding_window of None"),
+        ("gemma3_text", {"rope_parameters": 3}, "not an object or null"),
+        ("nemotron_h", {"hybrid_override_pattern": "M?"}, "do not fit together"),
+        ("phi3", {"rope_scaling": LINEAR}, "scales positions so: linear"),
+    ],
+)
+def test_what_does_not_fit_is_refused(kind: str, given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        ModelConfig.of({**given, "model_type": kind})
