@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy, deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.families.derived_options import OLDER_LAYERS, derive
 from diskprefix.model.families.rotary_options import set_rotary
-from diskprefix.model.families.type_table import base_of, options_of, other_names
+from diskprefix.model.families.type_table import base_of, levels_of, options_of, other_names, text_of
 from diskprefix.printable import first_line, shown
 
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -25,6 +26,8 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "n": ((type(None),), "null"),
     "s": ((str,), "a text"),
 }
+_TIED_BY_TEXT = ("qwen2_5_vl", "qwen2_vl")
+"""Types of models with encoders whose part about text may say that the embeddings are the head."""
 _TOKENS = ("bos_token_id", "eos_token_id")
 _KINDS_OF_LAYERS = {
     *("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"),
@@ -32,10 +35,14 @@ _KINDS_OF_LAYERS = {
 
 
 class ModelConfig:
-    """A configuration. Its attributes are the options of its type, and what else it was given."""
+    """A configuration of a decoder, or of a model with encoders and the `text_config` of its decoder. Its attributes
+    are the options of its type, and what else it was given."""
 
     model_type: str
     layer_types: list[str]
+    tie_word_embeddings: bool
+    _given: Mapping[str, Any] | None = None
+    """What a model with encoders was given."""
 
     def __init__(self, values: Mapping[str, Any], per_layer: Mapping[int, Mapping[str, Any]]) -> None:
         self.__dict__.update((name, value) for name, value in values.items() if not hasattr(ModelConfig, name))
@@ -43,9 +50,12 @@ class ModelConfig:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> ModelConfig:
-        """Returns the configuration of a decoder of text from what a `config.json` says. Raises `ModelError` for
-        options of other types, and for ones that exclude each other."""
+        """Returns the configuration of a model from what a `config.json` says. Raises `ModelError` for options of other
+        types, and for ones that exclude each other."""
         kind = given["model_type"]
+        parts = {name: given.get(name) for name in ("text_config", "vision_config")}
+        if text := text_of(kind, (parts["text_config"] or {}).get("model_type")):
+            return cls._whole(given, ModelConfig.of({**(parts["text_config"] or {}), "model_type": text}))
         aliases = other_names(kind)
         own = deepcopy({name: default for name, (_, default) in options_of(kind).items()})
         extra = deepcopy({aliases.get(name, name): value for name, value in given.items()})
@@ -62,14 +72,38 @@ class ModelConfig:
             raise ModelError(f"the options of the {kind} model do not fit together: {first_line(error)}") from error
         return cls(values, per_layer)
 
+    @classmethod
+    def _whole(cls, given: Mapping[str, Any], text: ModelConfig) -> ModelConfig:
+        """Returns the configuration of a model with encoders, of which nothing is derived."""
+        kind = given["model_type"]
+        aliases, vision = other_names(kind), {"deepstack_visual_indexes": levels_of(kind)}
+        named = {aliases.get(name, name): value for name, value in given.items()}
+        values = {name: named.get(name, default) for name, (_, default) in options_of(kind).items()}
+        _check_types(kind, values)
+        if kind in _TIED_BY_TEXT and getattr(text, "tie_word_embeddings", False):
+            values["tie_word_embeddings"] = True
+        values |= {alias: values[name] for alias, name in aliases.items() if name in values}
+        vision |= given.get("vision_config") or {}
+        parts = {
+            "text_config": text,
+            "vision_config": SimpleNamespace(**vision),
+            "architectures": given.get("architectures"),
+        }
+        found = cls({"model_type": kind, **values, **parts}, {})
+        found._given = given
+        return found
+
     def get_text_config(self, decoder: bool = True) -> ModelConfig:  # noqa: ARG002 (as transformers' have it)
         """Returns the part about text."""
-        return self
+        found = self.__dict__.get("text_config")
+        return found if isinstance(found, ModelConfig) else self
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what a `config.json` would say."""
+        if self._given is not None:
+            return {**self._given, "text_config": self.get_text_config().to_dict()}
         names = [*options_of(self.model_type), *(name for name in _TOKENS if hasattr(self, name))]
-        found = {name: deepcopy(getattr(self, name)) for name in names}
+        found = {"model_type": self.model_type} | {name: deepcopy(getattr(self, name)) for name in names}
         if self._per_layer:
             found["per_layer_config"] = {number: {**found} for number, found in self._per_layer.items()}
         return found

@@ -9,7 +9,10 @@ from dataclasses import fields
 from typing import Any, Literal, Union, get_args, get_origin
 
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from diskprefix.model.families.model_types import OPTIONS
 from diskprefix.model.families.type_table import TABLE
@@ -76,6 +79,13 @@ _OF_ALL = ("chunk_size_feed_forward", "is_encoder_decoder")
 _LETTERS = {int: "i", float: "f", bool: "b", str: "s", list: "l", tuple: "l", dict: "d", type(None): "n"}
 
 
+WHOLES = """
+    cohere_compass gemma3 gemma4 gemma4_unified idefics3 llama4 mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe
+    qwen3_vl qwen3_vl_moe
+"""
+"""The types of models with encoders whose decoder has a plan, as far as users ask for them."""
+
+
 def table() -> dict[str, dict[str, Any]]:
     """What the package has of each type of model that has a plan: the options that plans read or that must not be set,
     with the types that each may have, its default, and other names."""
@@ -83,7 +93,23 @@ def table() -> dict[str, dict[str, Any]]:
         name: _of_class(CONFIG_MAPPING[name])
         | ({"class": of_text} if (of_text := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name)) else {})
         for name in sorted(OPTIONS)
+    } | {name: _of_whole(CONFIG_MAPPING[name], MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[name]) for name in WHOLES.split()}
+
+
+def _of_whole(kind: Any, of_class: str) -> dict[str, Any]:
+    """What the package has of a model with encoders: its tokens, the type of its text, what its encoder adds."""
+    found = {
+        f"{one.name}:{''.join(sorted(_letters(one.type)))}": one.default
+        for one in sorted(fields(kind), key=lambda one: one.name)
+        if "_token_i" in one.name or one.name == "tie_word_embeddings"
     }
+    text = kind.sub_configs_defaults["text_config"]
+    entry = {"options": found, "text": text.model_type, "class": of_class, "names": dict(kind.attribute_map)}
+    if text.config_class.__name__ == "AutoConfig":
+        entry["any_text"] = True
+    if levels := getattr(kind().vision_config, "deepstack_visual_indexes", None):
+        entry["levels"] = list(levels)
+    return entry
 
 
 def _of_class(kind: Any) -> dict[str, Any]:

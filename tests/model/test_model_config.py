@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING
+import transformers
+from transformers import CONFIG_MAPPING, GenerationMixin
 
 from diskprefix.errors import ModelError
-from diskprefix.model.families.model_types import OPTIONS, without_plan
-from diskprefix.model.families.type_table import TABLE, is_declared
+from diskprefix.model.families.model_types import OPTIONS, padded_tokens, sees_pictures_whole, without_plan
+from diskprefix.model.families.type_table import TABLE, class_of, is_declared
 from diskprefix.model.load.checkpoint import read_config
 from diskprefix.model.model_config import ModelConfig
 from tests.exactness.architectures import ARCHITECTURES
-from tests.model.option_table import KNOWN, text
+from tests.model.option_table import KNOWN, WHOLES, text
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "n_embd": 64, "n_head": 4, "n_layer": 4}
 OF_LAYERS = ("head_dim", "num_attention_heads", "num_key_value_heads")
@@ -118,6 +119,25 @@ def test_tiny_configurations_are_the_same_as_they_are_saved_and_with_less_said(n
 @pytest.mark.parametrize(("kind", "given"), OLDER, ids=[f"{kind}-{'-'.join(given)}" for kind, given in OLDER])
 def test_older_names_say_what_they_say_to_the_class(kind: str, given: dict[str, Any]) -> None:
     assert_same(kind, {**{name: size for name, size in SIZES.items() if is_declared(kind, name)}, **given})
+
+
+@pytest.mark.parametrize("kind", WHOLES.split())
+def test_a_model_with_encoders_has_the_tokens_of_the_class(kind: str) -> None:
+    theirs, ours = CONFIG_MAPPING[kind](), ModelConfig.of({"model_type": kind, "text_config": {}})
+    assert getattr(transformers, class_of(kind)).generate is GenerationMixin.generate
+    for name in ("image_token_id", "video_token_id", "audio_token_id", "tie_word_embeddings"):
+        assert getattr(ours, name, None) == getattr(theirs, name, None)
+    levels = [getattr(one.vision_config, "deepstack_visual_indexes", None) or () for one in (ours, theirs)]
+    assert [*levels[0]] == [*levels[1]]
+    assert ours.get_text_config().model_type == theirs.get_text_config().model_type
+    for read in (without_plan, padded_tokens, sees_pictures_whole):
+        assert read(ours) == read(theirs)
+
+
+def test_the_text_of_a_model_with_encoders_may_tie_the_embeddings() -> None:
+    given = {"model_type": "qwen2_vl", "text_config": {"tie_word_embeddings": True}}
+    assert CONFIG_MAPPING["qwen2_vl"](**given).tie_word_embeddings
+    assert ModelConfig.of(given).tie_word_embeddings  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +25,14 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.families.model_types import sees_pictures_whole
+from diskprefix.model.load.loader import load_model
 from diskprefix.model.runtime import PictureRows, Rows
 from diskprefix.model.vision_encoder import VisionEncoder
+from diskprefix.settings import Settings
 from tests.arrays import array_of
 from tests.exactness.architectures import ARCHITECTURES, WINDOW
 from tests.modules import layout_of
+from tests.server.picture_models import VISION_MODELS, image_bytes
 from tests.steps import run
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -134,3 +139,21 @@ def test_it_is_known_which_layers_see_pictures_whole() -> None:
     assert found == {"gemma3": "all", "gemma4": "windowed"}
     configs = [LlamaConfig(), Gemma3Config(), PaliGemmaConfig(), Gemma4UnifiedTextConfig(), CONFIG_MAPPING["gemma4"]()]
     assert [*map(sees_pictures_whole, configs)] == ["", "all", "otherwise", "otherwise", ""]
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_an_encoder_without_its_decoder_gives_the_rows_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    loaded = load_model(Settings(model=str(VISION_MODELS[name](tmp_path)), dtype="bfloat16"), lambda _: None)
+    assert loaded.weights is not None
+    assert loaded.encoder is not None
+    assert loaded.processor is not None
+    whole, token_id = loaded.read_modules(), loaded.processor.token_id
+    picture = loaded.processor.read_image(image_bytes(), detail="auto", param="messages")
+    found, expected = (
+        torch.as_tensor(VisionEncoder(model, token_id, is_exact=True).encode(picture, picture.prepare()))
+        for model in (loaded.encoder, whole)
+    )
+    assert torch.equal(found, expected)
+    text = {*whole.get_decoder().parameters(), *whole.get_output_embeddings().parameters()}
+    shapes = [[one.shape for one in found] for found in ({*whole.parameters()} - text, loaded.encoder.parameters())]
+    assert Counter(shapes[0]) == Counter(shapes[1])

@@ -2,8 +2,8 @@
 
 `option_defaults.json` is made of transformers' classes by `tests/model/option_table.py`. Each type has `options`, with
 letters for the types that a value may have, and a default; other `names` of options; `unread` ones, which no plan
-knows; the base of its positions (`theta`); and its `class` of models of text. Options that change no number are
-missing.
+knows; the base of its positions (`theta`); and its `class`. Models with encoders have the type of their `text`. Options
+that change no number are missing.
 """
 
 from __future__ import annotations
@@ -23,14 +23,27 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def has_type(kind: str) -> bool:
+def has_type(kind: Any) -> bool:
     """Returns whether a type is known."""
-    return kind in _table()
+    return isinstance(kind, str) and kind in _table()
 
 
 def class_of(kind: str) -> str:
-    """Returns the name of transformers' class of models of text of a type, "" without one."""
+    """Returns the name of transformers' class of models of a type, "" without one for text."""
     return str(_table()[kind].get("class", ""))
+
+
+def text_of(kind: str, named: Any) -> str:
+    """Returns the type of the decoder of a model with encoders, whose part about text is of the type `named`; "" for a
+    model of text."""
+    entry = _table()[kind]
+    return str(named or entry["text"]) if entry.get("any_text") else str(entry.get("text", ""))
+
+
+def levels_of(kind: str) -> Sequence[int]:
+    """Returns the layers of an encoder whose output is added behind the first layers of the decoder."""
+    found: Sequence[int] = _table()[kind].get("levels", ())
+    return found
 
 
 @cache

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from diskprefix.errors import ModelError
+from diskprefix.model.families.type_table import is_declared
 from diskprefix.model.gguf.architecture import Architecture, EncoderArchitecture
 from diskprefix.model.gguf.metadata import MOST_LAYERS, Metadata, shown
 from diskprefix.model.gguf.sources import (
@@ -27,10 +28,9 @@ from diskprefix.model.gguf.sources import (
     paired_queries,
     same,
 )
+from diskprefix.model.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from diskprefix.model.load.gguf_header import FileTensor
 
 Values: TypeAlias = dict[str, Any]
@@ -98,14 +98,12 @@ class PictureSettings:
 
 
 def make_composite(
-    encoder: PictureEncoder, metadata: Metadata, text: PreTrainedConfig, of_text: Metadata
-) -> tuple[PreTrainedConfig, PictureSettings]:
+    encoder: PictureEncoder, metadata: Metadata, text: ModelConfig, of_text: Metadata
+) -> tuple[ModelConfig, PictureSettings]:
     """Returns the configuration of a model of `text`, from a file with the metadata `of_text`, with an encoder, whose
     file has these `metadata`; and what its processor is made of. Raises `ModelError` for a key that is missing, or that
     nothing reads."""
-    from transformers import CONFIG_MAPPING
-
-    kind, named = CONFIG_MAPPING[encoder.model_type], encoder.tokens
+    kind, named = encoder.model_type, encoder.tokens
     array = of_text.header.arrays.get("tokenizer.ggml.tokens")
     numbers = {} if array is None else {token: number for number, token in enumerate(array.read())}
     special = {name: _UNUSED if token == _SOFT and token not in numbers else token for name, token in named.items()}
@@ -115,13 +113,15 @@ def make_composite(
     ids = {f"{name}_id": numbers[token] for name, token in special.items() if token in numbers}
     try:
         parts = encoder.parts(metadata)
-        found = kind(
-            text_config=text,
-            vision_config=parts.vision,
-            tie_word_embeddings=text.tie_word_embeddings,
-            **{name: number for name, number in ids.items() if hasattr(kind, name) or name in kind.attribute_map},
+        given = {
+            "model_type": kind,
+            "text_config": text.to_dict(),
+            "vision_config": parts.vision,
+            "tie_word_embeddings": text.tie_word_embeddings,
+            **{name: number for name, number in ids.items() if is_declared(kind, name)},
             **parts.beside,
-        )
+        }
+        found = ModelConfig.of(given)
         settings = PictureSettings(
             processors=encoder.processors,
             images=_normalised(metadata) | parts.images,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diskprefix.model.families.model_types import without_plan
 from diskprefix.model.families.rotary import rotary_of
@@ -17,7 +17,7 @@ from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.gguf_file import block_of, part_paths, read_tensors
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.gguf_rope import scale_positions
-from diskprefix.model.load.kinds import LATER_TOKENS, ModelKind, kind_of_text, not_served, transformers_config
+from diskprefix.model.load.kinds import LATER_TOKENS, ModelKind, kind_of_plan, not_served, transformers_config
 from diskprefix.model.load.projector import projector_beside
 from diskprefix.model.model_config import ModelConfig
 from diskprefix.progress import Report
@@ -38,7 +38,7 @@ class GgufModel:
 
     parts: list[Path]
     architecture: Architecture
-    config: Any
+    config: ModelConfig
     kind: ModelKind
     tensors: Sequence[FileTensor]
     stops: list[int]
@@ -66,10 +66,9 @@ class GgufModel:
         config, pictures = make_configuration(architecture, metadata), None
         tensors = [*metadata.tensors.values(), *draft_layer]
         used = scale_positions(config, metadata, tensors, report)
-        kind = kind_of_text(config)
+        kind = kind_of_plan(config)
         if projector is not None:
-            text = transformers_config(config)
-            config, pictures = make_composite(projector.encoder, projector.metadata, text, metadata)
+            config, pictures = make_composite(projector.encoder, projector.metadata, config, metadata)
             kind = ModelKind("AutoModelForMultimodalLM", is_multimodal=True, has_own_generate=False)
             parts, tensors = [*parts, projector.path], [*tensors, *projector.metadata.tensors.values()]
         require_rotary(config.get_text_config(decoder=True), _turned(kind, config), architecture, metadata)
@@ -95,7 +94,7 @@ class GgufModel:
     @property
     def whole(self) -> PreTrainedConfig:
         """The configuration of transformers."""
-        return transformers_config(self.config) if isinstance(self.config, ModelConfig) else self.config
+        return transformers_config(self.config)
 
     def without_draft_layer(self) -> GgufModel:
         """Returns the model without its draft layer."""
@@ -121,10 +120,9 @@ class GgufModel:
         return weights_digest([], self.parts)
 
 
-def _turned(kind: ModelKind, config: Any) -> set[int]:
+def _turned(kind: ModelKind, config: ModelConfig) -> set[int]:
     """Returns how many numbers of a head turn, of heads of each kind."""
     if not without_plan(config):
         return {2 * len(one.frequencies) for one in rotary_of(config.get_text_config(decoder=True)).values()}
-    config = transformers_config(config) if isinstance(config, ModelConfig) else config
-    buffers = kind.skeleton(config).get_decoder().named_buffers()
+    buffers = kind.skeleton(transformers_config(config)).get_decoder().named_buffers()
     return {2 * one.numel() for name, one in buffers if name.endswith("inv_freq") and "original" not in name}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from diskprefix.errors import ModelError
-from diskprefix.model.families.type_table import class_of, has_type
+from diskprefix.model.families.type_table import class_of, has_type, text_of
 from diskprefix.model.load.draft_layer import with_draft_layer
 from diskprefix.model.load.imports import transformers_quietly
 from diskprefix.model.model_config import ModelConfig
@@ -75,13 +75,15 @@ def without_decoder(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def config_of_plan(folder: Path, given: Mapping[str, Any]) -> ModelConfig | None:
-    """Returns the configuration of a decoder of text whose type has a plan, from its `config.json`; None for all
-    others, of which transformers knows more. Raises `ModelError` for options that do not fit together, and for a model
-    that is not served."""
-    kind, named = given.get("model_type"), given.get("architectures")
-    if not isinstance(kind, str) or not has_type(kind) or "configuration_files" in given:
+    """Returns the configuration of a model whose type has a plan, from its `config.json`; None for all others, of which
+    transformers knows more. Raises `ModelError` for options that do not fit together, and for a model that is not
+    served."""
+    kind, named, text = given.get("model_type"), given.get("architectures"), given.get("text_config")
+    if not has_type(kind) or "configuration_files" in given:
         return None
     if not (name := class_of(kind)) or (named and named != [name]):
+        return None
+    if text_of(kind, "") and not (named and isinstance(text, dict) and has_type(text_of(kind, text.get("model_type")))):
         return None
     try:
         config = ModelConfig.of(given)
@@ -102,15 +104,17 @@ def transformers_config(config: ModelConfig) -> PreTrainedConfig:
     """Returns the configuration of transformers' class that says the same."""
     kind = transformers_quietly().CONFIG_MAPPING[config.model_type]
     found: PreTrainedConfig = kind.from_dict(config.to_dict())
-    found.allow_global_per_layer_attribute_access = True
+    found.get_text_config().allow_global_per_layer_attribute_access = True
     return found
 
 
-def kind_of_text(config: ModelConfig) -> ModelKind:
-    """Returns the kind of a decoder of text whose type has a plan."""
-    # A few are registered among models with pictures alone.
-    loader: Any = "AutoModelForCausalLM" if class_of(config.model_type) else "AutoModelForMultimodalLM"
-    return ModelKind(loader, is_multimodal=False, has_own_generate=False)
+def kind_of_plan(config: ModelConfig) -> ModelKind:
+    """Returns the kind of a model whose type has a plan."""
+    is_multimodal = config.get_text_config() is not config
+    # A few decoders of text are registered among models with pictures alone.
+    is_of_text = not is_multimodal and bool(class_of(config.model_type))
+    loader: Any = "AutoModelForCausalLM" if is_of_text else "AutoModelForMultimodalLM"
+    return ModelKind(loader, is_multimodal, has_own_generate=False)
 
 
 def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:

@@ -34,7 +34,7 @@ from diskprefix.model.load.fit import Fit, ModelNeeds, needs_of_folder, needs_of
 from diskprefix.model.load.gguf_file import file_stamp, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.imports import transformers_quietly
-from diskprefix.model.load.kinds import ModelKind, config_of_plan, kind_of_text, require_served_kind
+from diskprefix.model.load.kinds import ModelKind, config_of_plan, kind_of_plan, require_served_kind
 from diskprefix.model.load.memory import available_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, own_path, plain_name, require_named
 from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
@@ -334,7 +334,7 @@ def _source(
                 given = read_config(path)
                 require_plain_weights(str(path), given)
                 if (config := config_of_plan(path, given)) is not None:
-                    kind = kind_of_text(config)
+                    kind = kind_of_plan(config)
                 else:
                     whole = _read_config(path)
                     kind = require_served_kind(path, whole)

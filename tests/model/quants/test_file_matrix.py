@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
 import pytest
 import torch
 
-from diskprefix.errors import ModelError, SettingsError
+from diskprefix.errors import ModelError
 from diskprefix.model.load import loader
-from diskprefix.model.load.fit import ROOM_BYTES
-from diskprefix.model.load.gguf import GgufModel, whole_matrices
+from diskprefix.model.load.gguf import GgufModel
 from diskprefix.model.load.gguf_file import read_tensors
 from diskprefix.model.load.gguf_header import FileTensor
-from diskprefix.model.load.loader import BegunPacking, begin_packing, load_model
+from diskprefix.model.load.loader import load_model
 from diskprefix.model.quants import file_matrix as module
 from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking, in_order
 from diskprefix.model.quants.forms import weights_of as weights_of_packed
@@ -124,14 +121,6 @@ def test_a_file_that_was_cut_short_is_refused(tensors: list[FileTensor]) -> None
 
 # Packing, which begins before the imports of a start.
 
-PROGRAM = """
-import sys
-from diskprefix.model.load.loader import begin_packing
-from diskprefix.settings import Settings
-assert all(begin_packing(Settings(model=model)) is not None for model in sys.argv[1:])
-assert not [name for name in ("transformers", "torch._dynamo") if name in sys.modules]
-"""
-
 
 @pytest.fixture
 def compiled() -> Operators:
@@ -167,11 +156,9 @@ def test_all_that_is_wanted_is_packed_as_alone(
 
     monkeypatch.setattr(MatrixPacking, "take", take)
     packing = MatrixPacking(compiled)
-    packing.add(begun := whole_matrices(file))
     read = GgufModel.read(file, print)
     plans.logits_of(read.decoder_weights("bfloat16", packing), read.config)
     assert {matrix.order is None for matrix in wanted} == {True, False}
-    assert {matrix.key for matrix in begun} == {matrix.key for matrix in wanted if matrix.order is None}
     found = packing.finish()
     assert found.keys() == {matrix.key for matrix in wanted}
     for matrix in wanted:
@@ -188,48 +175,18 @@ def test_a_load_that_fails_leaves_no_thread(file: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Thread, "start", start)
     monkeypatch.setattr(module, "num_threads", lambda: 4)
-    begun = begin_packing(Settings(model=str(file)))
-    with pytest.raises(SettingsError):
-        load_model(Settings(model=str(file), device="tpu"), print, begun=begun)
-    assert len(started) == 3
+    monkeypatch.setattr(loader, "read_tokenizer", Mock(side_effect=ModelError("no tokenizer")))
+    with pytest.raises(ModelError, match="no tokenizer"):
+        load_model(Settings(model=str(file)), print)
+    assert started
     assert not [one for one in started if one.is_alive()]
 
 
-def parameters(model: Path, begun: BegunPacking | None) -> list[np.ndarray]:
-    loaded = load_model(Settings(model=str(model)), print, begun=begun)
-    assert loaded.weights is not None
-    return [array.copy() for _, array in loaded.weights.named()]
+def test_a_file_that_changes_after_packing_began_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(_: GgufModel) -> str:
+        os.utime(file, (1, 1))
+        return ""
 
-
-def test_a_model_whose_packing_was_begun_is_the_same_and_that_of_another_file_is_not_used(file: Path) -> None:
-    expected = parameters(file, None)
-    other = tiny.write_gguf(file.with_name("other.gguf"), quantised="Q8_0")
-    for named in (file, other):
-        begun = begin_packing(Settings(model=str(named)))
-        assert begun is not None
-        found = parameters(file, begun)
-        assert len(found) == len(expected)
-        assert all(map(np.array_equal, found, expected))
-
-
-def test_packing_begins_without_transformers(file: Path) -> None:
-    subprocess.run([sys.executable, "-c", PROGRAM, str(file)], check=True, env=dict(os.environ))
-
-
-def test_nothing_begins_for_other_models_and_where_memory_is_short(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(model=str(file))
-    changes: list[dict[str, Any]] = [
-        *({"model": None}, {"model": "folder"}, {"weights": "native"}, {"dtype": "float32"}, {"device": "mps"})
-    ]
-    for changed in changes:
-        assert begin_packing(replace(settings, **changed)) is None
-    monkeypatch.setattr(loader, "available_ram_bytes", lambda: ROOM_BYTES)
-    assert begin_packing(settings) is None
-
-
-def test_a_file_that_changes_after_packing_began_is_refused(file: Path) -> None:
-    begun = begin_packing(Settings(model=str(file)))
-    assert begun is not None
-    os.utime(file, (1, 1))
+    monkeypatch.setattr(GgufModel, "digest", digest)
     with pytest.raises(ModelError, match="was changed while it was read; start again"):
-        load_model(Settings(model=str(file)), print, begun=begun)
+        load_model(Settings(model=str(file)), print)

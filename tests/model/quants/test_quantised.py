@@ -10,7 +10,7 @@ import pytest
 
 from diskprefix.engine.measured_model import measured
 from diskprefix.model.families.slot_names import SlotNames
-from diskprefix.model.load.loader import LoadedModel, begin_packing, load_model
+from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.quants.forms import weights_of as numbers_of
 from diskprefix.native import library
 from diskprefix.settings import Settings
@@ -50,7 +50,6 @@ def test_the_form_of_the_weights_and_the_kernels_are_part_of_the_identity(file: 
 
 
 def test_auto_without_a_compiled_kernel_is_native(file: Path) -> None:
-    assert begin_packing(Settings(model=str(file), kernels="torch")) is None
     assert loaded(file, "auto", kernels="torch").weights is None
 
 
