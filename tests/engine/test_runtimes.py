@@ -96,6 +96,7 @@ def test_hidden_states_have_the_same_bits_cold_restored_and_in_company(opened: O
     assert vector(saved) == vector(again) == cold
 
 
+@pytest.mark.usefixtures("cache")  # Checks that were passed are remembered there.
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_a_model_that_fails_its_check_is_served_on_the_grid(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
