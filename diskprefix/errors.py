@@ -14,7 +14,6 @@
     ├── NonFiniteLogits                 500          the model computed NaN or infinity instead of logits
     ├── SettingsError                        exit 2  a flag, an environment variable or a policy file is wrong
     ├── ModelError                           exit 3  the model cannot be found, fetched, read or fitted
-    ├── LoadInterrupted                      exit 130  Ctrl-C while a thread loads the model
     └── CacheError                      500  exit 4  the store cannot be used; a request goes on without it
         ├── StoreUnavailable                         the folder cannot be created, read, written or locked, or is full
         │   ├── StoreReplaced                        another process put a new file in the place of the open one
@@ -149,10 +148,6 @@ class ModelError(DiskPrefixError):
     exit_code = 3
     code = "model_error"
     for_all = "the model cannot be loaded; the daemon's log has the reason"
-
-
-class LoadInterrupted(DiskPrefixError):
-    exit_code = 130
 
 
 class CacheError(DiskPrefixError):

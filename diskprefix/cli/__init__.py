@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
-from diskprefix import hooks
-from diskprefix.errors import DiskPrefixError, LoadInterrupted
+from diskprefix.errors import DiskPrefixError
 from diskprefix.printable import printable_only
 
 _USAGE_EXIT_CODE, _SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 2, 4, 130, 141
 """The last two are a shell's codes for a process that SIGINT or SIGPIPE killed."""
 
 
-def command_places() -> dict[str, str]:
-    """Returns `module:function` by the name of the command, in the order in which people need them."""
-    completion = "diskprefix.cli.about:completion"
-    return {"serve": "diskprefix.cli.serve_command:serve", **hooks.commands(), "completion": completion}
+COMMANDS = {
+    "serve": "cli.serve_command:serve",
+    "pull": "extras.catalogue.pull_command:pull",
+    "list": "extras.catalogue.list_command:list_models",
+    "show": "extras.catalogue.list_command:show_model",
+    "rm": "extras.catalogue.pull_command:rm",
+    "launch": "extras.clients.launch_command:launch",
+    "clients": "extras.clients.clients_command:clients",
+    "ps": "extras.clients.daemons_command:ps",
+    "stop": "extras.clients.daemons_command:stop",
+    "run": "extras.talk.run_command:run",
+    "chat": "extras.talk.chat_command:chat",
+    "doctor": "extras.setup.doctor_command:doctor",
+    "service": "extras.setup.service_command:service",
+    "warm": "extras.warm.warm_command:warm",
+    "inspect": "extras.watch.inspect.inspect_command:inspect",
+    "dashboard": "extras.watch.dashboard.dashboard_command:dashboard",
+    "top": "extras.watch.top:top",
+    "simulate": "extras.simulate.simulate_command:simulate",
+    "verify": "extras.housekeeping.verify_command:verify",
+    "purge": "extras.housekeeping.purge_command:purge",
+    "compact": "extras.housekeeping.backup_command:compact",
+    "backup": "extras.housekeeping.backup_command:backup",
+    "restore": "extras.housekeeping.backup_command:restore",
+    "export": "extras.exchange.commands:export",
+    "import": "extras.exchange.commands:import_",
+    "completion": "cli.about:completion",
+}
+"""Module and function by the name of the command, in the order in which people need them."""
 
 
 class LazyGroup(click.Group):
     """A group that imports a subcommand when its help or its call needs it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        return list(command_places())
+        return list(COMMANDS)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -37,15 +62,18 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            near = get_close_matches(args[0], command_places(), n=1)
+            near = get_close_matches(args[0], COMMANDS, n=1)
             if not near:
                 raise
             problem = error.format_message().rstrip(".")
             raise click.UsageError(f"{problem}; did you mean {near[0]}?", error.ctx) from error
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        place = command_places().get(cmd_name)
-        return None if place is None else hooks.command(place)
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(f"diskprefix.{module}"), name)
+        return command
 
 
 def _show_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
@@ -92,8 +120,6 @@ def _run(args: list[str] | None) -> int:
         if end.code == 1:
             return _BROKEN_PIPE_EXIT_CODE
         raise
-    except LoadInterrupted as error:
-        _end_at_once(_fail(error.message, error.exit_code))
     except DiskPrefixError as error:
         return _fail(error.message, error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -122,14 +148,6 @@ def _drop_output() -> None:
     """Redirects buffered output to nowhere: Python would write it at exit, and exit with 120 if that fails."""
     with suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-
-def _end_at_once(exit_code: int) -> NoReturn:
-    """Ends without waiting for threads: a thread that loads a model cannot be stopped."""
-    with suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(exit_code)
 
 
 def _fail(message: str, exit_code: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -66,10 +68,24 @@ def config_text(context: click.Context, settings: Settings) -> str:
     return "\n".join(_line(context, name, getattr(settings, name)) for name in SETTINGS)
 
 
+def policy_text(settings: Settings) -> str:
+    """Returns the settings that are not defaults as a policy file, with absolute paths."""
+    models = [str(Path(name).absolute()) if Path(name).exists() else name for name in settings.model_names]
+    values = {name: getattr(replace(settings, model=",".join(models) or None), name) for name in SETTINGS}
+    return "".join(
+        f"{_assignment(name, value.absolute() if isinstance(value, Path) else value)}\n"
+        for name, value in values.items()
+        if value != getattr(Settings(), name)
+    )
+
+
 def _line(context: click.Context, name: str, value: Any) -> str:
+    return f"{_assignment(name, value):<{_COLUMN}} # {_source(context, name)}"
+
+
+def _assignment(name: str, value: Any) -> str:
     shown = whole_size(value) if SETTINGS[name].kind == "size" and value else value
-    line = f"# {name} =" if value is None else f"{name} = {toml_value(shown)}"
-    return f"{line:<{_COLUMN}} # {_source(context, name)}"
+    return f"# {name} =" if value is None else f"{name} = {toml_value(shown)}"
 
 
 def _source(context: click.Context, name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,8 +17,11 @@ _TALK = Path(__file__).with_name("talk") / "page"
 
 @dataclass(frozen=True)
 class WebPage:
-    """A document, and the styles and scripts that are inserted in order. It has no data of the daemon."""
+    """A document: its `title`, a `link` to the other page, the content in `index`, and the styles and scripts in their
+    order. It has no data of the daemon."""
 
+    title: str
+    link: str
     index: Path
     styles: tuple[Path, ...]
     scripts: tuple[Path, ...]
@@ -39,6 +41,8 @@ class WebPage:
 
 
 DASHBOARD_PAGE = WebPage(
+    "diskprefix",
+    '<a href="/chat">Chat</a>',
     _DASHBOARD / "index.html",
     styles=(_DASHBOARD / "base.css", _DASHBOARD / "style.css"),
     # Each uses names of the scripts before it.
@@ -47,6 +51,8 @@ DASHBOARD_PAGE = WebPage(
     ),
 )
 CHAT_PAGE = WebPage(
+    "diskprefix chat",
+    '<a href="/">Dashboard</a>',
     _TALK / "index.html",
     styles=(_DASHBOARD / "base.css", _TALK / "talk.css"),
     scripts=(
@@ -57,15 +63,8 @@ CHAT_PAGE = WebPage(
 
 
 def wants_page(headers: Headers) -> bool:
-    """Returns whether a client accepts `text/html` at least as much as JSON, as browsers do. A malformed weight counts
-    as 0."""
-    weights: dict[str, float] = {}
-    for part in headers.get("accept", "").lower().split(","):
-        media_type, *parameters = (piece.strip() for piece in part.split(";"))
-        weights[media_type] = 0.0
-        with suppress(ValueError):
-            weights[media_type] = float(next((text[2:] for text in parameters if text.startswith("q=")), "1"))
-    return 0 < weights.get("text/html", 0.0) >= weights.get("application/json", 0.0)
+    """Returns whether a client names `text/html` among what it accepts, as browsers do."""
+    return "text/html" in headers.get("accept", "").lower()
 
 
 @cache
@@ -73,7 +72,10 @@ def _document(page: WebPage, is_several: bool) -> tuple[bytes, str]:
     """Returns the document and its Content-Security-Policy, which names style and script by their hashes."""
     style = "".join(map(_read, page.styles))
     script = "\n".join(["'use strict';", *map(_read, page.scripts)])
-    html = _read(page.index).replace("/*style*/", style).replace("/*script*/", script)
+    html = _read(_DASHBOARD / "frame.html")
+    parts = {"<!--title-->": page.title, "<!--link-->": page.link, "<!--content-->": _read(page.index)}
+    for place, text in (parts | {"/*style*/": style, "/*script*/": script}).items():
+        html = html.replace(place, text)
     if is_several:
         html = html.replace("<html ", "<html data-several ")
     policy = (

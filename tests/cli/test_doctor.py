@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -17,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from diskprefix.errors import LoadInterrupted, StoreCorrupt
+from diskprefix.cli.options import build_settings, policy_values
+from diskprefix.errors import StoreCorrupt
 from diskprefix.extras import daemon_call
 from diskprefix.extras.catalogue import catalogue
-from diskprefix.extras.setup import doctor_machine, doctor_model, this_process
+from diskprefix.extras.clients.launched_daemon import LaunchedDaemon
+from diskprefix.extras.setup import doctor_machine, doctor_model
 from diskprefix.extras.setup.doctor_machine import (
     Finding,
     folder_findings,
@@ -418,6 +419,7 @@ def test_calls_in_no_known_format_are_told(name: str, level: str) -> None:
 
 def reply(text: str = "hello", restored: int = 90, status: int = 200, **report: Any) -> Any:
     body = {
+        "model": "m",
         "usage": {"prompt_tokens": 100},
         "choices": [{"message": {"content": text}}],
         "timings": {"ttft_ms": 12.0},
@@ -446,12 +448,21 @@ def test_a_store_of_its_own_without_keys_gate_and_recording_must_answer_restore_
     answers = iter(replies)
 
     @contextmanager
-    def in_this_process(settings: Settings, _say: Any) -> Iterator[Any]:
-        starts.append(settings)
-        model = SimpleNamespace(body={"model": {"identity": {"exact_at": "token"}}})
-        yield lambda method, _path, _body: model if method == "GET" else next(answers)
+    def use(daemon: Any, _port: int, flags: list[str], environment: Any) -> Iterator[Any]:
+        starts.append(build_settings(policy_values(flags[1])))
+        assert "PATH" in environment
+        assert "DISKPREFIX_KV_CACHE_DIR" not in environment
+        yield SimpleNamespace(url=f"http://{daemon.folder.name}")
 
-    monkeypatch.setattr(this_process, "in_this_process", in_this_process)
+    def call(method: str, path: str, _body: object) -> Any:
+        if method == "POST":
+            return next(answers)
+        identity = {"identity": {"exact_at": "token"}}
+        return SimpleNamespace(body={"status": "ok"} if path == "/health" else {"model": identity})
+
+    monkeypatch.setenv("DISKPREFIX_KV_CACHE_DIR", str(tmp_path / "kv"))
+    monkeypatch.setattr(LaunchedDaemon, "use", use)
+    monkeypatch.setattr(doctor_model, "running_daemon", lambda _url, _key: call)
     settings = Settings(kv_cache_dir=tmp_path / "kv", record=tmp_path / "day.jsonl", api_keys=tmp_path / "keys")
     found = by_check(doctor_model.client_findings(settings, lambda _line: None))
     assert {check for check, level in levels(found).items() if level != "ok"} == problems.keys()
@@ -461,15 +472,3 @@ def test_a_store_of_its_own_without_keys_gate_and_recording_must_answer_restore_
         assert (own.kv_cache_gate, own.record, own.api_keys) == ("off", None, None)
         assert own.kv_cache_dir == starts[0].kv_cache_dir != tmp_path / "kv"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_interrupt_while_nothing_asks_for_it_is_raised_at_the_end_of_the_load() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(LoadInterrupted), this_process._hold_interrupts():
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    with this_process._hold_interrupts():
-        pass
-    assert signal.getsignal(signal.SIGINT) is before

@@ -12,9 +12,8 @@ from click.testing import CliRunner
 
 import diskprefix.app
 import diskprefix.cli.serve_command
-import diskprefix.hooks
 from diskprefix import __version__
-from diskprefix.cli import cli, command_places, main
+from diskprefix.cli import COMMANDS, cli, main
 from diskprefix.cli.options import variable_of
 from diskprefix.errors import ModelError
 from diskprefix.settings import SETTINGS, Settings, flag_of
@@ -248,7 +247,7 @@ def test_help_shows_the_common_flags_on_two_screens_and_help_all_shows_every_fla
 def test_the_group_lists_its_commands_and_its_version(run: Run) -> None:
     text = run("--help").stdout
     listed = re.findall(r"^  (\w+)  ", text[text.index("Commands:") :], re.MULTILINE)
-    assert listed == list(command_places())
+    assert listed == list(COMMANDS)
     assert __version__ in run("--version").stdout
     ended = run()
     assert (ended.exit_code, ended.stderr.rstrip()) == (2, text.rstrip()), "without a command the help is shown"
@@ -257,4 +256,4 @@ def test_the_group_lists_its_commands_and_its_version(run: Run) -> None:
 def test_the_first_page_has_the_commands_in_the_order_of_the_help() -> None:
     page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `diskprefix (\w+)", page, re.MULTILINE)
-    assert rows == [name for name in command_places() if name in rows]
+    assert rows == [name for name in COMMANDS if name in rows]

@@ -139,7 +139,7 @@ def test_launchd_is_given_an_agent_that_serves_with_the_options(
     agent = plistlib.loads((home / "Library/LaunchAgents/diskprefix.plist").read_bytes())
     policy = home / ".config/diskprefix/service.toml"
     assert agent["ProgramArguments"][-3:] == ["serve", "--policy", str(policy)]
-    assert f"port = {port} " in policy.read_text(encoding="utf-8")
+    assert f"port = {port}\n" in policy.read_text(encoding="utf-8")
     run("service", "install", "--host", "a host").assert_refused(2, "--host: 'a host' cannot be resolved")
     assert run("service", "remove").exit_code == 0
     calls = [line.split()[0] for line in (home / "calls").read_text(encoding="utf-8").splitlines()]

@@ -252,7 +252,7 @@ def test_a_recording_that_no_daemon_made_is_refused(run: Run, tmp_path: Path) ->
     assert run("simulate", recording, *SHORT, "--block-size", "16").exit_code == 0
 
 
-def test_an_unfinished_line_is_warned_of_and_what_a_file_is_called_cannot_steer_the_terminal(
+def test_a_line_that_is_no_json_is_warned_of_and_what_a_file_is_called_cannot_steer_the_terminal(
     run: Run, tmp_path: Path
 ) -> None:
     file = write_lines(tmp_path / "a\x07\x1b]0;title\x07[b].jsonl", MOONCAKE)
@@ -262,7 +262,7 @@ def test_an_unfinished_line_is_warned_of_and_what_a_file_is_called_cannot_steer_
     assert not {"\x1b", "\x07"} & set(ended.stdout + ended.stderr)
     assert "[b]: 1 request, 1,000 prompt tokens" in ended.stdout
     assert ended.stderr.startswith("warning: ")
-    assert ended.stderr.endswith(":2: the last line is unfinished and is ignored\n")
+    assert ended.stderr.endswith(":2: the line is no JSON, and is left out\n")
 
 
 def test_a_terminal_shows_how_far_it_is(made: Made) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from diskprefix.cli import command_places, tooling
+from diskprefix.cli import COMMANDS, tooling
 from diskprefix.cli.logs import TextFormatter
 from diskprefix.cli.tooling import status
 from diskprefix.errors import SettingsError
@@ -25,7 +25,7 @@ from tests.model import tiny
 from tests.store.building import BLOCK, open_store, prompt, publication
 from tests.waiting import wait_for
 
-TOOLS = sorted(set(command_places()) - {"serve"})
+TOOLS = sorted(set(COMMANDS) - {"serve"})
 WITHOUT_STORE = {"chat", "clients", "completion", "dashboard", "doctor", "launch", "list", "ps", "pull", "rm", "run"}
 WITHOUT_STORE |= {"service", "show", "stop", "top"}
 STORE_TOOLS = set(TOOLS) - WITHOUT_STORE - {"simulate", "warm"}
@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("commands", "needed"),
     [
-        ([f"{command} --help" for command in command_places()], set()),
+        ([f"{command} --help" for command in COMMANDS], set()),
         (["--version"], set()),
         (["inspect", "inspect --tree", "inspect --stats"], {"rich"}),
         (["export ENTRY -o e.safetensors", "import e.safetensors"], {"rich"}),
@@ -99,7 +99,7 @@ def test_what_the_scripts_ask_is_answered() -> None:
         ended = subprocess.run(command, env=os.environ | words, capture_output=True, text=True, check=False)
         return [answer.partition(",")[2] for answer in ended.stdout.split()]
 
-    assert completed("diskprefix in") == [name for name in command_places() if name.startswith("in")]
+    assert completed("diskprefix in") == [name for name in COMMANDS if name.startswith("in")]
     assert "--kv-cache-dir" in completed("diskprefix inspect --kv")
 
 

@@ -18,7 +18,6 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from diskprefix import hooks
 from diskprefix.api.anthropic import Messages
 from diskprefix.api.figures import figures_reply
 from diskprefix.api.openai_chat import Chat, ChatWriter
@@ -32,7 +31,6 @@ from diskprefix.server import limits as reading
 from diskprefix.server import streaming
 from diskprefix.server.answer import MAX_LOGPROBS
 from diskprefix.server.process import process
-from diskprefix.server.status import WELCOME
 from diskprefix.server.threads import _DEADLINE_S
 from diskprefix.tenant_ids import group_of
 from tests.server.daemon_process import open_raw, wait_until
@@ -565,16 +563,6 @@ def test_what_does_not_fit_the_model_is_not_counted_as_log_probabilities(server:
     body = HELLO | {"logprobs": True, "top_logprobs": 20, "max_tokens": 2**30}
     with server.client() as client:
         assert client.post(CHAT, json=body).status_code == 200
-
-
-def test_without_extras_every_client_gets_the_daemons_own_welcome(
-    chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hooks, "extras", lambda: ())
-    with scripted_app(chat_model, engine) as server, server.client() as client:
-        answer = client.get("/", headers={"Accept": "text/html"})
-        assert (answer.status_code, answer.json()) == (200, WELCOME)
-        assert client.head("/").status_code == 200
 
 
 def test_a_body_that_waits_until_the_end_of_a_stop_is_refused_and_leaves_no_traceback(

@@ -400,7 +400,7 @@ def test_a_name_that_leads_nowhere_is_treated_as_local(monkeypatch: pytest.Monke
     assert is_loopback("nowhere.invalid")
 
 
-READING = ("/v1/models", "/props", "/metrics", "/v1/responses/resp_1", "/dashboard/events", "/dashboard/entries")
+READING = ("/v1/models", "/props", "/metrics", "/v1/responses/resp_1", "/dashboard/state", "/dashboard/entries")
 PAGES = ("/", "/chat", "/dashboard", "/docs", "/health")
 
 

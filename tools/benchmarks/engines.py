@@ -213,7 +213,7 @@ def _vllm(
     if connector == _OURS:
         settings |= {"kv_connector_module_path": "diskprefix.extras.vllm.connector"}
         settings |= {"kv_load_failure_policy": "recompute"}
-        extra: dict[str, Any] = {"path": store, "budget": "16GiB", "scope": "full"}
+        extra: dict[str, Any] = {"kv_cache_dir": store, "kv_cache_budget": "16GiB", "disk_prefix_cache": "full"}
     else:
         extra = {"shared_storage_path": store}
     command = [str(python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]

@@ -27,7 +27,7 @@ class Ours(DiskPrefixConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         folder = Path(tempfile.mkdtemp(prefix="kv-"))
-        settings = {"path": str(folder / "kv"), "budget": "64MiB"}
+        settings = {"kv_cache_dir": str(folder / "kv"), "kv_cache_budget": "64MiB"}
         vllm_config.kv_transfer_config.kv_connector_extra_config = settings
         super().__init__(vllm_config, role, kv_cache_config)
         _made.append(self)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -106,11 +106,11 @@ class LaunchedDaemon:
         return [self, *(LaunchedDaemon(folder=folder) for folder in sorted(self.folder.glob("daemon-*")))]
 
     @contextmanager
-    def use(self, port: int, flags: Sequence[str]) -> Iterator[DaemonUse]:
+    def use(self, port: int, flags: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[DaemonUse]:
         """Starts the daemon as by `start` if it does not run, and yields its use. When the context ends, the daemon
         ends, unless another launch uses it, or it has `STAYS` and has served. Raises `NotReady` if it does not start.
         The caller holds `mutex` when it enters, and not when it leaves."""
-        process = self.start(port, flags) if self.url() is None else None
+        process = self.start(port, flags, environment) if self.url() is None else None
         use = DaemonUse(url=str(self.url()))
         try:
             with locked(self.folder / "daemon.users", fcntl.LOCK_SH):
@@ -143,9 +143,12 @@ class LaunchedDaemon:
         except BlockingIOError:
             return True
 
-    def start(self, usual_port: int, flags: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Starts the daemon at the usual port, or at a free one if that is in use, and returns when it answers. Raises
-        `NotReady` if it ends before. The caller holds `mutex`."""
+    def start(
+        self, usual_port: int, flags: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Starts the daemon at the usual port, or at a free one if that is in use, and returns when it answers. Its
+        `environment` is that of this process if it is None. Raises `NotReady` if it ends before. The caller holds
+        `mutex`."""
         port = _free_port(usual_port)
         call = running_daemon(f"http://127.0.0.1:{port}", None)
         if self.log.exists():
@@ -166,6 +169,7 @@ class LaunchedDaemon:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    env=environment,
                     pass_fds=[fd],
                     start_new_session=True,
                 )

@@ -10,10 +10,12 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from diskprefix.chat.draft import CountTokens, DraftStep, PromptDraft, run_steps
+from diskprefix.chat.draft import Compress, CountTokens, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.messages import Conversation, Message, TextPart
-from diskprefix.errors import ContextTooLong
+from diskprefix.errors import ContextTooLong, SettingsError
+from diskprefix.settings import Settings
 from diskprefix.values import LeftOut
 
 PLACEHOLDER = "(Earlier messages of this conversation were left out.)"
@@ -33,6 +35,14 @@ class _Round:
     def units(self) -> list[list[int]]:
         """The messages that are left out together, the oldest first. An opening without a reply stays."""
         return [*self.exchanges[:-1], *([*self.opening, *last] for last in self.exchanges[-1:])]
+
+
+def compress_of(settings: Settings, max_positions: int, served: int) -> Compress:
+    """See `hooks.open_compression`. Raises `SettingsError` if no prompt of the model can exceed the threshold."""
+    limit = max_positions * 3 // 4 if settings.prefill_compression == "auto" else int(settings.prefill_compression)
+    if limit >= max_positions:
+        raise SettingsError(f"--prefill-compression: {limit} is not below the {max_positions} positions of this model")
+    return partial(fit, min(limit, served * 3 // 4) if served < max_positions else limit)
 
 
 def fit(limit: int, write: Sequence[DraftStep], count: CountTokens, draft: PromptDraft) -> PromptDraft:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
@@ -25,7 +26,7 @@ from diskprefix.chat.messages import JsonObject
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent, GenerateRequest, ReadEvent, Reading, SamplingParams
 from diskprefix.errors import InvalidRequest
-from diskprefix.extras.embedding.model_purpose import Purpose
+from diskprefix.extras.embedding.model_purpose import Purpose, read_purpose
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation, disconnected, together
 from diskprefix.server.log_context import LogContext, log_context
@@ -213,3 +214,13 @@ class _Readings:
 
     def _on_cancelled(self, activity: Activity) -> None:
         self._context.cancelled_at = activity
+
+
+def add_routes(app: Starlette) -> None:
+    """Adds `POST /v1/embeddings`."""
+
+    def read(serving: Serving) -> None:
+        app.state.purpose = read_purpose(serving.engine.origin)
+
+    app.state.daemon.at_load.append(read)
+    app.routes.extend(routes)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -139,3 +140,8 @@ async def infill(request: Request) -> Response:
     Returns `content`, the text for the gap, and figures, as llama.cpp's server has them.
     """
     return await answer(request, Infill())
+
+
+def add_routes(app: Starlette) -> None:
+    """Adds `POST /infill`."""
+    app.routes.extend(routes)

@@ -6,6 +6,7 @@ import time
 from contextlib import AsyncExitStack
 
 from pydantic import Field
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -13,7 +14,7 @@ from diskprefix.api.dialect import json_text
 from diskprefix.api.fields import Body
 from diskprefix.extras.embedding.embeddings import EmbeddingsRequest, read_vectors, vector
 from diskprefix.extras.ollama.ollama_dialect import Ollama, OllamaChatRequest, OllamaGenerateRequest
-from diskprefix.extras.ollama.ollama_models import INSTEAD, VERSION, require_served, running, shown_model, tag
+from diskprefix.extras.ollama.ollama_models import INSTEAD, VERSION, facts_of, require_served, running, shown_model, tag
 from diskprefix.model.load.memory import resident_bytes
 from diskprefix.server.answer import answer
 from diskprefix.server.log_context import log_context
@@ -99,3 +100,9 @@ async def refused(request: Request) -> Response:
 for _route in INSTEAD:
     _path = f"/api/{_route}" + "/{digest}" * (_route == "blobs")
     routes.append(AppRoute(_path, refused, ["GET", "POST", "DELETE"]))
+
+
+def add_routes(app: Starlette) -> None:
+    """Adds the routes below `/api/`."""
+    app.state.daemon.at_load.append(lambda serving: setattr(app.state, "file_facts", facts_of(serving.engine.origin)))
+    app.routes.extend(routes)

@@ -25,6 +25,7 @@ from diskprefix.extras.remote.signing import ObjectRefused
 from diskprefix.extras.remote.upkeep import NamespaceObjects
 from diskprefix.extras.remote.upload import num_first_blocks, write_prompt
 from diskprefix.namespace_key import NamespaceKey
+from diskprefix.settings import Settings
 from diskprefix.store.changes import NewNode
 from diskprefix.store.purge import GoneText
 from diskprefix.store.schema import Kind
@@ -34,6 +35,15 @@ log = logging.getLogger("diskprefix")
 _MAX_UPLOADS = 64
 _FLUSH_SHARE = 0.8
 """The share of the closing time for queued uploads. The rest is for the upload that is being written."""
+
+
+def open_tier(settings: Settings) -> RemoteTier:
+    """Returns the tier of `--remote-tier`. Does not connect. Raises `SettingsError`."""
+    assert settings.remote_tier is not None, "the caller has looked"
+    assert settings.namespace_key_file is not None, "the caller has looked"
+    key = NamespaceKey.read(settings.namespace_key_file)
+    objects = ObjectStore(settings.remote_tier, timeout_s=settings.remote_deadline)
+    return RemoteTier(objects, key, writes=settings.remote_write != "off")
 
 
 @dataclass

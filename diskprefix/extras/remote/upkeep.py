@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -12,11 +13,19 @@ from diskprefix.extras.remote.bundle import ABOUT, ABOUT_MAX_BYTES, object_path
 from diskprefix.extras.remote.objects import ObjectStore
 from diskprefix.extras.remote.signing import ObjectRefused, verified
 from diskprefix.namespace_key import NamespaceKey
+from diskprefix.settings import expanded
 from diskprefix.store.purge import GoneText
 from diskprefix.store.schema import Kind, RootRecord, node_name
 from diskprefix.tokens import ID_BYTES
 
 _BATCH_PATHS = 500
+
+
+def open_bucket(url: str, key_file: Path) -> NamespaceObjects:
+    """Opens a bucket to remove objects from it. Raises `SettingsError`."""
+    # A mistyped folder is not created.
+    objects = ObjectStore(url, timeout_s=60.0, makes_folder=False)
+    return NamespaceObjects(objects, NamespaceKey.read(expanded(key_file)))
 
 
 @dataclass(frozen=True)

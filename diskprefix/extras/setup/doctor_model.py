@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
+from diskprefix.cli.serve_command import policy_text
 from diskprefix.cli.tooling import existing_folder
-from diskprefix.errors import DiskPrefixError
+from diskprefix.errors import DiskPrefixError, NotReady
 from diskprefix.extras.catalogue.catalogue import needs
+from diskprefix.extras.clients.launched_daemon import LaunchedDaemon
+from diskprefix.extras.daemon_call import Call, running_daemon, wait_ready
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.model.load.named_model import path_of
 from diskprefix.model.load.proposals import proposed
@@ -158,39 +163,55 @@ def _calls_finding(name: str) -> Finding:
 
 
 def client_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
-    """Loads the model twice with a store of its own, and sends one request: cold, again, and after a restart."""
-    from diskprefix.extras.setup.this_process import in_this_process
-
+    """Runs a daemon twice with a store of its own, and sends one request: cold, again, and after a restart."""
+    body = {
+        "messages": [{"role": "user", "content": _SENTENCE * (settings.kv_cache_min_tokens // 12 + 8)}],
+        "max_tokens": 4,
+        "temperature": 0,
+        "prefix_cache": {"scope": "full"},
+    }
+    replies: list[dict[str, Any]] = []
     # On the same disk as the store.
     place = existing_folder(settings.kv_cache_dir.absolute().parent)
     with tempfile.TemporaryDirectory(prefix="doctor-", dir=place) as folder:
-        own = replace(
-            settings,
-            kv_cache_dir=Path(folder) / "kv",
-            kv_cache_gate="off",
-            record=None,
-            api_keys=None,
-            remote_tier=None,
-        )
-        body = {
-            "messages": [{"role": "user", "content": _SENTENCE * (settings.kv_cache_min_tokens // 12 + 8)}],
-            "max_tokens": 4,
-            "temperature": 0,
-            "prefix_cache": {"scope": "full"},
-        }
-        replies: list[dict[str, Any]] = []
         for start in ("loading the model", "loading the model again"):
             say(start)
-            with in_this_process(own, say) as call:
-                say("sending a request")
-                for _ in range(1 if replies else 2):
-                    answer = call("POST", "/v1/chat/completions", body)
-                    if answer.status != 200:
-                        yield Finding("request", "problem", answer.message, "see the message")
-                        return
-                    replies.append(answer.body)
-                identity = call("GET", "/props", None).body["model"]["identity"]
+            try:
+                with _daemon(settings, Path(folder), say) as call:
+                    say("sending a request")
+                    for _ in range(1 if replies else 2):
+                        answer = call("POST", "/v1/chat/completions", body)
+                        if answer.status != 200:
+                            raise NotReady(answer.message)
+                        replies.append(answer.body)
+                    props = call("GET", f"/props?model={quote(replies[0]['model'], safe='')}", None).body
+            except NotReady as error:
+                yield Finding("request", "problem", error.message, "see the message")
+                return
+    identity = props["model"]["identity"]
     yield from _compare_replies(replies, identity["exact_at"], identity.get("exact_at_reason"))
+
+
+@contextmanager
+def _daemon(settings: Settings, folder: Path, say: Callable[[str], None]) -> Iterator[Call]:
+    """Runs a daemon with the store, the settings and the log in `folder`, and yields a function that calls it. Raises
+    `NotReady` if it does not serve."""
+    own = replace(
+        settings, kv_cache_dir=folder / "kv", kv_cache_gate="off", record=None, api_keys=None, remote_tier=None
+    )
+    policy, daemon = folder / "doctor.toml", LaunchedDaemon(folder=folder)
+    policy.write_text(policy_text(own), "utf-8")
+    # A variable would win over the file.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DISKPREFIX_")}
+    with ExitStack() as stack:
+        with daemon.mutex():
+            use = stack.enter_context(daemon.use(0, ["--policy", str(policy)], environment))
+        call = running_daemon(use.url, None)
+        try:
+            wait_ready(call, use.url, say)
+        except NotReady as error:
+            raise NotReady(daemon.failure()) if daemon.has_ended() else error from None
+        yield call
 
 
 def _compare_replies(replies: list[dict[str, Any]], exact_at: str, reason: str | None = None) -> Iterator[Finding]:

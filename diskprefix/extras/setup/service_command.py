@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from pwd import getpwuid
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import click
 
 from diskprefix.cli.options import GroupedCommand, build_settings, policy_option, policy_values, setting_options
-from diskprefix.cli.serve_command import config_text
+from diskprefix.cli.serve_command import policy_text
 from diskprefix.cli.tooling import json_option, print_json
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import printable_only
@@ -147,16 +146,6 @@ def _installed() -> Settings | None:
     return build_settings(policy_values(str(_policy()))) if _policy().exists() else None
 
 
-def _policy_text(context: click.Context, settings: Settings) -> str:
-    """Returns the settings that differ from the defaults as a policy file, with absolute paths."""
-    values = {name: getattr(settings, name) for name in SETTINGS}
-    paths: dict[str, Any] = {name: value.absolute() for name, value in values.items() if isinstance(value, Path)}
-    models = [str(Path(name).absolute()) if Path(name).exists() else name for name in (settings.model or "").split(",")]
-    lines = config_text(context, replace(settings, **paths, model=",".join(models) or None)).splitlines()
-    given = [line for line in lines if not line.startswith("#") and " # default" not in line]
-    return "\n".join([f"# Written by `{_MARK}`: the settings of the service.", *given, ""])
-
-
 @click.group()
 def service() -> None:
     """Run the daemon as a service of yours: from login on, and again after a failure. No root is needed.
@@ -178,8 +167,7 @@ def service() -> None:
 @json_option
 @setting_options(SETTINGS, "As for serve: ")
 @policy_option("As for serve: " + CACHE)
-@click.pass_context
-def install(context: click.Context, /, as_json: bool, **flags: Any) -> int:
+def install(as_json: bool, **flags: Any) -> int:
     """Start the daemon now and at each login, with the given options of `serve`.
 
     Options and DISKPREFIX_ variables are written to ~/.config/diskprefix/service.toml. A second install replaces them,
@@ -195,7 +183,8 @@ def install(context: click.Context, /, as_json: bool, **flags: Any) -> int:
     if before is None or _address(before) != _address(settings):
         for listener in listen(settings.host, settings.port):
             listener.close()
-    texts = {_policy(): _policy_text(context, settings)} | manager.texts(settings)
+    policy = f"# Written by `{_MARK}`: the settings of the service.\n{policy_text(settings)}"
+    texts = {_policy(): policy} | manager.texts(settings)
     old = {path: path.read_text("utf-8") if path.exists() else None for path in texts}
     for path, text in old.items():
         if text is not None and _MARK not in text:

@@ -16,7 +16,6 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.values import MissReason, StateSource
 
 VERSION = 1
 
@@ -40,8 +39,8 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     `hashes` has the hash of prompt and reply up to each cut, 16 hex digits. `parted_at` is the cut where the prompt
     parts from an earlier prompt without a cut there, and `parted_from` the hash of the earlier prompt at its next cut.
 
-    `remembered`: the prompt was computed to its end, so any scope could have kept it. For `restored` and the fields
-    after it see `CacheReport`.
+    `remembered`: the prompt was computed to its end, so any scope could have kept it. The daemon computed the tokens
+    after the `restored` ones in `prefill_ms`.
     """
 
     version: int
@@ -72,10 +71,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     exact_at: Literal["token", "grid"] = "grid"
     model: str = ""
     restored: Count = 0
-    source: StateSource = "none"
-    miss_reason: MissReason | None = None
     prefill_ms: _Amount = 0.0
-    restore_ms: _Amount = 0.0
 
     def check(self) -> None:
         """Checks the rules that the types do not express. Raises `ValueError` or `InvalidScope`."""

@@ -114,10 +114,7 @@ class RequestRecorder:
                 remembered=remembered,
                 **layout,
                 restored=report.restored,
-                source=report.source,
-                miss_reason=report.miss_reason,
                 prefill_ms=round(prefill_ms, 2),
-                restore_ms=round(report.restore_ms, 2),
                 **self._hashed_fields(prompt, reply, root, options),
             )
             append(self._path, msgspec.json.encode(record) + b"\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import stat
 from contextlib import suppress
@@ -11,15 +10,13 @@ from pathlib import Path
 
 from diskprefix.errors import SettingsError
 
-log = logging.getLogger("diskprefix")
-
 _BEGINNING = b'{"version":'
-_LONGEST_LINE_BYTES = 1 << 24
 
 
 def append(path: Path, line: bytes) -> None:
-    """Appends a whole line or nothing: a partial line could never be repaired. A new file is private to its owner. The
-    file is opened for each line, because it may be moved or deleted meanwhile. With an empty line, it is only checked.
+    """Appends a line. A part of a line, which a crash or a full disk may leave, becomes a line of its own. A new file
+    is private to its owner. The file is opened for each line, because it may be moved or deleted meanwhile. With an
+    empty line, it is only checked.
 
     Raises `SettingsError` if the file cannot be opened or is no recording, and `OSError` if it cannot be written.
     """
@@ -33,31 +30,14 @@ def append(path: Path, line: bytes) -> None:
         # Some file systems have no locks. Closing the file releases the lock.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
-        end, written = _end_of_lines(fd, path), 0
-        try:
-            while written < len(line):
-                written += os.write(fd, line[written:])
-        except OSError:
-            os.ftruncate(fd, end)
-            raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise SettingsError(f"--record: {path} is no regular file")
+        if not _BEGINNING.startswith(os.pread(fd, len(_BEGINNING), 0)):
+            raise SettingsError(f"--record: {path} is not a recording; give another name")
+        size = os.fstat(fd).st_size
+        if line and size and os.pread(fd, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        while line:
+            line = line[os.write(fd, line) :]
     finally:
         os.close(fd)
-
-
-def _end_of_lines(fd: int, path: Path) -> int:
-    """Returns the size of the file in bytes. An unfinished last line, which a crash may leave, is removed. Raises
-    `SettingsError` if the file is no recording."""
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise SettingsError(f"--record: {path} is no regular file")
-    size = os.fstat(fd).st_size
-    if size and os.pread(fd, 1, size - 1) == b"\n" and os.pread(fd, len(_BEGINNING), 0) == _BEGINNING:
-        return size
-    tail = os.pread(fd, _LONGEST_LINE_BYTES, max(size - _LONGEST_LINE_BYTES, 0))
-    last_line = len(tail) - (tail.rfind(b"\n") + 1)
-    is_other = not _BEGINNING.startswith(os.pread(fd, len(_BEGINNING), 0))
-    if is_other or (last_line == len(tail) and size > len(tail)):
-        raise SettingsError(f"--record: {path} is not a recording; give another name")
-    if last_line:
-        log.warning("[record] %s: %d bytes of an unfinished last line are removed", path, last_line)
-        os.ftruncate(fd, size - last_line)
-    return size - last_line

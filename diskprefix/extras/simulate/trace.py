@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -27,7 +23,6 @@ class TraceRequest:
 
     when: float
     prompt: Prompt
-    output_tokens: int = 0
     reply: TokenIds = field(default_factory=lambda: as_token_ids([]))
     scope: Scope | None = None
     group: bytes = b""
@@ -85,37 +80,3 @@ class Trace:
             return (request for request in self.replay() if request.model == model)
 
         return Trace(f"{self.name}: {model}", sum(1 for _ in replay()), replay, daemon)
-
-
-class BlockRequest(NamedTuple):
-    """A request of a published trace. Its prompt is the first `num_tokens` tokens of its blocks. `block_ids` has shape
-    [num_blocks], dtype int64. `when` is in seconds."""
-
-    when: float
-    block_ids: npt.NDArray[np.int64]
-    num_tokens: int
-    output_tokens: int = 0
-
-
-def block_trace(name: str, requests: Sequence[BlockRequest], block_tokens: int) -> Trace:
-    """Returns a trace of requests, sorted by time. Block ids are renumbered from 0."""
-    ordered = sorted(requests, key=lambda request: request.when)
-    numbers: dict[int, int] = {}
-    numbered = [
-        np.fromiter((numbers.setdefault(i, len(numbers)) for i in request.block_ids.tolist()), np.int64)
-        for request in ordered
-    ]
-
-    def replay() -> Iterator[TraceRequest]:
-        for request, ids in zip(ordered, numbered, strict=True):
-            prompt = Prompt(block_tokens_of(ids, block_tokens, request.num_tokens))
-            yield TraceRequest(when=request.when, prompt=prompt, output_tokens=request.output_tokens)
-
-    return Trace(name, len(ordered), replay)
-
-
-def block_tokens_of(block_ids: npt.NDArray[np.int64], block_tokens: int, num_tokens: int) -> TokenIds:
-    """Returns the first `num_tokens` tokens of blocks. Block i has the tokens from i * block_tokens on. Token ids wrap
-    around at 2**32, so with blocks of 512 tokens the first 8 million blocks differ."""
-    tokens = (block_ids[:, None] * block_tokens + np.arange(block_tokens)).ravel()[:num_tokens]
-    return np.ascontiguousarray(tokens.astype(np.uint32).view(np.int32))

@@ -3,16 +3,16 @@
     {"timestamp": …, "input_length": …, "output_length": …, "hash_ids": […]}     Mooncake's traces (times in ms)
     {"version": …, "cuts": […], "hashes": […], …}                                a recording of `serve --record`
 
-An unfinished last line, which a crash may leave, is ignored.
+Lines that are no JSON, which a crash may leave, are left out.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,15 +20,14 @@ import numpy as np
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import InvalidScope, SettingsError
 from diskprefix.extras.simulate.geometry import Geometry
-from diskprefix.extras.simulate.recorded_request import MAX_TOKENS, Count, RecordedRequest, joined
-from diskprefix.extras.simulate.trace import BlockRequest, RecordedDaemon, Trace, TraceRequest, block_trace
+from diskprefix.extras.simulate.recorded_request import MAX_TOKENS, VERSION, Count, RecordedRequest, joined
+from diskprefix.extras.simulate.trace import RecordedDaemon, Trace, TraceRequest
 from diskprefix.tokens import TokenIds
 from diskprefix.values import Mark, Prompt
 
 log = logging.getLogger("diskprefix")
 
 JsonObject: TypeAlias = dict[str, Any]
-_Lines: TypeAlias = Iterator[tuple[int, bytes]]
 
 MOONCAKE_BLOCK_TOKENS = 512
 _MIN_MEASURED_S = 1e-3
@@ -39,87 +38,84 @@ class _MooncakeRow(msgspec.Struct, frozen=True):
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
     hash_ids: list[Count]
-    output_length: Count = 0
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = MOONCAKE_BLOCK_TOKENS
 
 
 Warn: TypeAlias = Callable[[str], None]
+_Row = TypeVar("_Row", bound=msgspec.Struct)
 
 
 def read_trace(path: Path, *, name: str = "", warn: Warn = log.warning) -> Trace:
     """Returns the workload in `path`. Its default name is the name of the file. Raises `SettingsError`."""
-    number, line = next(_numbered_lines(path, warn), (0, b""))
+    where, line = next(_lines(path), ("", b""))
     if not line:
         raise SettingsError(f"{path}: it is empty; give {_KNOWN}")
     try:
-        first: JsonObject = _decode(path, number, line, JsonObject)
-    except SettingsError as error:
-        raise SettingsError(f"{error.message}; TRACE is {_KNOWN}") from error
-    read = _mooncake if "hash_ids" in first else _recording if "hashes" in first else None
-    if read is None:
-        raise SettingsError(f"{path}:{number}: its keys are not those of {_KNOWN}")
-    return read(path, _numbered_lines(path, warn), name or path.stem)
+        first: JsonObject = msgspec.json.decode(line, type=JsonObject)
+    except (RecursionError, ValueError) as error:
+        raise SettingsError(f"{where}: {_reason(error)}; TRACE is {_KNOWN}") from error
+    if "hash_ids" in first:
+        return _trace(name or path.stem, _mooncake(_rows(path, _MooncakeRow, warn)), has_daemon=False)
+    if "hashes" in first:
+        return _trace(name or path.stem, _rows(path, RecordedRequest, warn), has_daemon=True)
+    raise SettingsError(f"{where}: its keys are not those of {_KNOWN}")
 
 
-def _numbered_lines(path: Path, warn: Warn) -> _Lines:
-    """Yields the numbers, from 1, and the content of lines that are not blank, without an unfinished last line."""
-    is_first = True
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yields the lines that are not blank, with their places."""
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                if not (is_first or line.endswith(b"\n") or _is_json(line)):
-                    warn(f"{path}:{number}: the last line is unfinished and is ignored")
-                    return
-                yield number, line
-                is_first = False
+            yield from ((f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip())
     except OSError as error:
         raise SettingsError(f"{path}: it cannot be read: {error.strerror}") from error
 
 
-def _is_json(line: bytes) -> bool:
-    try:
-        msgspec.json.decode(line)
-    except RecursionError:
-        return True
-    except ValueError:
-        return False
-    return True
+def _rows(path: Path, kind: type[_Row], warn: Warn) -> Iterator[tuple[str, _Row]]:
+    """Yields the lines that are JSON, with their places. Raises `SettingsError` for values of another kind."""
+    for where, line in _lines(path):
+        try:
+            yield where, msgspec.json.decode(line, type=kind)
+        except (RecursionError, msgspec.ValidationError) as error:
+            raise SettingsError(f"{where}: {_reason(error)}") from error
+        except msgspec.DecodeError:
+            warn(f"{where}: the line is no JSON, and is left out")
 
 
-def _decode(path: Path, number: int, line: bytes, kind: Any) -> Any:
-    """Returns the value of type `kind` in a line. Raises `SettingsError`."""
-    try:
-        return msgspec.json.decode(line, type=kind)
-    except (RecursionError, ValueError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise SettingsError(f"{path}:{number}: {reason}") from error
+def _reason(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def _mooncake(path: Path, lines: _Lines, name: str) -> Trace:
-    """Reads prompts that are given by the ids of their blocks. An id identifies a block with all blocks before it. The
+def _mooncake(rows: Iterable[tuple[str, _MooncakeRow]]) -> Iterator[tuple[str, RecordedRequest]]:
+    """Yields prompts that are given by the ids of their blocks. An id identifies a block with all blocks before it. The
     prompts have no boundaries."""
-    requests: list[BlockRequest] = []
     block_tokens = 0
-    for number, line in lines:
-        row: _MooncakeRow = _decode(path, number, line, _MooncakeRow)
-        block_tokens, where = block_tokens or row.block_size, f"{path}:{number}"
+    for where, row in rows:
+        block_tokens = block_tokens or row.block_size
         if row.block_size != block_tokens:
             raise SettingsError(f"{where}: block_size: {row.block_size} is not the {block_tokens} of the lines before")
-        if len(row.hash_ids) != -(-row.input_length // block_tokens):
+        cuts = [*range(block_tokens, row.input_length, block_tokens), row.input_length]
+        if len(row.hash_ids) != len(cuts):
             blocks = f"{len(row.hash_ids)} blocks of {block_tokens} tokens"
             raise SettingsError(f"{where}: hash_ids: {blocks} are not the {row.input_length} of input_length")
-        if max(row.hash_ids) >= 1 << 64:
-            raise SettingsError(f"{where}: hash_ids: {max(row.hash_ids)} has more than 64 bits")
-        # Ids are only compared, so their values do not matter.
-        block_ids = np.array(row.hash_ids, np.uint64).view(np.int64)
-        requests.append(BlockRequest(row.timestamp / 1000, block_ids, row.input_length, row.output_length))
-    return block_trace(name, requests, block_tokens)
+        yield (
+            where,
+            RecordedRequest(
+                version=VERSION,
+                when=row.timestamp / 1000,
+                root="",
+                scope="full",
+                block_size=block_tokens,
+                min_tokens=0,
+                prompt_tokens=row.input_length,
+                cuts=cuts,
+                hashes=[f"{block_id}:{cut}" for block_id, cut in zip(row.hash_ids, cuts, strict=True)],
+            ),
+        )
 
 
-def _recording(path: Path, lines: _Lines, name: str) -> Trace:
-    """Reads a recording. Prompts share their tokens up to the last cut at which they have the same hash.
+def _trace(name: str, placed: Iterable[tuple[str, RecordedRequest]], *, has_daemon: bool) -> Trace:
+    """Returns the trace of recorded requests. Prompts share their tokens up to the last cut at which they have the same
+    hash.
 
     All tokens between two neighbouring cuts get one number, unique to the cuts. So prompts that part after a cut differ
     from the next token on, and different stretches never agree by chance. The token before a boundary is a marker, as
@@ -128,23 +124,21 @@ def _recording(path: Path, lines: _Lines, name: str) -> Trace:
     records: list[RecordedRequest] = []
     position_of = {"": 0}
     boundaries: set[str] = set()
-    for number, line in lines:
-        record: RecordedRequest = _decode(path, number, line, RecordedRequest)
+    for where, record in placed:
         try:
             record.check()
         except (InvalidScope, ValueError) as error:
-            raise SettingsError(f"{path}:{number}: {error}") from error
+            raise SettingsError(f"{where}: {error}") from error
         for digest, cut in zip(record.hashes, record.cuts, strict=True):
             if (elsewhere := position_of.setdefault(digest, cut)) != cut:
-                problem = f"{digest!r} stands at {cut} here and at {elsewhere} elsewhere"
-                raise SettingsError(f"{path}:{number}: hashes: {problem}")
+                raise SettingsError(f"{where}: hashes: {digest!r} stands at {cut} here and at {elsewhere} elsewhere")
         records.append(record)
         hash_at = dict(zip(record.cuts, record.hashes, strict=True))
         boundaries.update(hash_at[position] for position in record.boundaries if position in hash_at)
     by_model: dict[str, list[RecordedRequest]] = {}
     for record in records:
         by_model.setdefault(record.model, []).append(record)
-    daemon = _recorded_daemon(records)
+    daemon = _recorded_daemon(records) if has_daemon else None
     models = {model: _recorded_daemon(own) for model, own in by_model.items()} if len(by_model) > 1 else {}
     records.sort(key=lambda record: record.when)
     before = joined(records)
@@ -207,7 +201,6 @@ def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> Trac
     return TraceRequest(
         when=when,
         prompt=prompt,
-        output_tokens=record.output_tokens,
         reply=reply,
         scope=scope,
         group=bytes.fromhex(record.group),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diskprefix.extras.vllm import _vllm_compat as compat
-from diskprefix.extras.vllm.connector_settings import connector_settings, own_names
+from diskprefix.extras.vllm.connector_settings import connector_settings
 from diskprefix.extras.vllm.engine_pages import Pages
 from diskprefix.extras.vllm.plans import RankIdentity, StepPlan
 from diskprefix.extras.vllm.scheduler_side import SchedulerSide
@@ -62,8 +62,7 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
             compat.warn_of_failures(self._kv_transfer_config)
         config = self._kv_transfer_config.kv_connector_extra_config or {}
         self._settings = connector_settings(config, math.lcm(*self._sizes))
-        with own_names():
-            self._shared = open_shared(self._settings)
+        self._shared = open_shared(self._settings)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._identity: RankIdentity | None = None

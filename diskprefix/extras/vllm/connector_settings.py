@@ -1,30 +1,21 @@
-"""The settings of a connector or a tier: the daemon's settings for the store, under shorter names."""
+"""The settings of a connector or a tier: some of the daemon's, under the names of policy files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cli.options import build_settings, policy_value
+from diskprefix.cli.policy_file import checked_value
 from diskprefix.errors import SettingsError
-from diskprefix.settings import SETTINGS, Settings, expanded, flag_of
-from diskprefix.units import parse_duration, parse_size
+from diskprefix.settings import Settings
 
-NAMES = {
-    "path": "kv_cache_dir",
-    "budget": "kv_cache_budget",
-    "scope": "disk_prefix_cache",
-    "ttl": "kv_cache_ttl",
-    "min_tokens": "kv_cache_min_tokens",
-    "block_size": "block_size",
-    "namespace_key_file": "namespace_key_file",
-    "record": "record",
-}
-"""A key of the connector's configuration → the field of `Settings`."""
-TIER_NAMES = ("path", "budget", "ttl", "namespace_key_file")
+TIER_NAMES = ("kv_cache_dir", "kv_cache_budget", "kv_cache_ttl", "namespace_key_file")
 """The keys of the tier's configuration. vLLM chooses what a tier gets."""
+NAMES = (*TIER_NAMES, "disk_prefix_cache", "kv_cache_min_tokens", "block_size", "record")
+"""The keys of the connector's configuration."""
 
 _WRITE_BUFFER = 256 * 1024**2
 _MIN_BLOCK_TOKENS = 128
@@ -33,7 +24,7 @@ _MIN_BLOCK_TOKENS = 128
 
 def connector_settings(config: Mapping[str, Any], page_tokens: int) -> Settings:
     """Returns the settings of a connector. A block of the store holds whole pages of `page_tokens` tokens. Raises
-    `SettingsError` or `InvalidScope`, which names the key."""
+    `SettingsError`, which names the key."""
     settings = _settings(config, NAMES, block_size=page_tokens * math.ceil(_MIN_BLOCK_TOKENS / page_tokens))
     if settings.block_size % page_tokens:
         raise SettingsError(f"block_size: {settings.block_size} tokens are not whole pages of {page_tokens} tokens")
@@ -48,37 +39,12 @@ def tier_settings(config: Mapping[str, Any]) -> Settings:
 def _settings(config: Mapping[str, Any], names: Collection[str], **defaults: Any) -> Settings:
     if unknown := sorted(config.keys() - set(names)):
         raise SettingsError(f"{unknown[0]}: unknown key; there are: {', '.join(names)}")
-    if not config.get("path"):
-        raise SettingsError("path: must name the folder of the store")
-    given = {NAMES[key]: _converted(key, value) for key, value in config.items() if value is not None}
-    with own_names():
-        return Settings(**defaults | given, kv_cache_write_buffer=_WRITE_BUFFER)
-
-
-def _converted(key: str, value: object) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise SettingsError(f"{key}: must be a number or a text")
-    kind = SETTINGS[NAMES[key]].kind
-    if key == "scope":
-        return str(parse_scope(value, param=key))
-    if kind == "size" and not isinstance(value, float):
-        return parse_size(value, param=key)
-    if kind == "duration":
-        return parse_duration(value, param=key)
-    if kind in ("file", "folder"):
-        return expanded(str(value))
-    if isinstance(value, str) != (kind == "text"):
-        raise SettingsError(f"{key}: {value!r} is not {'a text' if kind == 'text' else 'a number'}")
-    return value
-
-
-@contextmanager
-def own_names() -> Iterator[None]:
-    """Replaces the daemon's flags by keys in a `SettingsError` that is raised in the block."""
-    try:
-        yield
-    except SettingsError as error:
-        message = error.message
-        for key, name in NAMES.items():
-            message = message.replace(flag_of(name), key)
-        raise SettingsError(message) from error
+    if not config.get("kv_cache_dir"):
+        raise SettingsError("kv_cache_dir: must name the folder of the store")
+    values = dict(defaults)
+    for key, value in config.items():
+        try:
+            values |= {} if value is None else {key: checked_value(key, value, policy_value)}
+        except SettingsError as error:
+            raise SettingsError(f"{key}: {error.message}") from error
+    return replace(build_settings(values), kv_cache_write_buffer=_WRITE_BUFFER)

@@ -14,7 +14,7 @@ import numpy as np
 
 from diskprefix.extras.vllm import _vllm_tiering as compat
 from diskprefix.extras.vllm.chunk_store import GROUP, NUM_IDS, ChunkKey, ChunkStore, chunk_layout
-from diskprefix.extras.vllm.connector_settings import own_names, tier_settings
+from diskprefix.extras.vllm.connector_settings import tier_settings
 from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.processors import unbind
 from diskprefix.extras.vllm.shared_store import open_shared
@@ -47,8 +47,7 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
         compat.check_keys(vllm_config)
         self._slots: Bytes = np.asarray(primary_kv_view).view(np.uint8)
         identity = _identity_of(vllm_config, offloading_spec.config, self._slots.shape[1])
-        with own_names():
-            self._shared = open_shared(tier_settings(config))
+        self._shared = open_shared(tier_settings(config))
         self._chunks = ChunkStore(self._shared, identity)
         if (differs := identity.differences(self._shared.store)) is not None:
             log.warning("[disk-cache] stored prefixes of %s are not used: they differ in %s", identity.model, differs)

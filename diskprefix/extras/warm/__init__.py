@@ -1,5 +1,1 @@
 """Prefill ahead of time: `diskprefix warm`."""
-
-from __future__ import annotations
-
-COMMANDS = {"warm": "diskprefix.extras.warm.warm_command:warm"}

@@ -13,7 +13,8 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cli.options import api_key_option, option, url_option
 from diskprefix.cli.tooling import print_json, status
 from diskprefix.errors import InvalidRequest, NotReady, SettingsError
-from diskprefix.extras.daemon_call import Answer, Call, Say, running_daemon, wait_ready
+from diskprefix.extras.clients.model_choice import ask_served
+from diskprefix.extras.daemon_call import Answer, Call, Say, running_daemon
 from diskprefix.extras.warm.warm_prompts import Json, WarmItem, read_items
 from diskprefix.printable import printable_only, shown
 from diskprefix.units import counted
@@ -57,14 +58,16 @@ class Target:
 
     call: Call
     model: str
-    is_loaded: bool
 
-    def state(self) -> Json | None:
-        """Returns the counts of the cache, or None if the key may not read them. Raises `NotReady`."""
+    def state(self, otherwise: Json | None = None) -> Json | None:
+        """Returns the counts of the cache, None if the key may not read them, and `otherwise` if the model is not
+        loaded. Raises `NotReady`."""
         answer = self.call("GET", f"/props?model={quote(self.model, safe='')}", None)
         if answer.status in (401, 403):
             return None
         if answer.status != 200:
+            if otherwise is not None:
+                return otherwise
             raise NotReady(f"the daemon does not say what it has written: {answer.message}")
         state: Json = answer.body["full_cache"]["state"]
         return state
@@ -82,7 +85,7 @@ class Target:
 )
 @option("--system", is_flag=True, help="Each text FILE is the system message of a chat, not a raw prompt.")
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
-@option("--model", metavar="NAME", help="The model, by its name, if the daemon has several.")
+@option("--model", metavar="NAME", show_default="one in memory", help="The model, if the daemon has several.")
 @url_option()
 @api_key_option(
     "The key to send. The prompts are saved for this key. Other users can see the option in the list of processes; "
@@ -117,11 +120,9 @@ def warm(
         raise SettingsError("--scope: off keeps nothing, so there is nothing to warm")
     started = time.monotonic()
     results: list[WarmResult] = []
-    with status("starting") as say:
-        call = running_daemon(url, api_key)
-        wait_ready(call, url, say)
-    target = _target(call, model)
-    before = after = target.state() if target.is_loaded else _NOT_LOADED
+    call = running_daemon(url, api_key)
+    target = Target(call, ask_served(call, url, model, api_key).served.model)
+    before = after = target.state(_NOT_LOADED)
     for result in _warm_files(target, files, str(parsed), is_system=system):
         results.append(result)
         if result.error is not None:
@@ -138,23 +139,6 @@ def warm(
         for line in _warnings(total, after):
             click.echo(f"warning: {line}", err=True)
     return 1 if total["failed"] or total["dropped"] else 0
-
-
-def _target(call: Call, model: str | None) -> Target:
-    """Returns the model with this name, or the daemon's only model. Raises `SettingsError` if there is no such model,
-    or if a name is needed."""
-    answer = call("GET", "/v1/models", None)
-    if answer.status == 401:
-        raise SettingsError(f"--api-key: {answer.message}")
-    if answer.status != 200:
-        raise NotReady(f"the daemon does not tell its models: {answer.message}")
-    cards = answer.body["data"]
-    matching = [card for card in cards if model is None or model in (card["id"], *card.get("aliases", ()))]
-    if len(matching) != 1:
-        names = ", ".join(shown(card["id"]) for card in cards) or "none yet"
-        problem = "name one of the daemon's models" if model is None else f"the daemon has no model {shown(model)}"
-        raise SettingsError(f"--model: {problem}: {names}")
-    return Target(call, matching[0]["id"], is_loaded=matching[0].get("loaded", True))
 
 
 def _warm_files(target: Target, files: Sequence[str], scope: str, *, is_system: bool) -> Iterator[WarmResult]:

@@ -196,10 +196,11 @@ class _ModelSource:
     def modules(self, *, are_of_encoder: bool = False) -> PreTrainedModel:
         """Returns the modules of the model, or of its encoder of pictures alone, ready to compute. Raises
         `ModelError`."""
-        from diskprefix.model.load.parameters import load_parameters, stored
+        from diskprefix.model.load.parameters import Source, load_parameters, stored
 
         kind = replace(self.kind, is_encoder=are_of_encoder)
         with _load_failures(self.path):
+            sources: dict[str, Source]
             if self.gguf is None:
                 sources = {one.name: partial(stored, one) for one in stored_tensors(self.path, self.files)}
             else:
@@ -321,6 +322,7 @@ def _source(
             name_faster(path, files, progress)
         # Only models that are exact at every token use it.
         uses_draft_layer = settings.uses_draft_layer and device == "cpu" and operators() is not None
+        config: Any
         gguf, given = None, dict[str, Any]()
         with _load_failures(path):
             if is_file:

@@ -89,7 +89,7 @@ def test_it_asks_for_the_key_and_is_as_wide_as_a_phone(browser: Browser, chat_mo
         page.wait_for_selector("#login:visible")
         assert violations(page) == []
         page.fill("#key", ALICE)
-        page.click("#login button")
+        page.click("#login [type=submit]")
         say(
             page,
             "averylongwordwithoutaplacetobreak" * 8

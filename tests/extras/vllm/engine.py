@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from diskprefix.extras.vllm.connector_settings import connector_settings, own_names
+from diskprefix.extras.vllm.connector_settings import connector_settings
 from diskprefix.extras.vllm.engine_pages import EngineGroup, Pages
 from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.scheduler_side import SchedulerSide
@@ -82,14 +82,13 @@ class Engine:
     ) -> None:
         self.groups = tuple(groups)
         config = {
-            "path": str(folder),
-            "budget": "64MiB",
-            "min_tokens": 0,
-            "scope": "full",
+            "kv_cache_dir": str(folder),
+            "kv_cache_budget": "64MiB",
+            "kv_cache_min_tokens": 0,
+            "disk_prefix_cache": "full",
         } | config
         self.settings = connector_settings({"block_size": BLOCK} | config, PAGE)
-        with own_names():
-            self.shared = open_shared(self.settings)
+        self.shared = open_shared(self.settings)
         self.caches = [caches(groups, by_token=by_token, device=device) for _ in range(num_ranks)]
         pages = [Pages(cache, groups, NUM_BLOCKS) for cache in self.caches]
         self.identities = [

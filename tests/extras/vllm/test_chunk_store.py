@@ -42,7 +42,7 @@ def chunk(number: int) -> Bytes:
 
 @contextmanager
 def opened(folder: Path, weights: str = "some", **settings: object) -> Iterator[tuple[ChunkStore, SharedStore]]:
-    config = {"path": str(folder), "budget": BUDGET} | settings
+    config = {"kv_cache_dir": str(folder), "kv_cache_budget": BUDGET} | settings
     shared = open_shared(tier_settings(config))
     numbers = {"engine": "test", "weights_digest": weights, GROUP: "0"}
     layout = chunk_layout(CHUNK_BYTES, "bfloat16")
@@ -154,7 +154,7 @@ def test_chunks_that_are_not_whole_pages_are_refused() -> None:
 
 
 def test_a_path_is_opened_once_and_closed_by_its_last_user(tmp_path: Path) -> None:
-    settings = connector_settings({"path": str(tmp_path / "kv"), "budget": "64MiB"}, 16)
+    settings = connector_settings({"kv_cache_dir": str(tmp_path / "kv"), "kv_cache_budget": "64MiB"}, 16)
     scheduler, worker = open_shared(settings), open_shared(settings)
     assert scheduler is worker
     assert scheduler.release()
@@ -198,7 +198,7 @@ def test_a_buffer_that_comes_back_while_another_is_made_waits_for_nothing(monkey
     len(getattr(os, "sched_getaffinity", lambda _: ())(os.getppid())) < 2, reason="needs two processors"
 )
 def test_threads_of_the_store_run_where_the_process_may_and_not_where_vllm_binds_its_own(tmp_path: Path) -> None:
-    settings = connector_settings({"path": str(tmp_path / "kv"), "budget": "64MiB"}, 16)
+    settings = connector_settings({"kv_cache_dir": str(tmp_path / "kv"), "kv_cache_budget": "64MiB"}, 16)
     allowed = os.sched_getaffinity(os.getppid())
     one = {min(allowed)}
 

@@ -1,4 +1,4 @@
-"""The connector's configuration: the daemon's settings under shorter names, and one line for what is wrong.
+"""The connector's configuration: the daemon's settings, and one line for what is wrong.
 And which pages of the engine are stored together."""
 
 from __future__ import annotations
@@ -17,32 +17,38 @@ from diskprefix.settings import Settings
 from diskprefix.values import Mark
 from tests.extras.vllm.engine import DIM, FULL, HEADS, NUM_BLOCKS, PAGE, SLIDING, caches
 
+KV = {"kv_cache_dir": "/kv"}
 
-def test_keys_are_those_of_the_daemon_under_shorter_names() -> None:
-    settings = connector_settings({"path": "/kv", "budget": "2GiB", "ttl": "7d", "scope": "AUTO:9"}, 128)
+
+def test_keys_are_settings_of_the_daemon() -> None:
+    settings = connector_settings(
+        KV | {"kv_cache_budget": "2GiB", "kv_cache_ttl": "7d", "disk_prefix_cache": "AUTO:9"}, 128
+    )
     assert (settings.kv_cache_dir, settings.kv_cache_budget, settings.kv_cache_ttl) == (Path("/kv"), 2**31, 604800.0)
     assert (settings.disk_prefix_cache, settings.block_size) == ("auto:9", 128)
 
 
 @pytest.mark.parametrize(("page", "block"), [(16, 128), (48, 144), (128, 128), (272, 272)])
 def test_a_block_is_whole_pages_and_not_too_small(page: int, block: int) -> None:
-    assert connector_settings({"path": "/kv"}, page).block_size == block
+    assert connector_settings(KV, page).block_size == block
 
 
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({}, "path: must name the folder of the store"),
-        ({"path": "~nobody-here/kv"}, "~nobody-here/kv: ~nobody-here is the home folder of nobody"),
-        ({"path": "/kv", "bugdet": 1}, "bugdet: unknown key; there are: path, budget, "),
-        ({"path": "/kv", "budget": "much"}, "budget: 'much' is not a size"),
-        ({"path": "/kv", "budget": 1.5}, "budget: 1.5 is out of range"),
-        ({"path": "/kv", "budget": 5}, "budget: 5 is out of range"),
-        ({"path": "/kv", "scope": "most"}, "scope: 'most' is not a cache scope"),
-        ({"path": "/kv", "ttl": "1 month"}, "ttl: '1 month' is not a duration"),
-        ({"path": "/kv", "min_tokens": "few"}, "min_tokens: 'few' is not a number"),
-        ({"path": "/kv", "record": []}, "record: must be a number or a text"),
-        ({"path": "/kv", "block_size": 200}, "block_size: 200 tokens are not whole pages of 16 tokens"),
+        ({}, "kv_cache_dir: must name the folder of the store"),
+        (
+            {"kv_cache_dir": "~nobody-here/kv"},
+            "kv_cache_dir: ~nobody-here/kv: ~nobody-here is the home folder of nobody",
+        ),
+        (KV | {"bugdet": 1}, "bugdet: unknown key; there are: kv_cache_dir, kv_cache_budget, "),
+        (KV | {"kv_cache_budget": "much"}, "kv_cache_budget: 'much' is not a size"),
+        (KV | {"kv_cache_budget": 5}, "kv_cache_budget: 5 is out of range"),
+        (KV | {"disk_prefix_cache": "most"}, "disk_prefix_cache: 'most' is not a cache scope"),
+        (KV | {"kv_cache_ttl": "1 month"}, "kv_cache_ttl: '1 month' is not a duration"),
+        (KV | {"kv_cache_min_tokens": "few"}, "kv_cache_min_tokens: 'few' is not a valid integer"),
+        (KV | {"record": []}, "record: must be a number or a text"),
+        (KV | {"block_size": 200}, "block_size: 200 tokens are not whole pages of 16 tokens"),
     ],
 )
 def test_what_is_wrong_is_named_by_its_key(config: dict[str, Any], problem: str) -> None:

@@ -59,11 +59,10 @@ class Manager:
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self.slots = np.zeros((SLOTS, CHUNK_BYTES), np.int8)
-        given = {"type": "DiskPrefixTier", "module_path": "diskprefix.extras.vllm.offload_tier", "path": str(folder)}
+        given = {"type": "DiskPrefixTier", "module_path": "diskprefix.extras.vllm.offload_tier"}
+        given |= {"kv_cache_dir": str(folder), "kv_cache_budget": "64MiB"}
         spec = Fake(config=Fake(model=Fake(dtype="bfloat16")), kv_events_config=Fake(enable_kv_cache_events=False))
-        self.tier = factory.SecondaryTierFactory.create_secondary_tier(
-            given | {"budget": "64MiB"} | config, self.slots.data, spec
-        )
+        self.tier = factory.SecondaryTierFactory.create_secondary_tier(given | config, self.slots.data, spec)
         region = Fake(create_kv_memoryview=lambda: self.slots.data, cleanup=lambda: None)
         primary = manager.CPUPrimaryTierOffloadingManager(SLOTS, mmap_region=region)
         self.all = manager.TieringOffloadingManager(primary, [self.tier])

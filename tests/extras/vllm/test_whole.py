@@ -323,12 +323,12 @@ def test_a_request_says_what_is_kept(engine: Make, parameters: dict[str, Any], s
 
 
 def test_auto_keeps_what_two_prompts_share(engine: Make) -> None:
-    one = engine(scope="auto")
+    one = engine(disk_prefix_cache="auto")
     for number in range(12):
         one.run(Request(f"once {number}", prompt(10 + number, 2 * BLOCK)))
     assert one.run(Request("a", [*PROMPT[: 2 * BLOCK], *prompt(3, 20)])) == 0
     one.run(Request("b", [*PROMPT[: 2 * BLOCK], *prompt(4, 20)]))
-    assert engine(scope="auto").begin(Request("c", [*PROMPT[: 2 * BLOCK], *prompt(5, 20)])) == 2 * BLOCK
+    assert engine(disk_prefix_cache="auto").begin(Request("c", [*PROMPT[: 2 * BLOCK], *prompt(5, 20)])) == 2 * BLOCK
 
 
 def test_bad_parameters_and_what_cannot_be_cached_are_served_without_the_cache(

@@ -177,6 +177,27 @@ function take(reply, chunk, began) {
   drawLast();
 }
 
+// Yields the data of each event of an answer, until it ends.
+async function* eventsOf(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let waiting = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const events = (waiting + value).split("\n\n");
+      waiting = events.pop();
+      for (const event of events) {
+        const data = event.split("\n").find((line) => line.startsWith("data: "));
+        if (data) yield data.slice(6);
+      }
+    }
+  } finally {
+    // The daemon need not compute a rest that nobody reads.
+    reader.cancel().catch(() => {});
+  }
+}
+
 // The daemon: whether it is there, and its models.
 
 let waiting = null;

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncIterator
-
 from pydantic import BaseModel, Field
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import Scope
 
 from diskprefix.api.error_forms import HttpError
 from diskprefix.extras.watch.dashboard.entries import SavedPrompts
-from diskprefix.extras.watch.dashboard.watch import UPDATE_S, Watch
-from diskprefix.extras.web_page import DASHBOARD_PAGE, wants_page
+from diskprefix.extras.watch.dashboard.watch import Watch
+from diskprefix.extras.web_page import CHAT_PAGE, DASHBOARD_PAGE, wants_page
 from diskprefix.server.body import read_parameters
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.log_context import log_context
-from diskprefix.server.routes import EVENTS, AppRoute, Routes
-
-_SILENT_S = 8.0
-"""The time without changes after which a comment shows that the stream is alive."""
+from diskprefix.server.routes import AppRoute, Routes
 
 routes = Routes("dashboard")
 
@@ -59,6 +53,10 @@ async def _page(_request: Request) -> Response:
     return DASHBOARD_PAGE.response()
 
 
+async def _chat(_request: Request) -> Response:
+    return CHAT_PAGE.response()
+
+
 class StateParameters(BaseModel):
     """`GET /dashboard/state`."""
 
@@ -74,34 +72,6 @@ async def state(request: Request) -> JSONResponse:
     watch = _dashboard(request).watch
     since = read_parameters(request, StateParameters).since
     return JSONResponse(await watch.state() | {"ended": watch.ended(since)})
-
-
-@routes.add("GET /dashboard/events", "State as it changes", errors=[401], media_types=[EVENTS])
-async def events(request: Request) -> Response:
-    """The daemon's state whenever it has changed. `ended` has the requests since the event before.
-
-    Returns events named `state`, two a second at most.
-    """
-    dashboard = _dashboard(request)
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    if request.method == "HEAD":
-        return Response(headers=headers, media_type=EVENTS)
-    return StreamingResponse(_events(dashboard), media_type=EVENTS, headers=headers)
-
-
-async def _events(dashboard: Dashboard) -> AsyncIterator[bytes]:
-    watch, loop = dashboard.watch, asyncio.get_running_loop()
-    since, before, sent_at = 0, None, loop.time()
-    while dashboard.daemon.status != "stopping":
-        now, ended = await watch.state(), watch.ended(since)
-        values = {name: value for name, value in now.items() if name != "now"}
-        if ended or values != before:
-            since, before, sent_at = ended[-1]["number"] if ended else since, values, loop.time()
-            yield f"event: state\ndata: {json.dumps(now | {'ended': ended})}\n\n".encode()
-        elif loop.time() >= sent_at + _SILENT_S:
-            sent_at = loop.time()
-            yield b": keepalive\n\n"
-        await asyncio.sleep(UPDATE_S)
 
 
 @routes.add("GET /dashboard/entries", "Saved prompts", errors=[401])
@@ -130,3 +100,11 @@ async def delete_entry(request: Request) -> JSONResponse:
     serving = await dashboard.daemon.ready()
     purged = await dashboard.saved_prompts.delete(serving.engine.cache.delete, entry_id)
     return JSONResponse({"id": entry_id, "deleted": True} | purged.counts())
+
+
+def add_routes(app: Starlette) -> None:
+    """Adds the dashboard, its page at `/` for browsers, and the chat page."""
+    app.state.dashboard = Dashboard(app.state.daemon)
+    app.routes.extend([*routes, AppRoute("/chat", _chat)])
+    # Before the daemon's own route.
+    app.routes.insert(0, PageRoute())

@@ -19,9 +19,6 @@ from diskprefix.version import __version__
 if TYPE_CHECKING:
     from diskprefix.engine.loop import Engine
 
-UPDATE_S = 0.5
-"""The shortest time between two updates."""
-
 
 class Watch:
     """The state of the daemon for callers who may see everything. For the event loop."""

@@ -1,4 +1,4 @@
-// Talks to the daemon: requests with the key, and the stream of events. EventSource cannot send a key.
+// Talks to the daemon: requests with the key.
 
 class Refused extends Error {
   constructor(status, message) {
@@ -22,11 +22,11 @@ takeToken();
 addEventListener("hashchange", () => takeToken() && location.reload());
 
 // For a daemon with several models: `model` is the model that is shown.
-const several = { is: "several" in document.documentElement.dataset, model: null, change: new AbortController() };
+const several = { is: "several" in document.documentElement.dataset, model: null };
 
 async function call(method, path, body, signal) {
   if (several.is && path.startsWith("/dashboard/") && several.model === null) throw new Error("no model is loaded");
-  if (several.model !== null && path.startsWith("/dashboard/")) path += `?model=${encodeURIComponent(several.model)}`;
+  if (several.model !== null && path.startsWith("/dashboard/")) path += `${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(several.model)}`;
   const headers = {};
   const key = sessionStorage.getItem(KEY);
   if (key) headers["Authorization"] = `Bearer ${key}`;
@@ -53,6 +53,7 @@ function showLogin(command, error) {
 
 // Calls `open` when a key was entered.
 function onLogin(open) {
+  find("#copy-unlock").addEventListener("click", ({ target }) => copy(find("#unlock").textContent, find("#unlock"), target.nextElementSibling));
   find("#login").addEventListener("submit", (event) => {
     event.preventDefault();
     sessionStorage.setItem(KEY, find("#key").value.trim());
@@ -62,24 +63,3 @@ function onLogin(open) {
 }
 
 const ask = async (method, path, body) => (await call(method, path, body)).json();
-
-// Yields the data of each event of an answer, until it ends.
-async function* eventsOf(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let waiting = "";
-  try {
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
-      const events = (waiting + value).split("\n\n");
-      waiting = events.pop();
-      for (const event of events) {
-        const data = event.split("\n").find((line) => line.startsWith("data: "));
-        if (data) yield data.slice(6);
-      }
-    }
-  } finally {
-    // The daemon need not compute a rest that nobody reads.
-    reader.cancel().catch(() => {});
-  }
-}

@@ -1,18 +1,17 @@
 // Starts the page, and updates it.
 
-const state = { now: null, ended: [], stoppedAt: null };
-const MOST_ENDED = 400, RETRY_MS = 2000, ENTRIES_MS = 5000;
+const state = { now: null, ended: [], stoppedAt: null, fresh: true };
+const MOST_ENDED = 400, UPDATE_MS = 500, RETRY_MS = 2000, ENTRIES_MS = 5000;
 
 function onState(now) {
-  const last = state.ended.length ? state.ended[state.ended.length - 1].number : 0;
-  // After a restart of the daemon the numbers begin anew. The first event has all remembered requests.
+  const last = lastNumber();
   state.ended = (state.fresh ? now.ended : [...state.ended, ...now.ended.filter(({ number }) => number > last)]).slice(-MOST_ENDED);
   state.now = now;
   state.stoppedAt = null;
   drawStopped();
   find("#all").hidden = now.status === "loading";
   if (now.ended.length || state.fresh) drawCharts();
-  state.fresh = false;
+  state.fresh = now.status === "loading";
   drawHeader(now);
   drawSentence(now, state.ended);
   drawProblems(now.problems);
@@ -21,6 +20,8 @@ function onState(now) {
   drawMeters(now);
   drawMisses(now.cache);
 }
+
+const lastNumber = () => state.ended.at(-1)?.number ?? 0;
 
 function drawCharts() {
   drawTtft(find("#ttft"), state.ended);
@@ -77,44 +78,43 @@ async function chooseModel() {
 const OF_ONE_MODEL = ["#all", "#said", "#loading", "#problems", "#address"];
 
 async function follow() {
-  let pause_ms;
   for (;;) {
-    state.fresh = true;
-    pause_ms = RETRY_MS;
+    let pause_ms = UPDATE_MS;
     try {
-      if (several.is && !(await chooseModel())) {
+      if (several.is && state.fresh && !(await chooseModel())) {
         state.now = state.stoppedAt = null;
         drawStopped();
         for (const id of OF_ONE_MODEL) find(id).hidden = true;
         setText(find("#served"), "");
         setStatus("idle", "no model is loaded");
+        pause_ms = RETRY_MS;
       } else {
-        const answer = await call("GET", "/dashboard/events", undefined, several.change.signal);
+        const model = several.model;
+        const now = await ask("GET", `/dashboard/state?since=${state.fresh ? 0 : lastNumber()}`);
         find("#said").hidden = false;
-        for await (const data of eventsOf(answer)) {
-          const now = JSON.parse(data);
-          onState(now);
-          if (now.cache && readAfter < 0 && Date.now() >= readNotBefore) readEntries();
-        }
-        // The next request shows whether the daemon has stopped.
-        pause_ms = 0;
+        if (model === several.model) onState(now);
+        if (now.cache && readAfter < 0 && Date.now() >= readNotBefore) readEntries();
       }
     } catch (error) {
       if (error.status === 401 || error.status === 403) return askForKey(error);
-      if (error.name === "AbortError") setStatus("idle", "connecting …");
-      else if (error instanceof Refused) setStatus("loading", error.message);
+      if (error instanceof Refused) setStatus("loading", error.message);
       else {
         state.stoppedAt ??= Date.now();
         setStatus("bad", "no answer; trying again …");
         drawStopped();
       }
+      pause_ms = RETRY_MS;
+      beginAnew();
     }
-    readAfter = -1;
-    readNotBefore = 0;
-    const isChosen = several.change.signal.aborted;
-    several.change = new AbortController();
-    if (!isChosen) await new Promise((resolve) => setTimeout(resolve, pause_ms));
+    await new Promise((resolve) => setTimeout(resolve, pause_ms));
   }
+}
+
+// Another daemon or model counts its requests from the start.
+function beginAnew() {
+  state.fresh = true;
+  readAfter = -1;
+  readNotBefore = 0;
 }
 
 function askForKey(error) {
@@ -133,7 +133,7 @@ onLogin(() => {
 
 find("#model").addEventListener("change", () => {
   several.model = find("#model").value;
-  several.change.abort();
+  beginAnew();
 });
 
 for (const [id, draw] of [["#more-ended", () => drawEnded(state.ended, state.now.now)], ["#more-lanes", drawTree]])
@@ -148,7 +148,7 @@ find("#tree-of").addEventListener("change", () => {
   drawTree();
 });
 
-for (const [button, text] of [["#copy-address", "#url"], ["#copy-command", "#command"], ["#copy-unlock", "#unlock"]])
+for (const [button, text] of [["#copy-address", "#url"], ["#copy-command", "#command"]])
   find(button).addEventListener("click", () => copy(find(text).textContent, find(text), find(`${button} + span`)));
 
 if (several.is) setInterval(() => {
