@@ -96,12 +96,13 @@ def test_hidden_states_have_the_same_bits_cold_restored_and_in_company(opened: O
     assert vector(saved) == vector(again) == cold
 
 
-@pytest.mark.usefixtures("cache")  # Checks that were passed are remembered there.
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_a_model_that_fails_its_check_is_served_on_the_grid(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
+    # Checks that were passed are remembered there.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = folder if kind == "folder" else tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q8_0")
 
     def forgetful(plan: ComputePlan, runs: Any, ids: Any, positions: np.ndarray, *others: Any) -> None:
