@@ -241,7 +241,13 @@ OF_SERVING = tuple(
     if package_of(name) in {"native", "store", "kv", "model", "cache", "engine", "chat", "api", "server"}
     and name not in OF_MODULES
 )
-OF_FEW_REQUESTS = {"llguidance", "prometheus_client", "gguf", "diskprefix.api.anthropic", "diskprefix.api.responses"}
+OF_FEW_REQUESTS = {
+    "llguidance",
+    "prometheus_client",
+    "gguf",
+    "diskprefix.api.anthropic",
+    "diskprefix.api.responses_items",
+}
 OF_THE_FRONT = "app", "cli.serve_command", "extras.front.front_server", "extras.catalogue.catalogue"
 
 
