@@ -81,6 +81,14 @@ WITHOUT_TORCH = {
 WITHOUT_TORCH |= {"native", "store", "kv", "hooks", "cache", "chat", "api", "server"}
 TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 
+WITH_FOREIGN_NAMES = {
+    *("extras.library.library_model", "grid.state_layout", "grid.uncached", "model.gguf.file_processor"),
+    *("extras.vllm.connector", "extras.vllm.offload_tier", "model.load.hub", "model.load.kinds"),
+}
+"""The modules of the grid, of pictures, of libraries and of the hub: they alone use what other packages keep to
+themselves. The way of a plan imports no transformers."""
+OF_PYTHON = {"_asdict", "_exit", "_fields", "_fields_", "_make", "_replace"}
+
 
 def name_of(module: Path) -> str:
     """`diskprefix/store/codec/planes.py` → `store.codec.planes`, `diskprefix/store/__init__.py` → `store`."""
@@ -328,3 +336,26 @@ def test_one_module_each_of_connector_and_tier_imports_from_vllm() -> None:
         module for module, source in SOURCES.items() if "vllm" in {package_of(n) for n in imported_names(source)}
     }
     assert importers == {"extras.vllm._vllm_compat", "extras.vllm._vllm_tiering"}
+
+
+def foreign_names(source: str) -> set[str]:
+    """Names with an underscore of other modules: what is imported, and attributes that the module does not define."""
+    used, own = set[str](), set[str]()
+    if not re.search(r"(?<!self)(?<!cls)\._[a-z]|import .*\b_[a-z]|^ +_\w+,$", source, re.MULTILINE):
+        return set()  # Nothing needs to be parsed.
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+                own.add(name)
+            case ast.Attribute(attr=name):
+                used.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                own.add(name)
+    used = (used - own) | {name.rpartition(".")[2] for name in imported_names(source)}
+    return {name for name in used - OF_PYTHON if name.startswith("_") and not name.startswith("__")}
+
+
+def test_what_other_packages_keep_to_themselves_is_used_off_the_way_of_a_plan_alone() -> None:
+    assert {name for name, source in SOURCES.items() if foreign_names(source)} == WITH_FOREIGN_NAMES
+    assert foreign_names("import x\nx._hidden(self._own)") == {"_hidden"}
+    assert foreign_names("from x import _hidden") == {"_hidden"}

@@ -87,7 +87,8 @@ class Slots:
         quants = weights.quants(f"{path}.weight") if dtype == "bfloat16" else None
         if quants is not None and quants.columns is None:
             return matrix_of(quants.packed, quants.form, bias)
-        weight = weights.tensor(f"{path}.weight", is_turned=is_turned)
+        # Files have a matrix of one row as a vector.
+        weight = np.atleast_2d(weights.tensor(f"{path}.weight", is_turned=is_turned))
         if dtype == dtype_of(weight) == "bfloat16" and fills_blocks(weight):
             return Matrix(weight, (weight.shape[0], weight.shape[1]), bias=bias)
         if bias is not None and len(bias) != len(weight):

@@ -197,8 +197,8 @@ def other_build(folder: Path, *, flips_a_bit: bool) -> dict[str, str]:
 def test_daemons_of_other_builds_restore_what_has_their_bits(chat_model: Path, tmp_path: Path) -> None:
     flags, said = serve_flags(chat_model, tmp_path / "kv"), list[dict[str, Any]]()
     for name, flips_a_bit in (("own", False), ("same bits", False), ("a flipped bit", True)):
-        others = {} if name == "own" else {"environment": other_build(tmp_path / name, flips_a_bit=flips_a_bit)}
-        with DaemonProcess(*flags, fresh=bool(others), **others) as daemon:
+        environment = None if name == "own" else other_build(tmp_path / name, flips_a_bit=flips_a_bit)
+        with DaemonProcess(*flags, environment=environment, fresh=environment is not None) as daemon:
             said.append(ask(daemon.wait_ready(), "Name three rivers. ")["prefix_cache"])
             if name == "same bits":
                 daemon.wait_for_line("this version computes the bits of an earlier one: 1 stored prompt looked at")

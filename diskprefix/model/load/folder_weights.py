@@ -102,12 +102,16 @@ class FolderWeights(Weights):
         further = further_layers((tensor.name for tensor in tensors), self._config.num_hidden_layers)
         own = {name: f"draft_layer.{of_draft}" for name, of_draft in further.items() if of_draft is not None}
         self._found = {self._own_name(own.get(tensor.name, tensor.name)): tensor for tensor in tensors}
-        self._embeddings = embeddings = f"{SlotNames.of(self._config).own.get('embed_tokens', 'embed_tokens')}.weight"
+        embeddings = f"{SlotNames.of(self._config).own.get('embed_tokens', 'embed_tokens')}.weight"
         ends = [name for name in self._found if name == embeddings or name.endswith(f".{embeddings}")]
         if not ends:
             raise ModelError(f"{self._folder} lacks {embeddings}")
         prefix = min(ends, key=len).removesuffix(embeddings)
         self._found = {name.removeprefix(prefix): tensor for name, tensor in self._found.items()}
+        head = self._found.get(f"{HEAD}.weight")
+        # A file that has the tied matrix twice may have two.
+        if self._is_tied and head is not None and _is_copy(head, self._found[embeddings]):
+            del self._found[f"{HEAD}.weight"]
 
     def _own_name(self, name: str) -> str:
         """Returns the name of a tensor among parameters."""
@@ -117,10 +121,7 @@ class FolderWeights(Weights):
         return f"{HEAD}.{end}" if head.rpartition(".")[2] in _HEADS else name
 
     def has(self, name: str) -> bool:
-        if name != f"{HEAD}.weight" or not self._is_tied:
-            return name == f"{HEAD}.weight" or bool(self._parts(name))
-        # A file that has the tied matrix twice may have two.
-        return name in self._found and not np.array_equal(self.tensor(self._embeddings), self.tensor(name))
+        return bool(self._parts(name)) or (name == f"{HEAD}.weight" and not self._is_tied)
 
     def origin(self, name: str) -> str:
         return " and ".join(part.name for of_one in self._parts(name) for part in of_one)
@@ -189,6 +190,20 @@ class FolderWeights(Weights):
             return found
         is_right = found.shape[1 if experts[2] == "down_proj" else 2] == self._config.hidden_size
         return found if is_right else np.ascontiguousarray(found.swapaxes(1, 2))
+
+
+def _is_copy(one: StoredTensor, other: StoredTensor) -> bool:
+    """Returns whether two tensors are stored with the same bytes. Raises `ModelError` for a file that is cut short."""
+    if (one.kind, one.shape) != (other.kind, other.shape):
+        return False
+    pieces = np.empty((2, min(_PIECE_BYTES, one.num_bytes)), np.uint8)
+    for first in range(0, one.num_bytes, _PIECE_BYTES):
+        found, expected = pieces[:, : one.num_bytes - first]
+        one.read_into(found, first)
+        other.read_into(expected, first)
+        if not np.array_equal(found, expected):
+            return False
+    return True
 
 
 def _read_into(to: np.ndarray, tensor: StoredTensor) -> None:

@@ -22,9 +22,9 @@ from diskprefix.model.load.memory import LargePages
 from diskprefix.model.quants.forms import weights_of
 from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
 from diskprefix.native import ROWS
+from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators, operators
 from diskprefix.native.packing import pack, pack_file
-from diskprefix.native.thread_count import num_threads
 
 _PIECE_BYTES = 1 << 24
 """What is read of a file at a time."""

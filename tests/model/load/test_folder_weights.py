@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from diskprefix.model.load import folder_weights
@@ -30,6 +31,19 @@ def test_a_folder_gives_a_plan_the_weights_that_it_gives_to_modules(
     again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
     weights = FolderWeights(stored_tensors(tmp_path, weight_files(tmp_path)), again.config, "bfloat16")
     assert torch.equal(logits_of(weights, again.config), logits_of(weights_of(again), again.config))
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_tied_head_that_is_stored_twice_is_kept_once_if_it_is_a_copy(is_copy: bool, tmp_path: Path) -> None:
+    model = tiny_model("llama", torch.bfloat16, tie_word_embeddings=True)
+    state = {name: one.clone() for name, one in model.state_dict().items()}
+    state["lm_head.weight"][-1, -1] += 0 if is_copy else 1
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    weights = FolderWeights(stored_tensors(tmp_path, weight_files(tmp_path)), model.config, "bfloat16")
+    logits_of(weights, model.config)
+    names = [name for name, _ in weights.named()]
+    assert weights.has("lm_head.weight") != is_copy
+    assert ("lm_head.weight" in names, "embed_tokens.weight" in names) == (not is_copy, True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
