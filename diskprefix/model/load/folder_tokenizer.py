@@ -72,10 +72,11 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
         return _made(folder)
     except Exception as error:  # noqa: BLE001 (transformers decides whether the files are bad)
         log.info("transformers reads the tokenizer of %s: %s", folder, first_line(error))
-    from transformers import AutoTokenizer
+    from diskprefix.model.load.imports import transformers_quietly
 
     try:
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        of_library = transformers_quietly().AutoTokenizer
+        found = of_library.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         reason = first_line(error) if (folder / "tokenizer.json").is_file() else "there is no tokenizer.json"
         raise ModelError(f"cannot read the tokenizer of {folder}: {reason}") from error

@@ -55,7 +55,7 @@ def test_a_header_is_read_as_the_library_reads_it(file: Path) -> None:
     assert header.values == scalars
     assert [tensor.name for tensor in tensors] == [tensor.name for tensor in reader.tensors]
     for ours, theirs in zip(tensors, reader.tensors, strict=True):
-        assert ours.type == theirs.tensor_type
+        assert ours.kind == theirs.tensor_type.name
         assert (ours.offset, ours.dtype, ours.stored_shape) == (
             theirs.data_offset,
             theirs.data.dtype,
