@@ -190,10 +190,6 @@ Block: TypeAlias = Annotated[
 _TEXT_OR_BLOCKS = OneOf("a string or a list of content blocks")
 TextOrBlocks: TypeAlias = Annotated[str | Annotated[list[Block], Field(max_length=MAX_PARTS)], _TEXT_OR_BLOCKS]
 
-ContentSource.model_rebuild()
-DocumentBlock.model_rebuild()
-ToolResultBlock.model_rebuild()
-
 
 def require_served(block: Block, path: str, allowed: frozenset[str], place: str) -> None:
     """Raises `InvalidRequest` for a block of a type that is not served in this place."""

@@ -102,7 +102,7 @@ class EncodedPictures:
     def _submit(
         self, picture: Picture, rows: Array, options: CacheOptions, epoch: Epoch, encode_s: float, room: Room
     ) -> None:
-        """Gives the rows, for which `room` is reserved, to the writer."""
+        """Gives copies of the rows, for which `room` is reserved, to the writer."""
         cache, writer, save = self._cache, self._cache.writer, Save(epoch, "a picture")
         try:
             record, nodes = self._root_of(picture, options.tenant, epoch)
@@ -148,8 +148,8 @@ class EncodedPictures:
 
     def _capture(self, nodes: PromptNodes, node: Node, rows: Array, token_s: float, ttl_s: float | None) -> NewNode:
         pieces = tuple(cut.piece for cut in nodes.cuts(node))
-        part = np.ascontiguousarray(rows[:, node.position : node.end])
-        payload = split_payload(part.reshape(-1).view(np.uint8).data, pieces)
+        copy = rows[:, node.position : node.end].copy()
+        payload = split_payload(copy.reshape(-1).view(np.uint8).data, pieces)
         return nodes.new_node(node, payload, prefill_s=token_s * node.num_tokens, ttl_s=ttl_s)
 
 

@@ -24,8 +24,8 @@ from diskprefix.model.slots import Slots
 from diskprefix.model.tiny_models import MODELS, NAMES, PAGE_TOKENS, VOCAB, TinyModel, TinyWeights, below, made_up
 from diskprefix.native import address_of, calls
 from diskprefix.native.build import LIBRARY
+from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators
-from diskprefix.native.threads import num_threads
 
 _START = 270
 STEPS = 37, 1

@@ -21,7 +21,7 @@ from diskprefix.model.families.draft_decoder import draft
 from diskprefix.model.operands import PlannedRun
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots
-from diskprefix.native.threads import num_threads
+from diskprefix.native.compute_threads import num_threads
 
 _MOST_BEHIND = 32
 """The most tokens that the layer's memory may lack."""

@@ -6,7 +6,7 @@ The options of each type are in `families/type_table.py`. What follows from othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,6 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
 }
 _TIED_BY_TEXT = ("qwen2_5_vl", "qwen2_vl")
 """Types of models with encoders whose part about text may say that the embeddings are the head."""
-_TOKENS = ("bos_token_id", "eos_token_id")
 _KINDS_OF_LAYERS = {
     *("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"),
 }
@@ -40,7 +39,10 @@ class ModelConfig:
 
     model_type: str
     layer_types: list[str]
+    num_hidden_layers: int
     tie_word_embeddings: bool
+    _names: Sequence[str] = ()
+    """The options of a decoder, without those that always follow from others."""
     _given: Mapping[str, Any] | None = None
     """What a model with encoders was given."""
 
@@ -59,6 +61,7 @@ class ModelConfig:
         aliases = other_names(kind)
         own = deepcopy({name: default for name, (_, default) in options_of(kind).items()})
         extra = deepcopy({aliases.get(name, name): value for name, value in given.items()})
+        named = dict.fromkeys((*own, *extra))
         own |= {name: extra.pop(name) for name in own.keys() & extra.keys()}
         try:
             _check_types(kind, own)
@@ -70,7 +73,9 @@ class ModelConfig:
             _check_layers(values)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
             raise ModelError(f"the options of the {kind} model do not fit together: {first_line(error)}") from error
-        return cls(values, per_layer)
+        found = cls(values, per_layer)
+        found._names = [*named]
+        return found
 
     @classmethod
     def _whole(cls, given: Mapping[str, Any], text: ModelConfig) -> ModelConfig:
@@ -102,7 +107,7 @@ class ModelConfig:
         """Returns what a `config.json` would say."""
         if self._given is not None:
             return {**self._given, "text_config": self.get_text_config().to_dict()}
-        names = [*options_of(self.model_type), *(name for name in _TOKENS if hasattr(self, name))]
+        names = [name for name in self._names if hasattr(self, name)]
         found = {"model_type": self.model_type} | {name: deepcopy(getattr(self, name)) for name in names}
         if self._per_layer:
             found["per_layer_config"] = {number: {**found} for number, found in self._per_layer.items()}

@@ -26,8 +26,8 @@ from diskprefix.model.runtime import PictureRows, Rows, StepOutput, UncachedStat
 from diskprefix.model.slots import Slots
 from diskprefix.model.weights import Weights
 from diskprefix.native import address_of, calls
+from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import operators
-from diskprefix.native.threads import num_threads
 
 _ROWS = 256
 """The rows that a plan is made for. A step of more makes a larger one."""

@@ -21,8 +21,8 @@ from diskprefix.model.families.model_types import without_plan
 from diskprefix.model.planned import DTYPES, NotExact, PlanRuntime
 from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.model.weights import Weights
+from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import described, operators
-from diskprefix.native.threads import num_threads
 from diskprefix.printable import first_line
 from diskprefix.tokens import Logits
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diskprefix.native import address_of, require
+from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators
-from diskprefix.native.threads import num_threads
 
 _CALL = struct.Struct("@8q P2q 2P 2d q")
 _RUN = struct.Struct("@3q P3q P3q Pq")

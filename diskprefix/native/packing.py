@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 
 from diskprefix.native import ROWS, address_of, require
+from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators
-from diskprefix.native.threads import num_threads
 
 _PACKING = struct.Struct("@5q 4P q")
 """`Packing` of `source/interface.h`."""

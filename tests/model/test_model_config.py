@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,14 +131,15 @@ def test_a_model_with_encoders_has_the_tokens_of_the_class(kind: str) -> None:
     levels = [getattr(one.vision_config, "deepstack_visual_indexes", None) or () for one in (ours, theirs)]
     assert [*levels[0]] == [*levels[1]]
     assert ours.get_text_config().model_type == theirs.get_text_config().model_type
-    for read in (without_plan, padded_tokens, sees_pictures_whole):
+    readers: list[Callable[[Any], object]] = [without_plan, padded_tokens, sees_pictures_whole]
+    for read in readers:
         assert read(ours) == read(theirs)
 
 
 def test_the_text_of_a_model_with_encoders_may_tie_the_embeddings() -> None:
     given = {"model_type": "qwen2_vl", "text_config": {"tie_word_embeddings": True}}
     assert CONFIG_MAPPING["qwen2_vl"](**given).tie_word_embeddings
-    assert ModelConfig.of(given).tie_word_embeddings  # type: ignore[attr-defined]
+    assert ModelConfig.of(given).tie_word_embeddings
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_missing_operators_are_a_warning_with_the_remedy_unless_they_were_left_o
     library._loaded.cache_clear()
     library.choose(kernels)
     model = tiny_model("llama", torch.float32)
-    loaded: Any = SimpleNamespace(weights=None, model=model, weights_digest="", reason="", device=model.device)
+    loaded: Any = SimpleNamespace(weights=None, model=model, weights_digest="", reason="", device="cpu")
     assert measured(loaded, Settings()).layout.exact_at == "grid"
     library._loaded.cache_clear()
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]

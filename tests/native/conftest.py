@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from diskprefix.native import library
+from diskprefix.native.compute_threads import use_threads
 from diskprefix.native.library import Operators
-from diskprefix.native.threads import use_threads
 from tests.closing import TESTED
 from tests.native.variants import of_this_cpu
 

@@ -12,9 +12,9 @@ import torch
 from diskprefix.model.quants import forms
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native import attention_operator, calls, packing
+from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
-from diskprefix.native.threads import num_threads
 from tests.arrays import array_of, tensor_of
 
 DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}

@@ -13,8 +13,8 @@ import torch
 from diskprefix.kv.step import Run
 from diskprefix.native import library
 from diskprefix.native.attention_operator import attention_to_all
+from diskprefix.native.compute_threads import use_threads
 from diskprefix.native.library import Operators
-from diskprefix.native.threads import use_threads
 from tests.arrays import array_of, tensor_of
 from tests.native.one_operation import attention
 from tests.native.pages import Pages

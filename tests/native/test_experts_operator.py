@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from diskprefix.model.curves import curve
 from diskprefix.model.quants.quant_form import FILE_FORMS
+from diskprefix.native.compute_threads import use_threads
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
-from diskprefix.native.threads import use_threads
 from tests.native.one_operation import Experts, matrix_of, pack, product
 from tests.native.one_operation import matrix as plain
 from tests.native.test_products import KINDS, ONE_OF_EACH_FORM, content_of, packed

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from diskprefix.errors import SettingsError
-from diskprefix.native import build, library, threads
+from diskprefix.native import build, compute_threads, library
 from tests.native.variants import of_this_cpu
 
 _AVX2 = {"avx2", "fma", "f16c"}
@@ -182,7 +182,7 @@ def test_the_cpus_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(f"{of_core}\n")
     for allowed, expected in (({0, 1, 2, 3}, 2), ({0, 2}, 1), ({1, 7}, 2)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, found=allowed: found, raising=False)
-        assert threads.num_cores(tmp_path) == expected
+        assert compute_threads.num_cores(tmp_path) == expected
 
 
 @pytest.mark.parametrize(("given", "expected"), [("3", 3), ("2,1", 2), ("0", 1), ("many", 5), (None, 5)])
@@ -192,8 +192,8 @@ def test_the_environment_may_name_the_number_of_threads(
     monkeypatch.delenv("OMP_NUM_THREADS")
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    monkeypatch.setattr(threads, "num_cores", lambda: 5)
-    assert threads._usual.__wrapped__() == expected
+    monkeypatch.setattr(compute_threads, "num_cores", lambda: 5)
+    assert compute_threads._usual.__wrapped__() == expected
 
 
 def test_building_imports_the_standard_library_only() -> None:

@@ -12,10 +12,10 @@ import torch
 
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import library
+from diskprefix.native.compute_threads import use_threads
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, fills_blocks
 from diskprefix.native.packing import TYPES
-from diskprefix.native.threads import use_threads
 from tests.native.one_operation import head_products, matrix_of, norm, pack, product, rows_of
 from tests.native.one_operation import matrix as plain_matrix
 from tests.native.variants import OF_INTEGERS, of_this_cpu

@@ -11,8 +11,8 @@ from torch.nn import functional
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
+from diskprefix.native.compute_threads import use_threads
 from diskprefix.native.library import Operators
-from diskprefix.native.threads import use_threads
 from tests.native import one_operation as scans
 
 ROWS, HEADS, KEY_HEADS, DIM = 37, 4, 2, 40

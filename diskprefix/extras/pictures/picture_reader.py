@@ -92,8 +92,9 @@ class PictureReader:
 
     @classmethod
     def load(cls, model: PicturesModel) -> PictureReader:
-        """Returns a reader for a model. If its processor cannot be used, `problem` says why. If it can, what it says of
-        itself is remembered. Raises only the errors of torch when memory runs out."""
+        """Returns a reader for a model. If its processor cannot be used, `problem` says why. If it can, and
+        the encoder too, what the processor says of itself is remembered. Raises `ModelError` for faults of the encoder,
+        and the errors of torch when memory runs out."""
         make = model.make_processor or partial(_load_processor, model.path, model.read_config)
         match _known.get(key := _key_of(model.files)):
             case [str(mark), int(token_id), list(placeholders)]:
@@ -106,13 +107,15 @@ class PictureReader:
             reader = cls.of(make(), model.read_config())
             if reader.problem is None:
                 reader._form((64, 64), "a blank")
-                _known.put(key, [reader.mark, reader.token_id, sorted(reader.placeholders)])
         except Exception as error:  # processors are of any age and author; the model works without
             if is_out_of_memory(error):
                 raise
             if not is_vision_available():
                 return cls(problem="Pillow is not installed: pip install 'diskprefix[pictures]'")
             return cls(problem=f"its processor cannot be used: {first_line(error)}")
+        if reader.problem is None:
+            model.read_encoder()
+            _known.put(key, [reader.mark, reader.token_id, sorted(reader.placeholders)])
         return reader
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What is known of the configurations of each type of model that has a plan.
+"""The options of the configurations of each type of model that has a plan.
 
 `option_defaults.json` is made of transformers' classes by `tests/model/option_table.py`. Each type has `options`, with
 letters for the types that a value may have, and a default; other `names` of options; `unread` ones, which no plan
@@ -23,9 +23,9 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def has_type(kind: Any) -> bool:
+def has_type(kind: str) -> bool:
     """Returns whether a type is known."""
-    return isinstance(kind, str) and kind in _table()
+    return kind in _table()
 
 
 def class_of(kind: str) -> str:

@@ -78,7 +78,7 @@ def config_of_plan(folder: Path, given: Mapping[str, Any]) -> ModelConfig | None
     """Returns the configuration of a model whose type has a plan, from its `config.json`; None for all others, of which
     transformers knows more. Raises `ModelError` for options that do not fit together, and for a model that is not
     served."""
-    kind, named, text = given.get("model_type"), given.get("architectures"), given.get("text_config")
+    kind, named, text = str(given.get("model_type")), given.get("architectures"), given.get("text_config")
     if not has_type(kind) or "configuration_files" in given:
         return None
     if not (name := class_of(kind)) or (named and named != [name]):

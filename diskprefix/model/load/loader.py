@@ -196,10 +196,11 @@ class _ModelSource:
     def modules(self, *, are_of_encoder: bool = False) -> PreTrainedModel:
         """Returns the modules of the model, or of its encoder of pictures alone, ready to compute. Raises
         `ModelError`."""
-        from diskprefix.model.load.parameters import load_parameters, stored
+        from diskprefix.model.load.parameters import Source, load_parameters, stored
 
         kind = replace(self.kind, is_encoder=are_of_encoder)
         with _load_failures(self.path):
+            sources: dict[str, Source]
             if self.gguf is None:
                 sources = {one.name: partial(stored, one) for one in stored_tensors(self.path, self.files)}
             else:
@@ -242,9 +243,9 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model") -> L
         fit = check(source.needs())
         with clock("weights"), _load_failures(source.path):
             stamps = {file: file_stamp(file) for file in source.files}
-            weights = model = encoder = None
+            weights = model = None
+            encoder = cache(source.modules if source.reason else partial(source.encoder, stamps))
             if source.reason:
-                encoder = cache(source.modules)
                 model = encoder()
             else:
                 packing = source.new_packing()
@@ -257,12 +258,10 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model") -> L
             digest = source.digest()
         with clock("tokenizer"):
             tokenizer = read_tokenizer(source.path, template)
-            processor = _load_processor(source, tokenizer) if source.kind.is_multimodal else None
+            processor = _load_processor(source, tokenizer, encoder) if source.kind.is_multimodal else None
         with clock("weights"), _load_failures(source.path):
             if weights is not None:
                 weights.finish()
-                if processor is not None and processor.problem is None:
-                    encoder = cache(partial(source.encoder, stamps))
             stops = source.stops()
             _require_unchanged(stamps)
     return LoadedModel(
@@ -272,7 +271,7 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model") -> L
         weights=weights,
         model=model,
         reason=source.reason,
-        encoder=encoder,
+        encoder=None if processor is None or processor.problem is not None else encoder,
         stops=stops,
         tokenizer=tokenizer,
         processor=processor,
@@ -323,6 +322,7 @@ def _source(
             name_faster(path, files, progress)
         # Only models that are exact at every token use it.
         uses_draft_layer = settings.uses_draft_layer and device == "cpu" and operators() is not None
+        config: Any
         gguf, given = None, dict[str, Any]()
         with _load_failures(path):
             if is_file:
@@ -441,7 +441,9 @@ def _pick_dtype(name: str, given: Mapping[str, Any]) -> str:
     return next((str(part[key]) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), "float32")
 
 
-def _load_processor(source: _ModelSource, tokenizer: Tokenizer) -> PictureProcessor | None:
+def _load_processor(
+    source: _ModelSource, tokenizer: Tokenizer, read_encoder: Callable[[], object]
+) -> PictureProcessor | None:
     kind, pictures = source.kind, None if source.gguf is None else source.gguf.pictures
     make = None
     if pictures is not None:
@@ -457,7 +459,8 @@ def _load_processor(source: _ModelSource, tokenizer: Tokenizer) -> PictureProces
         return VisionEncoder.problem(kind.model_class(source.whole))
 
     files = sorted(source.path.iterdir()) if source.gguf is None else source.files
-    processor = hooks.open_pictures(PicturesModel(source.path, files, lambda: source.whole, problem, make))
+    model = PicturesModel(source.path, files, lambda: source.whole, problem, read_encoder, make)
+    processor = hooks.open_pictures(model)
     if processor is not None and processor.problem is not None:
         log.warning("this model is served for text only: %s", processor.problem)
     return processor

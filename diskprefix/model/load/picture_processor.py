@@ -17,12 +17,14 @@ Detail: TypeAlias = Literal["auto", "low", "high"]
 class PicturesModel:
     """A multimodal model, in a folder or a `.gguf` file `path`, and all of its files. `read_config` returns
     transformers' configuration, `make_processor` its processor of a `.gguf` model, which has no files of one. `problem`
-    returns why the model takes text only, None if it takes pictures. These import transformers."""
+    returns why the model takes text only, None if it takes pictures. `read_encoder` raises `ModelError` for faults of
+    the encoder's files. These import transformers."""
 
     path: Path
     files: Sequence[Path]
     read_config: Callable[[], Any]
     problem: Callable[[], str | None]
+    read_encoder: Callable[[], object]
     make_processor: Callable[[], Any] | None = None
 
 

@@ -1,13 +1,13 @@
 """Matrices that stay in a `.gguf` file: the rows of its tensors that each is made of, in their order.
 
 They are packed beside the rest of a start: reading and packing hold no lock of Python's, so threads do them while
-another one imports libraries and reads the tokenizer."""
+another one makes the plan and reads the tokenizer."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -18,13 +18,13 @@ import numpy as np
 from diskprefix.errors import ModelError
 from diskprefix.kv.numbers import converted
 from diskprefix.model.load.gguf_header import FileTensor, cut_short
-from diskprefix.model.load.memory import LINE_BYTES, LargePages
+from diskprefix.model.load.memory import LargePages
 from diskprefix.model.quants.forms import weights_of
 from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
 from diskprefix.native import ROWS
+from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators, operators
 from diskprefix.native.packing import pack, pack_file
-from diskprefix.native.threads import num_threads
 
 _PIECE_BYTES = 1 << 24
 """What is read of a file at a time."""
@@ -213,25 +213,17 @@ class MatrixPacking:
         self._places = LargePages()
 
     def take(self, matrix: FileMatrix) -> np.ndarray:
-        """Returns the memory of a matrix, whose packing begins if it has not: `finish` waits for its end."""
-        self.add([matrix])
-        return self._packed[matrix.key]
-
-    def add(self, matrices: Iterable[FileMatrix]) -> None:
-        """Begins to pack what is not among those that were added before. Raises `MemoryError`."""
-        distinct = {matrix.key: matrix for matrix in matrices if matrix.key not in self._packed}
-        for key, matrix in distinct.items():
-            shape = matrix.packed_shape
-            self._packed[key] = self._places.take(shape, np.uint8)
-            self._tasks += matrix.tasks(self._operators, _strips(self._packed[key]))
-        running = [thread for thread in self._threads if thread.is_alive()]
-        begun = [
-            Thread(target=self._work, name="weights", daemon=True)
-            for _ in range(num_threads() - 1 - len(running) if distinct else 0)
-        ]
-        self._threads = running + begun
-        for thread in begun:
-            thread.start()
+        """Returns the memory of a matrix, whose packing begins if it has not: `finish` waits for its end. Raises
+        `MemoryError`."""
+        key = matrix.key
+        if key not in self._packed:
+            self._packed[key] = packed = self._places.take(matrix.packed_shape, np.uint8)
+            self._tasks += matrix.tasks(self._operators, _strips(packed))
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            while len(self._threads) < num_threads() - 1:
+                self._threads.append(Thread(target=self._work, name="weights", daemon=True))
+                self._threads[-1].start()
+        return self._packed[key]
 
     def finish(self) -> dict[Hashable, np.ndarray]:
         """Returns all packed matrices by their keys. Raises `ModelError` for a cut file, `OSError`, `MemoryError`."""
@@ -261,12 +253,3 @@ class MatrixPacking:
             except Exception as error:  # noqa: BLE001 - `finish` raises it
                 self._failures.append(error)
                 self._tasks.clear()
-
-
-def packed_bytes(matrices: Iterable[FileMatrix]) -> int:
-    """Returns the memory that different matrices take."""
-    return sum(map(_room, matrices))
-
-
-def _room(matrix: FileMatrix) -> int:
-    return -(-prod(matrix.packed_shape) // LINE_BYTES) * LINE_BYTES

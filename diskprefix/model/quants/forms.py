@@ -7,9 +7,9 @@ import numpy as np
 from diskprefix.errors import ModelError
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native import ROWS, address_of, calls
+from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators, operators
 from diskprefix.native.matrix import Matrix
-from diskprefix.native.threads import num_threads
 
 
 def compiled() -> Operators:

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "parts.h"
 
 namespace diskprefix {
@@ -11,17 +13,22 @@ namespace {
 constexpr int64_t PREFETCH_BYTES = 16384;
 
 // A block of sums in registers: R rows × C vectors of columns. `Terms` multiplies `STEP` inner numbers of a row with
-// those of a vector's columns at once. The vectors of a matrix are `across` factors apart, its inner steps `down`. With
+// those of a vector's columns at once. The vectors of a matrix are `across` numbers apart, its inner steps `down`. With
 // `adds` the sums go on from those in `out`.
-template <class Terms, int R, int C, class Factor>
-inline void block(const Factor* left, int64_t left_stride, const Factor* matrix, int64_t across, int64_t down, float* out,
+template <class Terms, int R, int C, class Factor, class Number>
+inline void block(const Factor* left, int64_t left_stride, const Number* matrix, int64_t across, int64_t down, float* out,
                   int64_t out_stride, int64_t inner, bool adds) {
   Floats sums[R][C] = {};
   for (int row = 0; adds && row < R; ++row)
     for (int column = 0; column < C; ++column) sums[row][column] = loaded<Floats>(out + row * out_stride + column * LANES);
   for (int64_t i = 0; i < inner; i += Terms::STEP, matrix += down) {
     Floats right[C];
-    for (int column = 0; column < C; ++column) right[column] = loaded<Floats>(matrix + column * across);
+    for (int column = 0; column < C; ++column) {
+      // One that was packed is in the cache.
+      if (!std::is_same<Number, Factor>::value && LANES * column * sizeof(Number) % 64 == 0)
+        __builtin_prefetch((const char*)(matrix + column * across) + PREFETCH_BYTES, 0, 2);
+      right[column] = Terms::numbers_of(matrix + column * across);
+    }
     for (int row = 0; row < R; ++row) {
       const Floats factor = Terms::each(left + row * left_stride + i);
       for (int column = 0; column < C; ++column) sums[row][column] = Terms::add(sums[row][column], factor, right[column]);
@@ -31,8 +38,8 @@ inline void block(const Factor* left, int64_t left_stride, const Factor* matrix,
     for (int column = 0; column < C; ++column) store(out + row * out_stride + column * LANES, sums[row][column]);
 }
 
-template <class Terms, int R, int C, class Factor>
-inline void block_of(int64_t rows, const Factor* left, int64_t left_stride, const Factor* matrix, int64_t across,
+template <class Terms, int R, int C, class Factor, class Number>
+inline void block_of(int64_t rows, const Factor* left, int64_t left_stride, const Number* matrix, int64_t across,
                      int64_t down, float* out, int64_t out_stride, int64_t inner, bool adds) {
   if (rows == R)
     block<Terms, R, C>(left, left_stride, matrix, across, down, out, out_stride, inner, adds);
@@ -41,12 +48,12 @@ inline void block_of(int64_t rows, const Factor* left, int64_t left_stride, cons
 }
 
 // Rows × matrix, by blocks of R rows and C vectors or less.
-template <class Terms, int R, int C, class Factor>
-void blocks(const Factor* left, int64_t left_stride, const Factor* matrix, int64_t across, int64_t down, float* out,
+template <class Terms, int R, int C, class Factor, class Number>
+void blocks(const Factor* left, int64_t left_stride, const Number* matrix, int64_t across, int64_t down, float* out,
             int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns, bool adds) {
   for (int64_t column = 0; column < columns;) {
     const bool is_wide = columns - column >= C * LANES;
-    const Factor* right = matrix + column / LANES * across;
+    const Number* right = matrix + column / LANES * across;
     for (int64_t row = 0; row < num_rows; row += R) {
       const int64_t rows = least(R, num_rows - row);
       const Factor* a = left + row * left_stride;
@@ -189,44 +196,19 @@ struct VectorProduct {
   // number has the bits that `multiply` gives it.
   static void multiply_values(const float* weights, int64_t weights_stride, int64_t num_rows, const Stored* values,
                               int64_t stride, int64_t num_tokens, int64_t, float* out, int64_t columns) {
-    rows_by_values<FEW_ROWS>(weights, weights_stride, num_rows, values, stride, num_tokens, out, columns);
+    for (int64_t begin = 0; begin < num_tokens; begin += TOKENS) {
+      const auto some = num_rows == 1 ? blocks<VectorProduct, 1, LANES, float, Stored>
+                                      : blocks<VectorProduct, FEW_ROWS, LANES / FEW_ROWS, float, Stored>;
+      some(weights + begin, weights_stride, values + begin * stride, LANES, stride, out, columns, num_rows,
+           least(TOKENS, num_tokens - begin), columns, begin > 0);
+    }
   }
 
-  template <int R>
-  static void rows_by_values(const float* weights, int64_t weights_stride, int64_t num_rows, const Stored* values,
-                             int64_t stride, int64_t num_tokens, float* out, int64_t columns) {
-    if constexpr (R > 1)
-      if (num_rows < R) return rows_by_values<R - 1>(weights, weights_stride, num_rows, values, stride, num_tokens, out, columns);
-    constexpr int MAX_VECTORS = R >= LANES ? 1 : LANES / R;
-    for (int64_t begin = 0; begin < num_tokens; begin += TOKENS)
-      for (int64_t first = 0; first < columns;) {
-        const bool is_wide = columns - first >= MAX_VECTORS * LANES;
-        (is_wide ? values_block<R, MAX_VECTORS> : values_block<R, 1>)(
-            weights + begin, weights_stride, values + begin * stride + first, stride, least(TOKENS, num_tokens - begin), out + first,
-            columns, begin > 0);
-        first += is_wide ? MAX_VECTORS * LANES : LANES;
-      }
+  template <class Number>
+  static Floats numbers_of(const Number* from) {
+    if constexpr (std::is_same<Number, float>::value) return loaded<Floats>(from);
+    else return Type::load(from);
   }
-
-  template <int R, int C>
-  static void values_block(const float* weights, int64_t weights_stride, const Stored* values, int64_t stride,
-                           int64_t num_tokens, float* out, int64_t out_stride, bool adds) {
-    Floats sums[R][C] = {};
-    for (int row = 0; adds && row < R; ++row)
-      for (int column = 0; column < C; ++column) sums[row][column] = loaded<Floats>(out + row * out_stride + LANES * column);
-    for (int64_t token = 0; token < num_tokens; ++token, values += stride)
-      for (int column = 0; column < C; ++column) {
-        if (LANES * column * sizeof(Stored) % 64 == 0)
-          __builtin_prefetch((const char*)(values + LANES * column) + PREFETCH_BYTES, 0, 2);
-        const Floats right = Type::load(values + LANES * column);
-        for (int row = 0; row < R; ++row)
-          sums[row][column] = fma(all(weights[row * weights_stride + token]), right, sums[row][column]);
-      }
-    for (int row = 0; row < R; ++row)
-      for (int column = 0; column < C; ++column) store(out + row * out_stride + LANES * column, sums[row][column]);
-  }
-
-  static Floats numbers_of(const Stored* from) { return Type::load(from); }
   static Floats each(const float* left) { return all(*left); }
   static Floats add(Floats sum, Floats left, Floats right) { return fma(left, right, sum); }
 };

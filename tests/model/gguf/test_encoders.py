@@ -405,8 +405,14 @@ def test_an_encoder_that_is_not_read_whole_is_refused(
     file, tensors = write_model(tmp_path, *smol), encoder_tensors(*smol)
     change(tensors)
     write_encoder(tmp_path / "mmproj-F32.gguf", smol[0], tensors, **values)
+
+    def read() -> None:
+        found = loaded(file)
+        assert found.encoder is not None
+        found.encoder()
+
     with pytest.raises(ModelError, match=words):
-        loaded(file)
+        read()
 
 
 def test_an_encoder_that_is_cut_short_and_a_vocabulary_without_its_token_are_refused(

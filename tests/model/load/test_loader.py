@@ -50,7 +50,7 @@ def test_a_local_folder_loads_ready_to_serve(folder: Path) -> None:
     loaded = load(folder)
     assert loaded.name == "tiny-llama"
     assert loaded.model is None
-    assert loaded.device == torch.device("cpu")
+    assert loaded.device == "cpu"
     modules = loaded.read_modules()
     assert not modules.training
     assert not any(parameter.requires_grad for parameter in modules.parameters())
@@ -133,6 +133,19 @@ def test_loading_prints_nothing(folder: Path, capfd: pytest.CaptureFixture[str])
     save_file(weights | {"model.unexpected": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
     load(folder)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_and_a_folder_that_have_plans_are_loaded_without_torch_and_transformers(
+    folder: Path, tmp_path: Path
+) -> None:
+    models = [str(folder), str(tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1"))]
+    code = (
+        "import sys\nfrom diskprefix.model.load.loader import load_model\nfrom diskprefix.settings import Settings\n"
+        f"print([load_model(Settings(model=model), lambda _: None).reason for model in {models}])\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout == "['', '']\n[]\n"
 
 
 def test_a_missing_path_is_refused_and_digests_are_computed_without_torch() -> None:
@@ -344,7 +357,8 @@ def test_the_best_device_is_found(
     name: str, present: dict[str, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_devices(monkeypatch, **present)
-    assert loader.pick_device(name) == torch.device(expected)
+    monkeypatch.setattr(loader, "_may_have_gpus", lambda: True)
+    assert loader.pick_device(name) == expected
 
 
 UNKNOWN = dict.fromkeys(

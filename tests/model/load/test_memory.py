@@ -207,7 +207,7 @@ def test_free_is_what_the_machine_and_the_control_groups_leave(
 
 
 def test_without_proc_the_machines_memory_is_taken(tmp_path: Path) -> None:
-    assert available_ram_bytes(tmp_path / "none", tmp_path / "none") >= available_bytes(torch.device("cpu")) > 0
+    assert available_ram_bytes(tmp_path / "none", tmp_path / "none") >= available_bytes("cpu") > 0
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library cannot")

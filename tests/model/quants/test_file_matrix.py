@@ -112,14 +112,14 @@ def test_a_file_that_was_cut_short_is_refused(tensors: list[FileTensor]) -> None
     readings: list[Callable[[], object]] = [matrix.dequantised]
     if compiled is not None:
         packing = MatrixPacking(compiled)
-        packing.add([matrix])
+        packing.take(matrix)
         readings.append(packing.finish)
     for read in readings:
         with pytest.raises(ModelError, match="is cut short: it does not hold all of experts"):
             read()
 
 
-# Packing, which begins before the imports of a start.
+# Packing, which goes on beside the rest of a start.
 
 
 @pytest.fixture
