@@ -148,6 +148,7 @@ def test_an_encoder_without_its_decoder_gives_the_rows_of_the_whole_model(name: 
     assert loaded.weights is not None
     assert loaded.encoder is not None
     assert loaded.processor is not None
+    assert loaded.encoder is not None
     encoder, whole = loaded.encoder(), loaded.read_modules()
     picture = loaded.processor.read_image(image_bytes(), detail="auto", param="messages")
     found, expected = (

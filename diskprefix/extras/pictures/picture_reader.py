@@ -79,7 +79,7 @@ class PictureReader:
         self._forms: dict[tuple[int, int], _Form] = {}
         self.problem, self.mark, self.token_id = problem, mark, token_id
         self.placeholders = frozenset(placeholders)
-        self.computed_by = lambda: ""
+        self.computed_by: Callable[[], str] = lambda: ""
 
     @classmethod
     def of(cls, processor: Any, config: Any) -> PictureReader:

@@ -375,6 +375,7 @@ def test_processor_and_encoder_are_read_for_the_first_picture_but_not_of_other_f
     told = [(one.problem, one.mark, one.token_id, one.placeholders) for one in (first, again.processor) if one]
     assert told[0] == told[1]
     assert again.encoder is not None
+    assert isinstance(again.processor, PictureReader)
     for late in (again.encoder, partial(read, again.processor, image_bytes())):
         with pytest.raises(pytest.fail.Exception):
             late()
