@@ -256,7 +256,7 @@ class Settings:
     front: bool = _server(
         False,
         "Serve the model in a process of its own, which is started again if it dies, behind one that holds the port. "
-        "It needs about 50 MiB of memory. Several models and --idle-unload do the same.",
+        "It needs about 35 MiB of memory. Several models and --idle-unload do the same.",
     )
     memory_limit: int | None = _server(
         None,

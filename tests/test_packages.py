@@ -241,6 +241,13 @@ OF_SERVING = tuple(
     if package_of(name) in {"native", "store", "kv", "model", "cache", "engine", "chat", "api", "server"}
     and name not in OF_MODULES
 )
+OF_FEW_REQUESTS = {
+    "llguidance",
+    "prometheus_client",
+    "gguf",
+    "diskprefix.api.anthropic",
+    "diskprefix.api.responses_items",
+}
 OF_THE_FRONT = "app", "cli.serve_command", "extras.front.front_server", "extras.catalogue.catalogue"
 
 
@@ -251,8 +258,9 @@ OF_THE_FRONT = "app", "cli.serve_command", "extras.front.front_server", "extras.
         (OF_THE_FRONT, {"torch", "transformers", "pydantic", "numpy", "zstandard"}),
         (OF_SERVING, {"torch", "transformers"}),
         (("cli.serve_command", "server.process.process"), {"torch", "transformers", "pydantic", "starlette"}),
+        (("server.http_app", "engine.loop", "model.load.gguf"), OF_FEW_REQUESTS),
     ],
-    ids=["commands and what simulates", "the front", "what serves", "what listens"],
+    ids=["commands and what simulates", "the front", "what serves", "what listens", "a start"],
 )
 def test_what_starts_first_imports_nothing_slow(modules: tuple[str, ...], slow: set[str]) -> None:
     names = [f"diskprefix.{module}" for module in modules]

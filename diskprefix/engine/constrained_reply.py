@@ -11,11 +11,10 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer
 
 from diskprefix.engine.constraint_grammar import explained, grammar_of, matcher_of
 from diskprefix.engine.kept_schema import Loosened
@@ -23,6 +22,9 @@ from diskprefix.engine.request import Constraint, FreeText
 from diskprefix.engine.trial import TokenizerText, Trials
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import first_line
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 T = TypeVar("T")
 Forbidden: TypeAlias = npt.NDArray[np.bool_]
@@ -48,6 +50,8 @@ class ConstraintCompiler:
         """The tokenizer of llguidance, made at first use. Raises `InvalidRequest` if it cannot be made."""
         with self._lock:
             if self._tokenizer is None:
+                from llguidance import LLTokenizer
+
                 text, num_tokens, eos = self._tokenizer_text()
                 try:
                     self._tokenizer = LLTokenizer(text, n_vocab=num_tokens, eos_token=eos)

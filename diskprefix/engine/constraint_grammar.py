@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from diskprefix.engine.kept_schema import (
     MAX_CHARS,
@@ -25,6 +24,9 @@ from diskprefix.engine.request import Constraint
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import escaped
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
 _MAX_PARTS = 10_000
 """The most schemas in a schema."""
 _MAX_PATTERNS = 64
@@ -39,9 +41,6 @@ _MAX_MESSAGE_CHARS = 300
 _IMPOSSIBLE = "Unsatisfiable schema"
 _UNREADABLE = "failed to parse"
 """The message of llguidance for a schema that is nested too deeply. No part of it is at fault alone."""
-
-LIMITS = LLParserLimits(verbose_errors=False)
-"""llguidance's own bounds of time and memory. Its messages do not quote the whole grammar."""
 
 _JSON_OPTIONS = {
     # Small models write white space for ever if they may. This is enough for any indented text.
@@ -139,9 +138,20 @@ def _fault(tokenizer: LLTokenizer, schema: JsonSchema) -> tuple[Path, str] | Non
     return _innermost(schema, _reason(reason)) if reason else None
 
 
+@cache
+def limits() -> LLParserLimits:
+    """Returns llguidance's own bounds of time and memory. Its messages do not quote the whole grammar."""
+    # Here, as few requests have a constraint.
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(verbose_errors=False)
+
+
 def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """Returns a matcher of a grammar at its beginning, with the first mask computed. It may be in an error state."""
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
     # A grammar that no text satisfies compiles, but has no first token.
     matcher.compute_bitmask()
     return matcher
@@ -263,8 +273,10 @@ def _innermost(schema: Any, reason: str) -> tuple[Path, str]:
 
 def _reason_of(schema: dict[str, Any]) -> str:
     """Returns the reason why a schema cannot be compiled, "" if it can."""
+    from llguidance import LLMatcher
+
     try:
-        message = LLMatcher.validate_grammar(_json_grammar(schema), limits=LIMITS)
+        message = LLMatcher.validate_grammar(_json_grammar(schema), limits=limits())
     except NotKept as error:
         return str(error)
     return _reason(message) if message else ""

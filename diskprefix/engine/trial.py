@@ -20,14 +20,15 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from llguidance import LLTokenizer
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diskprefix.engine.constraint_grammar import excess_of, explained, loosened, reason_against
 from diskprefix.engine.kept_schema import Loosened
 from diskprefix.engine.request import Constraint
 from diskprefix.errors import DiskPrefixError, InvalidRequest
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 log = logging.getLogger("diskprefix")
 
@@ -171,6 +172,8 @@ class Trials:
 
 def serve(control_fd: int) -> None:
     """Forks for each socket that arrives, until the other side is gone."""
+    from llguidance import LLTokenizer
+
     # The engine has precedence: see `server.threads`.
     with suppress(OSError):
         os.nice(10)

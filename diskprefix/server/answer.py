@@ -13,19 +13,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from diskprefix.api.anthropic import CountTokensRequest, Messages
-from diskprefix.api.compaction import Compaction, CompactRequest
 from diskprefix.api.dialect import BodyReader, Dialect, EarlyDialect, Head, LoadingDialect, ReplyWriter
 from diskprefix.api.fields import RequestBody, cache_options, with_sampling
 from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
 from diskprefix.api.parsed_request import ParsedRequest, constraint_of, thought_budget_of
 from diskprefix.api.reply import ReplyReader
-from diskprefix.api.response_store import ResponseStore
-from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.choose_format import OutputFormat, PlainText
@@ -52,6 +49,33 @@ MAX_LOGPROBS = 2**19
 routes = Routes("completions")
 
 
+# The first request of an API imports it: together they take longer than all else that the server imports.
+
+
+def _responses_body() -> type[BaseModel]:
+    from diskprefix.api.responses import ResponseRequest
+
+    return ResponseRequest
+
+
+def _compact_body() -> type[BaseModel]:
+    from diskprefix.api.compaction import CompactRequest
+
+    return CompactRequest
+
+
+def _messages_body() -> type[BaseModel]:
+    from diskprefix.api.anthropic import MessagesRequest
+
+    return MessagesRequest
+
+
+def _counted_body() -> type[BaseModel]:
+    from diskprefix.api.anthropic import CountTokensRequest
+
+    return CountTokensRequest
+
+
 @routes.add("POST /v1/chat/completions", "Chat", Chat.body, media_types=STREAMED)
 async def chat_completions(request: Request) -> Response:
     """Reply to a conversation. The part of the prompt that is stored on disk is restored instead of computed.
@@ -70,30 +94,36 @@ async def completions(request: Request) -> Response:
     return await answer(request, Completions())
 
 
-@routes.add("POST /v1/responses", "Response", Responses.body, media_types=STREAMED)
+@routes.add("POST /v1/responses", "Response", _responses_body, media_types=STREAMED)
 async def responses(request: Request) -> Response:
     """Reply to a conversation that is given as items, or that continues a stored response.
 
     Returns a `response`, as in OpenAI's API, with `prefix_cache` and `timings`.
     """
+    from diskprefix.api.responses import Responses
+
     return await answer(request, Responses())
 
 
-@routes.add("POST /v1/responses/compact", "Summary of a conversation", CompactRequest)
+@routes.add("POST /v1/responses/compact", "Summary of a conversation", _compact_body)
 async def compact_response(request: Request) -> Response:
     """Let the model sum up a conversation. Later requests send the result in place of the conversation.
 
     Returns a `response.compaction`: the newest messages of the user, and an item `compaction`.
     """
+    from diskprefix.api.compaction import Compaction
+
     return await answer(request, Compaction())
 
 
-@routes.add("POST /v1/messages", "Anthropic messages", Messages.body, media_types=STREAMED)
+@routes.add("POST /v1/messages", "Anthropic messages", _messages_body, media_types=STREAMED)
 async def messages(request: Request) -> Response:
     """Reply to a conversation, in the form of Anthropic's API.
 
     Returns a `message`, as in Anthropic's API, with `prefix_cache` and `timings`.
     """
+    from diskprefix.api.anthropic import Messages
+
     return await answer(request, Messages())
 
 
@@ -353,16 +383,21 @@ class _Counted(Generic[B]):
         return ParsedRequest(prompt=self.conversation(body, notes), sampling=SamplingParams())
 
 
-@routes.add("POST /v1/messages/count_tokens", "Anthropic: count tokens", CountTokensRequest)
+@routes.add("POST /v1/messages/count_tokens", "Anthropic: count tokens", _counted_body)
 async def count_tokens(request: Request) -> Response:
     """`input_tokens` is the length of the prompt that `POST /v1/messages` makes of the same body."""
+    from diskprefix.api.anthropic import CountTokensRequest
+
     counted = _Counted(CountTokensRequest, lambda body, _: body.conversation)
     return JSONResponse({"input_tokens": await _length(request, counted)})
 
 
-@routes.add("POST /v1/responses/input_tokens", "Count the tokens of a response's input", ResponseRequest)
+@routes.add("POST /v1/responses/input_tokens", "Count the tokens of a response's input", _responses_body)
 async def count_input_tokens(request: Request) -> Response:
     """`input_tokens` is the length of the prompt that `POST /v1/responses` makes of the same body."""
+    from diskprefix.api.response_store import ResponseStore
+    from diskprefix.api.responses import ResponseRequest, Responses
+
     counted = _Counted(ResponseRequest, lambda body, notes: Responses().conversation(body, ResponseStore(notes())))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": await _length(request, counted)})
 

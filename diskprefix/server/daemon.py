@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from diskprefix import hooks
@@ -22,7 +22,6 @@ from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.model.load.named_model import default_sampling
 from diskprefix.server.body import Bodies
 from diskprefix.server.limits import InFlight, Turns
-from diskprefix.server.metrics import ServerMetrics
 from diskprefix.server.process.systemd import notify
 from diskprefix.server.recent import PrefixBreaks, RecentRequests
 from diskprefix.server.serving import CacheCounts, Serving
@@ -31,6 +30,7 @@ from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
     from diskprefix.engine.loop import Engine
+    from diskprefix.server.metrics import ServerMetrics
 
 log = logging.getLogger("diskprefix")
 
@@ -49,7 +49,6 @@ class Daemon:
         self.settings = settings
         self.sampling = default_sampling(settings)
         """The sampling of a request that does not set its own."""
-        self.metrics = ServerMetrics()
         self.breaks = PrefixBreaks()
         self.recent = RecentRequests()
         self.serving: Serving | None = None
@@ -84,6 +83,13 @@ class Daemon:
         self.stored_turns = Turns(2)
         """For requests that read stored responses, which may be a hundred times as large as the body."""
         self.bodies = Bodies(self.threads, self._is_computing)
+
+    @cached_property
+    def metrics(self) -> ServerMetrics:
+        """The metrics, whose library is imported when the first request has ended."""
+        from diskprefix.server.metrics import ServerMetrics
+
+        return ServerMetrics()
 
     def _is_computing(self) -> bool:
         return self.inbox.num_running > 0

@@ -26,10 +26,14 @@ class About:
 
     tag: str
     summary: str
-    body: type[BaseModel] | None
+    made_body: type[BaseModel] | Callable[[], type[BaseModel]] | None
     parameters: type[BaseModel] | None
     errors: tuple[int, ...]
     media_types: tuple[str, ...]
+
+    @property
+    def body(self) -> type[BaseModel] | None:
+        return self.made_body if self.made_body is None or isinstance(self.made_body, type) else self.made_body()
 
 
 class AppRoute(Route):
@@ -55,7 +59,7 @@ class Routes(list[AppRoute]):
         self,
         route: str,
         summary: str,
-        body: type[BaseModel] | None = None,
+        body: type[BaseModel] | Callable[[], type[BaseModel]] | None = None,
         *,
         parameters: type[BaseModel] | None = None,
         errors: Sequence[int] = (),
@@ -63,8 +67,8 @@ class Routes(list[AppRoute]):
     ) -> Callable[[Handler], Handler]:
         """Returns a decorator that adds the handler of a `route`, such as `GET /health`.
 
-        It reads its `body` with `Bodies.read_json`, and its `parameters` with `read_parameters`. `errors` are statuses
-        that do not follow from these.
+        It reads its `body`, or what that returns, with `Bodies.read_json`, and its `parameters` with
+        `read_parameters`. `errors` are statuses that do not follow from these.
         """
         method, _, path = route.partition(" ")
         about = About(self._tag, summary, body, parameters, tuple(errors), tuple(media_types))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -144,5 +143,7 @@ def _model_props(serving: Serving) -> dict[str, Any]:
 async def metrics(request: Request) -> Response:
     """Counters and histograms in Prometheus' text format; available while loading too."""
     log_context(request).caller.require_admin()
+    from prometheus_client import CONTENT_TYPE_LATEST
+
     daemon = _daemon(request)
     return Response(await daemon.metrics.render(daemon.serving), media_type=CONTENT_TYPE_LATEST)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 from starlette.requests import Request
@@ -11,13 +11,15 @@ from starlette.responses import Response
 
 from diskprefix.api.dialect import Json, json_text
 from diskprefix.api.fields import MAX_SALT_CHARS
-from diskprefix.api.response_store import ResponseStore
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.body import read_parameters
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.log_context import log_context
 from diskprefix.server.routes import Routes
 from diskprefix.store.note_record import NoteKind
+
+if TYPE_CHECKING:
+    from diskprefix.api.response_store import ResponseStore
 
 routes = Routes("responses")
 
@@ -58,6 +60,8 @@ async def _answer(request: Request, of: type[P], read: Callable[[ResponseStore, 
     notes = serving.engine.cache.notes(tenant)
 
     def work() -> bytes:
+        from diskprefix.api.response_store import ResponseStore
+
         return json_text(read(ResponseStore(notes.holder(NoteKind.RESPONSE, id_)), id_, parameters))
 
     async with daemon.stored_turns.of(caller.account):

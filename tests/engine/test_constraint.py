@@ -247,7 +247,7 @@ def test_a_constraint_that_does_not_compile_or_becomes_too_complex_fails_its_own
 def test_a_mask_that_is_too_complex_is_no_end_of_the_reply(
     compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diskprefix.engine.constraint_grammar.LIMITS", LLParserLimits(step_lexer_fuel=10))
+    monkeypatch.setattr("diskprefix.engine.constraint_grammar.limits", lambda: LLParserLimits(step_lexer_fuel=10))
     with pytest.raises(InvalidRequest, match=r"cannot be constrained any further: lexer error[^\n]*$"):
         write(compiler, regex("a(.*a.{10}b|c)"), likely="aab")
 

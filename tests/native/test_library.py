@@ -16,6 +16,7 @@ import pytest
 from diskprefix.errors import SettingsError
 from diskprefix.native import build, compute_threads, library
 from tests.native.variants import of_this_cpu
+from tools.releasing.release import GLIBC
 
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
@@ -96,6 +97,11 @@ def test_a_library_that_cannot_be_loaded_is_not_used(tmp_path: Path, monkeypatch
     monkeypatch.setattr(build, "LIBRARY", broken)
     assert library.operators() is None
     assert "cannot be loaded" in library.described()
+
+
+def test_the_library_runs_with_the_oldest_glibc_of_a_release() -> None:
+    needed = re.findall(rb"\0GLIBC_(\d+)\.(\d+)", build.LIBRARY.read_bytes())
+    assert max((tuple(map(int, one)) for one in needed), default=GLIBC) <= GLIBC
 
 
 # Compiling: when, with what, and what happens without a compiler.

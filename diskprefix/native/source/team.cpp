@@ -8,6 +8,13 @@
 
 #include "interface.h"
 
+// glibc 2.34 has given these functions a new version. By the old one they are found with any glibc.
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5\n.symver pthread_join, pthread_join@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver pthread_create, pthread_create@GLIBC_2.17\n.symver pthread_join, pthread_join@GLIBC_2.17");
+#endif
+
 namespace diskprefix {
 namespace {
 
