@@ -101,6 +101,8 @@ def test_a_model_that_fails_its_check_is_served_on_the_grid(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
+    # No check of these models is remembered there.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = folder if kind == "folder" else tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q8_0")
 
     def forgetful(plan: ComputePlan, runs: Any, ids: Any, positions: np.ndarray, *others: Any) -> None:
