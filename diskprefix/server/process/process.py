@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
@@ -85,6 +86,9 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
         faulthandler.enable(crash_file(settings.kv_cache_dir))
     # Modules and the model stay. Searching them for garbage takes a fifth of the time until the daemon is ready.
     gc.disable()
+    # Two threads that import one package at the same time may each get half of it: what a load imports comes first.
+    for name in ("engine.loop", "engine.measured_model", "model.load.template_sandbox"):
+        import_module(f"diskprefix.{name}")
     loading = BegunLoad(partial(load_engine, settings))
     # Its libraries and routes are imported here, while the port is held already and the model is loaded.
     from diskprefix.server.http_app import create_app

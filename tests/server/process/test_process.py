@@ -268,3 +268,17 @@ def test_threads_that_wait_soon_sleep_unless_the_environment_says_otherwise(own:
     environment = clean_environment(OMP_DISPLAY_ENV="verbose", **own)
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert f"GOMP_SPINCOUNT = '{read}'" in said.stderr
+
+
+def test_a_load_begins_when_what_it_imports_is_there() -> None:
+    """Else two threads may import one package, and one gets half of it: a start in some hundreds fails."""
+    code = """import os, sys
+from diskprefix import settings
+from diskprefix.server.process import process
+def load(*_):
+    print({"tokenizers", "numpy", "jinja2"} - sys.modules.keys() or "all", flush=True)
+    os._exit(0)
+process.run(settings.Settings(port=0), load)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment())
+    assert said.stdout == "all\n"
