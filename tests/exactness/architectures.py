@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests.model.draft_modules import with_draft_layer
+from diskprefix.model.load.draft_layer import with_draft_layer
 from tests.model.tensor_weights import QUANTS
 
 VOCAB = 400
