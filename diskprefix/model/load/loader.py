@@ -441,9 +441,7 @@ def _pick_dtype(name: str, given: Mapping[str, Any]) -> str:
     return next((str(part[key]) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), "float32")
 
 
-def _load_processor(
-    source: _ModelSource, tokenizer: Tokenizer, read_encoder: Callable[[], object]
-) -> PictureProcessor | None:
+def _load_processor(source: _ModelSource, tokenizer: Tokenizer, read_encoder: Callable[[], object]) -> PictureProcessor:
     kind, pictures = source.kind, None if source.gguf is None else source.gguf.pictures
     make = None
     if pictures is not None:
@@ -461,7 +459,7 @@ def _load_processor(
     files = sorted(source.path.iterdir()) if source.gguf is None else source.files
     model = PicturesModel(source.path, files, lambda: source.whole, problem, read_encoder, make)
     processor = hooks.open_pictures(model)
-    if processor is not None and processor.problem is not None:
+    if processor.problem is not None:
         log.warning("this model is served for text only: %s", processor.problem)
     return processor
 
