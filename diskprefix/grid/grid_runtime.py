@@ -101,12 +101,13 @@ class GridRuntime:
 def _repeatable_kernels() -> Iterator[None]:
     """Gives a context without cuDNN's attention, which gives the only row of a step other bits from run to run (seen
     with torch 2.11 on an H200). torch's other kernels repeat theirs."""
-    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    cuda: Any = torch.backends.cuda  # torch leaves them without types
+    was_enabled = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+        cuda.enable_cudnn_sdp(was_enabled)
 
 
 @contextmanager
