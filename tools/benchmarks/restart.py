@@ -2,7 +2,8 @@
 
     tools/bench restart
     tools/bench restart --model qwen2.5-coder-0.5b --engine diskprefix --engine llama.cpp --engine vllm
-    tools/bench restart --model 3b --engine diskprefix --engine llama.cpp
+    tools/bench restart --size 32000 --rounds 1 --no-check --model 4b --model 8b \\
+        --engine 'diskprefix --kv-cache-budget 16GiB' --engine 'llama.cpp --sequences 1'
 
 An engine is alone on the machine while it is measured. Every figure is the client's.
 """
@@ -41,7 +42,8 @@ TITLES = {
     "resident_gib": "resident memory, GiB",
     "mapped_gib": "of it pages of files, GiB",
     "disk_gib": "disk beside the model's file, GiB",
-    "recovery_s": "kill -9 to first token, same prompt, s",
+    "recovery_s": "after kill -9: exec to first token, same prompt, s",
+    "lost_s": "that if nothing was saved, s",
     "exact_s": "after kill -9: same prompt, s",
     "next_s": "after kill -9: next turn, s",
     "other_s": "after kill -9: other question, s",
@@ -57,12 +59,13 @@ def measured(
     yield Figure("first_start_s", seconds)
     yield Figure("first_peak_gib", memory.peak_bytes / _GIB)
     engine.kill()
-    yield Figure("start_s", engine.start())
+    start_s = engine.start()
+    yield Figure("start_s", start_s)
     engine.ask([prompt_text(32, f"first-{round_}")], 2)
     texts: dict[int, str] = {}
     with peak_of(partial(_highest_bytes, engine.process)) as memory:
         for size in sizes:
-            texts[size] = yield from _cold(engine, size, round_, reply_tokens)
+            texts[size] = yield from _cold(engine, size, round_, reply_tokens, start_s)
         yield Figure("bandwidth", _read_bandwidth())
         pids = engine.process.pids()
         yield Figure("resident_gib", sum(status_bytes(pid, "VmRSS") for pid in pids) / _GIB)
@@ -92,10 +95,11 @@ def _highest_bytes(process: Process) -> int:
     return max(sum(status_bytes(pid, "VmRSS") for pid in pids), *(status_bytes(pid, "VmHWM") for pid in pids), 0)
 
 
-def _cold(engine: Engine, size: int, round_: int, reply_tokens: int) -> Generator[Figure, None, str]:
+def _cold(engine: Engine, size: int, round_: int, reply_tokens: int, start_s: float) -> Generator[Figure, None, str]:
     """Returns the text of the reply."""
     (reply,) = engine.ask([prompt_text(size, round_)], reply_tokens)
     yield Figure("cold_s", reply.ttft_s, size)
+    yield Figure("lost_s", start_s + reply.ttft_s, size)
     yield Figure("prefill", (reply.prompt_tokens or size) / reply.ttft_s, size)
     if reply.decode_rate:
         yield Figure("rate", reply.decode_rate, size)

@@ -1,4 +1,4 @@
-"""Several requests at once, and decoding with guessed tokens.
+"""Several requests at once, the memory that they share, and decoding with guessed tokens.
 
 tools/bench together
 tools/bench together --part pacing
@@ -20,6 +20,7 @@ import click
 from tools.benchmarks.engines import Engine, HttpEngine
 from tools.benchmarks.results import Figure, Plan, compare, plan_options
 from tools.measuring.answers import Answer, LiveServerError
+from tools.measuring.processes import lower_peak, status_bytes
 from tools.measuring.prompts import WORDS, prompt_text
 
 _NUM, _REPLY_TOKENS, _CONTEXT = 5, 64, 2000
@@ -53,6 +54,9 @@ TITLES = {
     "gap_ms": f"beside a prompt of {_CONTEXT} words, ms",
     "gap_p95_ms": "its 95th percentile, ms",
     "beside_s": "that prompt's first token, s",
+    "all_s": f"{_NUM} over a prompt of {_LONG} words: all replies, s",
+    "peak_mib": "their memory above that before, MiB",
+    "needed_mib": "what distinct tokens take, MiB",
     "edits": "edits of code, tokens/s",
     "chat": "chat, tokens/s",
 }
@@ -122,6 +126,21 @@ def _pacing(engine: Engine, round_: int) -> Iterator[Figure]:
     _require_equal([reply, came], [alone, prompt_alone])
 
 
+def _sharing(engine: Engine, round_: int) -> Iterator[Figure]:
+    """Asks for prompts that begin the same all at once, of a server that has not seen them. Memory is that of the
+    server's processes."""
+    shared, pids = prompt_text(_LONG, f"shared-{round_}"), engine.process.pids()
+    for pid in pids:
+        lower_peak(pid)
+    before, began = sum(status_bytes(pid, "VmRSS") for pid in pids), time.perf_counter()
+    replies = engine.ask([f"{shared} {word}" for word in WORDS[:_NUM]], _REPLY_TOKENS)
+    yield Figure("all_s", time.perf_counter() - began, _LONG)
+    yield Figure("peak_mib", (sum(status_bytes(pid, "VmHWM") for pid in pids) - before) / 2**20)
+    if isinstance(engine, HttpEngine) and engine.without_cache:
+        distinct = replies[0].prompt_tokens + sum(reply.completion_tokens for reply in replies)
+        yield Figure("needed_mib", distinct * engine.cache_stats()["bytes_per_token"] / 2**20)
+
+
 class Guessing:
     """Edits of this project's files, whose replies repeat most of the file, and chat, whose replies repeat little. The
     first engine's replies are those that the others must give."""
@@ -173,6 +192,7 @@ _PARTS: Mapping[str, Callable[[Engine, int], Iterator[Figure]]] = {
     "throughput": _throughput,
     "overtaking": _overtaking,
     "pacing": _pacing,
+    "sharing": _sharing,
     "guessing": Guessing(),
 }
 
