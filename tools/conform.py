@@ -127,7 +127,7 @@ class Server:
     def request(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = ANSWER_DEADLINE_S) -> Any:
         """Raises `ConformError` with the server's words where it refuses, `OSError` where it does not answer."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._options.key}"}
-        request = urllib.request.Request(urljoin(self.url, path), body and json.dumps(body).encode(), headers)
+        request = urllib.request.Request(urljoin(self.url, path), json.dumps(body).encode() if body else None, headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
                 # Numbers stay text: the digits that were sent are compared.
@@ -218,13 +218,15 @@ class Server:
             return True
         return True
 
-    def find_cold(self, prompt: Messages) -> None:
+    def find_cold(self, prompt: Messages, other: Messages) -> None:
         """Learns how to ask for a cold answer. Most servers ignore a field that they do not know, so each is tried."""
-        first, again = self.ask(prompt), self.ask(prompt)
+        # The first request of a process may take longer than a cold one.
+        cold_s = min(self.ask(one).seconds for one in (other, prompt))
+        again = self.ask(prompt)
 
         def is_restored(reply: Reply) -> bool:
             if reply.cached is None:
-                return reply.seconds < FASTER * first.seconds
+                return reply.seconds < FASTER * cold_s
             return reply.cached > (reply.prompt_tokens or 0) // 2
 
         if not self._options.cold and not is_restored(again):
@@ -272,7 +274,7 @@ def reasons(body: Any, path: str = "") -> Iterator[str]:
 def judged(server: Server, options: argparse.Namespace) -> tuple[dict[str, Cell], str]:
     """Asks everything. Returns the columns, and the field that says why a prompt was not restored."""
     prompts, cells = prompts_of(options.words), {name: Cell() for name in COLUMNS}
-    server.find_cold(next(prompts))
+    server.find_cold(next(prompts), next(prompts))
     note(f"cold answers by: {server.cold_by}")
     kept, why = [], [""]
     for number in range(options.rounds):
@@ -312,7 +314,7 @@ def judged(server: Server, options: argparse.Namespace) -> tuple[dict[str, Cell]
 
 def version_of(server: Server) -> str:
     """Returns what a server says of its version."""
-    for path, name in (("../version", "version"), ("../health", "version"), ("../props", "build_info")):
+    for path, name in (("../version", "version"), ("../props", "build_info")):
         with suppress(ConformError, OSError, ValueError, KeyError, TypeError):
             return str(server.request(path, timeout=10)[name])
     return ""
