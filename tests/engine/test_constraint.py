@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -61,6 +61,7 @@ def write(
         if len(tokens) < len(wanted):
             logits[wanted[len(tokens)]] += 50
         tokens.append(sampler.sample(logits))
+        sampler.record(tokenizer.decode(tokens[-1:]))
     return Reply(tokenizer.decode(tokens, skip_special_tokens=True), tokens, sampler.is_complete or EOS in tokens)
 
 
@@ -212,6 +213,42 @@ def test_a_tag_that_has_begun_is_only_left_where_the_constraint_allows_it(
 
 
 # What goes wrong.
+
+
+def refuse() -> str:
+    raise InvalidRequest("too much")
+
+
+@pytest.mark.parametrize(
+    ("likely", "written", "changes"),
+    [
+        ("I call aba! Now call xx", "I call aba! Now call [ab]{3}!.*", {}),
+        ("call", "call [ab]{3}!.*", {"source": "", "make_source": lambda: "start: /call [ab]{3}!/"}),
+        ("call x</t>call x", "call x</t>call [ab]{3}!.*", {"before": FreeText(end="</t>")}),
+        ("Hm<t>call x</t>call x", "Hm<t>call x</t>call [ab]{3}!.*", {"before": FreeText(end="</t>", begin="<t>")}),
+        ("call x", "call x", {"source": "", "make_source": refuse}),
+        ("I recall.", "I recall.", {"begins": re.compile("\\bcall")}),
+    ],
+)
+def test_a_reply_is_free_but_for_its_calls(
+    compiler: ConstraintCompiler, likely: str, written: str, changes: dict[str, Any]
+) -> None:
+    constraint = Constraint(kind="lark", source="start: /call [ab]{3}!/", begins=re.compile("call"))
+    reply = write(compiler, replace(constraint, **changes), likely=likely)
+    assert reply.is_ended
+    assert re.fullmatch(written, reply.text, re.DOTALL)
+
+
+def test_what_was_compiled_is_not_compiled_again(compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    constraint = regex("known [0-9]{1,9}")
+    compiler.check(constraint, param="tools")
+    compiler.matcher(constraint)
+    monkeypatch.setattr(compiler._trials, "_ask", None)
+    monkeypatch.setattr("diskprefix.engine.constrained_reply.matcher_of", None)
+    compiler.check(constraint, param="tools")
+    assert compiler.matcher(constraint).consume_tokens(
+        tiny.tokenizer()("known 7", add_special_tokens=False)["input_ids"]
+    )
 
 
 def test_a_bias_that_forbids_all_that_is_allowed_is_the_requests_fault(compiler: ConstraintCompiler) -> None:
