@@ -271,7 +271,9 @@ def test_a_call_can_be_forced_where_the_tags_are_added_tokens_that_are_not_speci
     reply = compiler.begin_reply(Constraint(kind="lark", source=format.call_grammar([weather], many=False)))
     tokens: list[int] = []
     while not reply.is_complete:
-        tokens.append(int((~reply.forbidden()).nonzero()[0][-1]))
+        forbidden = reply.forbidden()
+        assert forbidden is not None
+        tokens.append(int((~forbidden).nonzero()[0][-1]))
         assert reply.accept(tokens[-1])
     compiler.close()
     assert read(format, [tokenizer.decode(tokens)], [weather]).parsed_calls == [("get_weather", {"city": "Oslo"})]
