@@ -9,9 +9,9 @@ from functools import cached_property
 
 @dataclass(frozen=True, kw_only=True)
 class ThoughtBudget:
-    """How the thoughts of a reply end, if the model does not end them.
+    """The ends of a reply's thoughts that the model does not write.
 
-    They end after `max_tokens` tokens, if that is not None, and once in place of one of `end_ids`, the tokens that end
+    Thoughts end after `max_tokens` tokens, if that is not None, and once in place of one of `end_ids`, the tokens that end
     a reply. `closing` are the tokens that end a thought; they count too. `new_watch` makes a function for one reply,
     which takes each piece of its text and returns whether the reply is in a thought; for "", whether the prompt opened
     one.

@@ -17,7 +17,7 @@ from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
 from diskprefix.chat.splice import readings
 from diskprefix.chat.template import end_texts
-from diskprefix.errors import ContextTooLong
+from diskprefix.errors import ContextTooLong, SettingsError
 from diskprefix.values import Prompt
 from tests.chat.families.conversations import (
     CLIENTS,
@@ -247,6 +247,11 @@ def test_a_template_that_can_keep_thoughts_keeps_them(template: str, switch: dic
     for one in (rendered(renderer_of(family), asked), rendered(owned, conversation)):
         assert thought not in text_of(family, one)
         assert not one.rewriting.template_kwargs
+
+
+def test_the_owner_sets_no_variable_that_the_daemon_sets() -> None:
+    with pytest.raises(SettingsError, match="--chat-template-kwargs: 'tools' is set by the daemon"):
+        renderer_of(QWEN3, template_variables={"tools": []})
 
 
 def test_a_client_that_drops_thoughts_gets_them_back_where_the_template_keeps_them() -> None:
