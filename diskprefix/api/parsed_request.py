@@ -249,13 +249,14 @@ def thought_budget_of(
 
         def see(text: str) -> bool:
             nonlocal tail
-            watch.see(parser.feed(text))
-            # The parser says nothing of a tag until something follows it.
-            tail += text
-            if first in tail:
-                tail, watch.is_open = tail.rpartition(first)[2], False
-            tail = tail[-len(first) :]
-            return watch.is_open
+            seen = tail + text
+            if first in seen:
+                # The parser says nothing of a tag until something follows it.
+                behind = len(seen) - seen.rindex(first) - len(first)
+                parser.feed(text[: len(text) - behind])
+                text, watch.is_open = text[len(text) - behind :], False
+            tail = seen[1 - len(first) :]
+            return watch.see(parser.feed(text))
 
         return see
 

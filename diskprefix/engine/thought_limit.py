@@ -63,7 +63,7 @@ class ThoughtLimit:
         return self._budget.new_watch()
 
     def _is_in_thought(self) -> bool:
-        for text in self._unseen:
-            self._is_open = self._watch(text)
-        self._unseen.clear()
+        if self._unseen:
+            self._is_open = self._watch("".join(self._unseen))
+            self._unseen.clear()
         return self._is_open

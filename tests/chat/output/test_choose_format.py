@@ -230,6 +230,7 @@ def test_the_tags_of_reasoning_are_those_of_the_template(name: str, tags: tuple[
         see(begin)
         assert see("I must")
         assert not see(format.thought.before_end or format.thought.end)
+        assert not budget.new_watch()(closed)
         if name.startswith("Qwen"):
             # A call inside a thought stays as it is, whatever follows it.
             assert see_call(f"{begin}I must")
