@@ -466,12 +466,11 @@ def test_of_several_schemas_the_one_at_fault_is_named(compiler: ConstraintCompil
 
 
 def test_a_trial_whose_server_was_killed_is_made_again(compiler: ConstraintCompiler) -> None:
-    constraint = Constraint(kind="choice", source='["ab"]')
-    compiler.check(constraint, param="it")
+    compiler.check(Constraint(kind="choice", source='["ab"]'), param="it")
     server = compiler._trials._server
     assert server is not None
     server.kill()
-    compiler.check(constraint, param="it")
+    compiler.check(Constraint(kind="choice", source='["cd"]'), param="it")
     assert compiler._trials._server is not server
 
 
