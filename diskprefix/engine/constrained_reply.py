@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 T = TypeVar("T")
+_MERGES = '"merges":['
 _MAX_COMPILED = 8
 _MAX_BEGINNING = 1024
 """The most characters of a text with which a call begins."""
@@ -45,7 +47,7 @@ class ConstraintCompiler:
         self._hf_tokenizer = tokenizer
         self.eos = eos
         self._lock = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer: LLTokenizer | InvalidRequest | None = None
         self.on_ready: Callable[[], None] = lambda: None
         """A function that is called on another thread when a mask is ready."""
         self._trials = Trials(self._tokenizer_text)
@@ -59,12 +61,16 @@ class ConstraintCompiler:
             if self._tokenizer is None:
                 from llguidance import LLTokenizer
 
-                text, num_tokens, eos = self._tokenizer_text()
+                # It takes as long to start, and this holds Python's lock for a second.
+                self._trials.start()
                 try:
+                    text, num_tokens, eos = self._tokenizer_text()
                     self._tokenizer = LLTokenizer(text, n_vocab=num_tokens, eos_token=eos)
-                except Exception as error:  # llguidance raises ValueError, and tokenizers raises nothing narrower
+                except Exception as error:  # noqa: BLE001 (llguidance raises ValueError, tokenizers nothing narrower)
                     message = f"this model's tokenizer cannot be used to constrain a reply: {first_line(error)}"
-                    raise InvalidRequest(message, code="unsupported") from error
+                    self._tokenizer = InvalidRequest(message, code="unsupported")
+            if isinstance(self._tokenizer, InvalidRequest):
+                raise self._tokenizer
             return self._tokenizer
 
     def check(
@@ -104,7 +110,7 @@ class ConstraintCompiler:
 
     def tokens_of(self, tag: str) -> list[int]:
         """Returns the tokens of a tag; [] if the model has no logits for one of them."""
-        tokens = self.tokenizer.tokenize_str(tag, parse_special=True)
+        tokens: list[int] = self._hf_tokenizer.encode(tag, add_special_tokens=False)
         return tokens if max(tokens, default=0) < self.vocab_size else []
 
     def _tokenizer_text(self) -> TokenizerText:
@@ -112,8 +118,12 @@ class ConstraintCompiler:
         backend = copy(self._hf_tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
+        text = backend.to_str()
+        if (at := text.rfind(_MERGES)) >= 0 and text.endswith("]}}"):
+            # Only the texts of tokens matter here, and merges take as much time and memory.
+            text = f"{text[:at]}{_MERGES}]}}}}"
         eos = sorted(token for token in self.eos if token < known) or None
-        return TokenizerText(backend.to_str(), max(known, self.vocab_size), eos)
+        return TokenizerText(text, max(known, self.vocab_size), eos)
 
 
 class _Beginning:
@@ -131,6 +141,11 @@ class _Beginning:
         if constraint.make_source is not None:
             constraint = replace(constraint, source=constraint.make_source())
         return self._compiler.matcher(constraint)
+
+    def prepare(self) -> None:
+        """Compiles the constraint."""
+        with suppress(DiskPrefixError):
+            _ = self.matcher
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Runs `work` on the thread, after all work that was submitted before."""
@@ -166,6 +181,9 @@ class ConstrainedReply:
     def another(self) -> ConstrainedReply:
         """Returns another reply to the same request, at its beginning."""
         return ConstrainedReply(self._compiler, self._constraint, self._beginning)
+
+    def prepare(self) -> None:
+        """Does nothing: the constraint is compiled from the beginning on."""
 
     def record(self, text: str) -> None:
         """Records the text that a token completed."""
@@ -265,10 +283,17 @@ class ConstrainedCalls:
         self._tail = ""
         """The text in which a call may begin, or in which a thought may end."""
         self._in_thought = constraint.before is not None and constraint.before.begin is None
+        self._is_prepared = False
 
     def another(self) -> ConstrainedCalls:
         """Returns another reply to the same request, at its beginning."""
         return ConstrainedCalls(self._compiler, self._constraint, self._beginning)
+
+    def prepare(self) -> None:
+        """Has the grammar made before a call begins."""
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._beginning.submit(self._beginning.prepare)
 
     @property
     def is_ready(self) -> bool:

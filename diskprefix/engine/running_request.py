@@ -148,6 +148,7 @@ class Reply(Sequence):
             if isinstance(state, KVSequence) and not running.is_published:
                 running.cached.after_step(state)
         if chunk.end < self.num_known:
+            self.sampler.prepare()
             return "computing"
         if chunk.end == self.prompt_tokens:
             return self.end_prompt(logits[-1])

@@ -80,6 +80,11 @@ class Sampler:
             self._ids = np.append(self._ids, token)
         return token
 
+    def prepare(self) -> None:
+        """Prepares for a constraint, while the prompt is computed."""
+        if self._constraint is not None:
+            self._constraint.prepare()
+
     def record(self, text: str) -> None:
         """Records the text that the sampled token completed."""
         if self._constraint is not None:

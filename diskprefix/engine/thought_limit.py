@@ -11,10 +11,10 @@ from functools import cached_property
 class ThoughtBudget:
     """The ends of a reply's thoughts that the model does not write.
 
-    Thoughts end after `max_tokens` tokens, if that is not None, and once in place of one of `end_ids`, the tokens that end
-    a reply. `closing` are the tokens that end a thought; they count too. `new_watch` makes a function for one reply,
-    which takes each piece of its text and returns whether the reply is in a thought; for "", whether the prompt opened
-    one.
+    Thoughts end after `max_tokens` tokens, if that is not None, and once in place of one of `end_ids`, the tokens that
+    end a reply. `closing` are the tokens that end a thought; they count too. `new_watch` makes a function for one
+    reply, which takes its text in pieces and returns whether the reply is in a thought; for "", whether the prompt
+    opened one.
     """
 
     max_tokens: int | None

@@ -46,6 +46,8 @@ _LENGTH_BYTES = 8
 _SERVER = "import sys; from diskprefix.engine.trial import serve; serve(int(sys.argv[1]))"
 _ATTEMPTS = 2
 _DYING_S = 5.0
+_IDLE_S = 60.0
+"""The time without a trial after which the server ends, which takes 150 MB of memory."""
 _PATIENCE_S = 60.0
 """The time for the server to start. A trial ends itself much sooner."""
 
@@ -103,6 +105,13 @@ class Trials:
             raise InvalidRequest(f"{param}: {message}", param=param, code="constraint_too_complex")
         return {path: Loosened(*one) for path, one in last["compiled"].items()}
 
+    def start(self) -> None:
+        """Starts the server, if there is none. It ends when it had no trial for a while."""
+        with self._lock:
+            if not self._is_closed and (self._server is None or self._server.poll() is not None):
+                self._end_server()
+                self._start_server()
+
     def close(self) -> None:
         """Ends the server and its trials."""
         with self._lock:
@@ -136,13 +145,10 @@ class Trials:
 
     def _hand_over(self, theirs: socket.socket) -> bool:
         """Gives a socket to the server, and starts one if there is none. Returns True if it took the socket."""
+        self.start()
         with self._lock:
-            if self._is_closed:
+            if self._control is None:
                 return False
-            if self._server is None or self._server.poll() is not None:
-                self._end_server()
-                self._start_server()
-            assert self._control is not None
             try:
                 socket.send_fds(self._control, [b"t"], [theirs.fileno()])
             except OSError:
@@ -175,7 +181,7 @@ class Trials:
             self._control = None
         if server is None:
             return
-        if server.poll() is not None and not self._is_closed:
+        if server.poll() and not self._is_closed:
             log.warning("[engine] the process that compiles constraints ended with code %s", server.returncode)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(server.pid, signal.SIGKILL)
@@ -186,7 +192,7 @@ class Trials:
 
 
 def serve(control_fd: int) -> None:
-    """Forks for each socket that arrives, until the other side is gone."""
+    """Forks for each socket that arrives, until the other side is gone or nothing comes for a while."""
     from llguidance import LLTokenizer
 
     # The engine has precedence: see `server.threads`.
@@ -199,8 +205,12 @@ def serve(control_fd: int) -> None:
         num_bytes = int.from_bytes(_receive_exactly(control, _LENGTH_BYTES))
         text, num_tokens, eos = json.loads(_receive_exactly(control, num_bytes))
         tokenizer = LLTokenizer(text, n_vocab=num_tokens, eos_token=eos)
+        control.settimeout(_IDLE_S)
         while True:
-            _, fds, _, _ = socket.recv_fds(control, 1, 1)
+            try:
+                _, fds, _, _ = socket.recv_fds(control, 1, 1)
+            except TimeoutError:
+                return
             if not fds:
                 return
             if os.fork() == 0:
