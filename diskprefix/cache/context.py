@@ -29,7 +29,7 @@ from diskprefix.store.savings import Tally
 from diskprefix.store.schema import Kind, node_name
 from diskprefix.store.store import Publication
 from diskprefix.tokens import LEAST_TOKENS
-from diskprefix.values import Break, CacheOptions, MissReason, Prompt, Selection
+from diskprefix.values import Break, CacheOptions, Lost, MissReason, Prompt, Selection
 
 log = logging.getLogger("diskprefix")
 
@@ -46,8 +46,7 @@ class RequestContext:
     goes_on: bool = False
 
     def __post_init__(self) -> None:
-        # A purge reaches the state in memory, which the request may begin with, a moment after the store.
-        self.epoch = self.cache.store.epoch._replace(purged_at=self.cache.namespaces.purged_at)
+        self.epoch = self.cache.epoch
         """The epoch of the store and of the state in memory when the request began."""
         self.spending: Spending | None = None
         """The state of the write budget when the prompt was chosen."""
@@ -147,6 +146,23 @@ class RequestContext:
             same_behind(prompt.token_ids, earlier.prompt.token_ids) >= LEAST_TOKENS for earlier in recent
         )
         return "diverged" if broken is not None or (leaves_early and is_like) else "new"
+
+    def lost(
+        self, restored: RestoreResult, selection: Selection, broken: Break | None, reason: MissReason | None
+    ) -> tuple[Lost, ...]:
+        """Returns the tokens that are computed again: of the beginning that an earlier prompt had too, and behind the
+        `broken` place. `reason` is that of a miss. Fewer tokens than lie between two restorable positions are left
+        out."""
+        num_tokens, is_upgraded = len(self.prompt.token_ids), restored.refused == "upgraded"
+        known = num_tokens if is_upgraded else max(selection.common, selection.seen, restored.matched)
+        of_beginning = restored.refused or (reason if reason in ("error", "too_short") else "not_stored")
+        behind = 0 if broken is None else broken.at + broken.num_tokens - known
+        lost = (
+            Lost(of_beginning, known - restored.num_tokens),
+            Lost("image" if reason == "image" else "diverged", behind),
+        )
+        least = LEAST_TOKENS if self.cache.layout.state_kind == "token" else self.cache.settings.block_size
+        return () if self.bypass else tuple(each for each in lost if each.num_tokens >= least)
 
     def is_outdated(self, nodes: PromptNodes) -> bool:
         """Returns whether another build has stored the first block of a prompt, or all of a shorter prompt. Reads the

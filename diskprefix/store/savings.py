@@ -7,7 +7,7 @@ a kill loses no more. Several processes may add to one note.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import date
 from functools import partial
@@ -16,6 +16,7 @@ import msgspec
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import Changes, SmallWrite
+from diskprefix.store.lost import LostTokens, joined
 from diskprefix.store.note_record import NoteKind, NoteTimes, decode_note, encode_note, note_bytes, note_key
 from diskprefix.store.schema import RootRecord, decode_record, encode_record
 from diskprefix.store.snapshot import Snapshot
@@ -60,12 +61,13 @@ class RecentHit(msgspec.Struct, array_like=True, frozen=True):
 
 class Savings(msgspec.Struct, kw_only=True):
     """The counts of one root. The keys of `days` are ordinals of local dates (`datetime.date.toordinal`). `hits` are
-    the last ones, oldest first."""
+    the last ones, oldest first. `lost` are the tokens of the last day that were computed again."""
 
     since: float
     total: Tally = msgspec.field(default_factory=Tally)
     days: dict[int, Tally] = msgspec.field(default_factory=dict)
     hits: list[RecentHit] = msgspec.field(default_factory=list)
+    lost: list[LostTokens] = msgspec.field(default_factory=list)
 
     def today(self, now: float) -> Tally:
         return self.days.get(day_of(now), Tally())
@@ -77,6 +79,7 @@ class Savings(msgspec.Struct, kw_only=True):
             self.days.setdefault(day, Tally()).add(tally)
         self.days = dict(sorted(self.days.items())[-_DAYS:])
         self.hits = sorted([*self.hits, *other.hits], key=lambda hit: hit.when)[-_RECENT_HITS:]
+        self.lost = joined([*self.lost, *other.lost])
 
 
 def read_savings(snapshot: Snapshot) -> dict[bytes, Savings]:
@@ -90,7 +93,7 @@ def keep_counts(changes: Changes, roots: Iterable[bytes]) -> None:
     for root in roots:
         if (savings := savings_of(changes, root)) is not None:
             total.add(savings)
-    total.hits = []
+    total.hits, total.lost = [], []
     changes.put_meta(_REMOVED, encode_record(_REMOVED.encode(), total))
 
 
@@ -149,16 +152,25 @@ class SavingsLog:
         self.saved_s = 0.0
         """Seconds of computing that restores saved since the start of this process."""
 
-    def record(self, epoch: Epoch, root: bytes, record: RootRecord, counts: Tally, block: bytes | None) -> None:
+    def record(
+        self,
+        epoch: Epoch,
+        root: bytes,
+        record: RootRecord,
+        counts: Tally,
+        block: bytes | None = None,
+        lost: Sequence[LostTokens] = (),
+    ) -> None:
         """Counts a request that began in `epoch`. `block` is the last full block that it restored, None if there is
-        none."""
+        none. `lost` are the tokens that it computed again."""
         now = self._store.clock()
         hits = [RecentHit(now, block, counts.restored_tokens)] if block is not None else []
         with self._lock:
             self.saved_s += counts.saved_s
             if (epoch, root) in self._waiting or len(self._waiting) < _MAX_WAITING:
                 _, waiting = self._waiting.setdefault((epoch, root), (record, Savings(since=now)))
-                waiting.add(Savings(since=now, total=counts, days={day_of(now): counts}, hits=hits))
+                days = {day_of(now): counts}
+                waiting.add(Savings(since=now, total=counts, days=days, hits=hits, lost=[*lost]))
 
     def total(self) -> Savings:
         """Returns `total_savings` with the counts of this process that are not written yet. Raises `CacheError`."""
@@ -197,7 +209,7 @@ class SavingsLog:
                 if not changes.has_record("roots", root):
                     # All of this root was purged.
                     continue
-                new.hits = []
+                new.hits, new.lost = [], []
             changes.put_root(root, record)
             stored = savings_of(changes, root) or Savings(since=new.since)
             stored.add(new)

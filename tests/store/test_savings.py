@@ -11,6 +11,7 @@ import pytest
 from diskprefix.errors import StoreUnavailable
 from diskprefix.store import savings
 from diskprefix.store.changes import Changes
+from diskprefix.store.lost import LostTokens, joined, of_last_day
 from diskprefix.store.note_record import NoteKind, note_key
 from diskprefix.store.savings import Savings, SavingsLog, Tally, read_savings, total_savings
 from diskprefix.store.schema import RootRecord
@@ -145,3 +146,27 @@ def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:
     log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
     store.write_from(log.writing)
     assert stored(store)[ROOT].total.requests == 1
+
+
+def lost(hour: int, tokens: int, **fields: Any) -> LostTokens:
+    return LostTokens(hour=hour, cause="diverged", tokens=tokens, **fields)
+
+
+def test_tokens_that_were_computed_again_add_up_over_processes_for_a_day(tmp_path: Path) -> None:
+    for _ in range(2):
+        store = open_store(tmp_path)
+        log = SavingsLog(store)
+        log.record(store.epoch, ROOT, RECORD, Tally(), lost=[lost(100, 7, client="a"), lost(101, 5, client="b")])
+        store.write_from(log.writing)
+        store.close()
+    store = open_store(tmp_path)
+    rows = stored(store)[ROOT].lost
+    assert [(row.hour, row.client, row.tokens, row.requests) for row in rows] == [(100, "a", 14, 2), (101, "b", 10, 2)]
+    assert [row.tokens for row in of_last_day(rows, 101 * 3600.0)] == [14, 10]
+    assert [row.tokens for row in of_last_day(rows, 124 * 3600.0)] == [10]
+    assert of_last_day(rows, 0.0) == [], "the clock was wrong"
+
+
+def test_hours_before_the_last_day_and_the_smallest_rows_are_dropped() -> None:
+    rows = joined([lost(9, 10**6), *(lost(99, tokens, line=str(tokens)) for tokens in range(1, 300))])
+    assert [row.tokens for row in rows] == [*range(299, 171, -1)]
