@@ -120,7 +120,7 @@ class PrefixCache:
     def count_lost(self, tenant: Tenant, epoch: Epoch, lost: Sequence[LostTokens]) -> None:
         """Counts tokens that a request computed again, which began in `epoch`; for any thread."""
         record = self.root_record(tenant)
-        self.writer.savings.record(epoch, root_hash(record.identity), record, Tally(), lost=lost)
+        self.writer.savings.record(epoch, root_hash(record.identity), record, Tally(), lost)
 
     def owner(self, tenant: Tenant) -> Owner:
         """Returns the owner of a tenant's state in memory; for any thread."""

@@ -179,16 +179,13 @@ class RequestContext:
         """Counts the request, with the seconds that the cache saved."""
         cache, namespace, num_tokens = self.cache, self.namespace, restored.num_tokens
         prefill_s = restored.prefill_s or num_tokens * (cache.cost_model.prefill_s_per_token or 0.0)
-        blocks = [node.name for node in restored.blocks if node.end <= num_tokens]
         counts = Tally(
             requests=1,
             prompt_tokens=len(self.prompt.token_ids),
             restored_tokens=num_tokens,
             saved_s=max(0.0, prefill_s - restored.restore_ms / 1e3),
         )
-        cache.writer.savings.record(
-            self.epoch, namespace.root, namespace.record, counts, blocks[-1] if blocks else None
-        )
+        cache.writer.savings.record(self.epoch, namespace.root, namespace.record, counts)
 
     def prefetch(self, nodes: PromptNodes, is_cancelled: Callable[[], bool], have: int) -> Prefetched:
         """Fetches the nodes that the shared tier has and nearer tiers lack into the writer's buffer, where restores

@@ -217,7 +217,6 @@ def test_an_entry_shows_its_text_who_shares_it_and_how_it_is_stored(inspect: Ins
     assert [one["num_tokens"] for one in shown["shared_with"]] == [
         max(b["position"] + b["num_tokens"] for b in shown["blocks"] if b["entries"] == 2)
     ]
-    assert shown["hit_times"] == sorted(shown["hit_times"]) != []
 
 
 def test_an_entry_whose_tokenizer_is_gone_shows_its_preview(inspect: Inspect, made: SavedChats, tmp_path: Path) -> None:
@@ -303,7 +302,7 @@ def test_tokens_that_were_computed_again_are_listed_with_what_to_do(inspect: Ins
                 LostTokens(hour=hour, cause="diverged", line=f"[bold]{model}", tool="bash", tokens=90),
             ]
             record = RootRecord(model=model, block_size=BLOCK, layout=layout, created_at=0.0)
-            log.record(store.epoch, root_hash(model), record, Tally(), lost=rows)
+            log.record(store.epoch, root_hash(model), record, Tally(), rows)
             store.write_from(log.writing)
     first, *others = inspect(tmp_path, "--lost", "--json").json["lost"]
     assert (first["cause"], first["client"], first["tokens"], first["requests"]) == ("not_stored", "opencode", 1400, 2)
