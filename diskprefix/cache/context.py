@@ -155,10 +155,12 @@ class RequestContext:
         out."""
         num_tokens, is_upgraded = len(self.prompt.token_ids), restored.refused == "upgraded"
         known = num_tokens if is_upgraded else max(selection.common, selection.seen, restored.matched)
-        of_beginning = restored.refused or (reason if reason in ("error", "too_short") else "not_stored")
+        cause: MissReason = restored.refused or "not_stored"
+        if reason in ("error", "too_short"):
+            cause = reason
         behind = 0 if broken is None else broken.at + broken.num_tokens - known
         lost = (
-            Lost(of_beginning, known - restored.num_tokens),
+            Lost(cause, known - restored.num_tokens),
             Lost("image" if reason == "image" else "diverged", behind),
         )
         least = LEAST_TOKENS if self.cache.layout.state_kind == "token" else self.cache.settings.block_size
