@@ -25,7 +25,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
-from diskprefix.store.lost import LostTokens, of_last_day
+from diskprefix.store.lost_tokens import LostTokens, of_last_day
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.purge import Purged, PurgeFilter, delete_entry, purge

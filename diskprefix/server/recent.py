@@ -18,7 +18,7 @@ from typing import Any
 from diskprefix.api.figures import broken_by, figures_reply
 from diskprefix.printable import shown
 from diskprefix.server.log_context import LogContext
-from diskprefix.store.lost import LostTokens, hour_of
+from diskprefix.store.lost_tokens import LostTokens, hour_of
 from diskprefix.values import CacheOutcome, CacheReport
 
 MAX_REPLIES = 300

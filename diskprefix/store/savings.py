@@ -16,7 +16,7 @@ import msgspec
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import Changes, SmallWrite
-from diskprefix.store.lost import LostTokens, joined
+from diskprefix.store.lost_tokens import LostTokens, joined
 from diskprefix.store.note_record import NoteKind, NoteTimes, decode_note, encode_note, note_bytes, note_key
 from diskprefix.store.schema import RootRecord, decode_record, encode_record
 from diskprefix.store.snapshot import Snapshot

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from diskprefix.store.changes import Use, touches
-from diskprefix.store.lost import LostTokens, hour_of
+from diskprefix.store.lost_tokens import LostTokens, hour_of
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
 from diskprefix.store.savings import SavingsLog, Tally
@@ -307,7 +307,7 @@ def test_tokens_that_were_computed_again_are_listed_with_what_to_do(inspect: Ins
     first, *others = inspect(tmp_path, "--lost", "--json").json["lost"]
     assert (first["cause"], first["client"], first["tokens"], first["requests"]) == ("not_stored", "opencode", 1400, 2)
     assert "--kv-cache-budget" in first["advice"]
-    assert [(row["tool"], row["line"]) for row in others] == [("bash", "[bold]one"), ("bash", "[bold]two")]
+    assert sorted((row["tool"], row["line"]) for row in others) == [("bash", "[bold]one"), ("bash", "[bold]two")]
     shown = inspect(tmp_path, "--lost", "--model", "one").stdout
     assert "not stored, from opencode" in shown
     assert "[bold]one" in shown

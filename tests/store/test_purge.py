@@ -17,7 +17,7 @@ from diskprefix.store import purge as purging
 from diskprefix.store.changes import NewNode, Use, touches
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.compact import compact_folder
-from diskprefix.store.lost import LostTokens
+from diskprefix.store.lost_tokens import LostTokens
 from diskprefix.store.note_record import ENCODED_TEXT, NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge

@@ -10,7 +10,7 @@ import pytest
 
 from diskprefix.errors import StoreUnavailable
 from diskprefix.store.changes import Changes
-from diskprefix.store.lost import LostTokens, joined, of_last_day
+from diskprefix.store.lost_tokens import LostTokens, joined, of_last_day
 from diskprefix.store.note_record import NoteKind, note_key
 from diskprefix.store.savings import Savings, SavingsLog, Tally, read_savings, total_savings
 from diskprefix.store.schema import RootRecord

@@ -14,7 +14,7 @@ from diskprefix.errors import PrefixGone
 from diskprefix.store import writer as writer_module
 from diskprefix.store.compact import rewrite_folder
 from diskprefix.store.environment import Environment
-from diskprefix.store.lost import LostTokens
+from diskprefix.store.lost_tokens import LostTokens
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.purge import PurgeFilter, purge

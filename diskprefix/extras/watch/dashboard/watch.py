@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from diskprefix.engine.gauges import Activity
 from diskprefix.extras.watch.dashboard.problems import problems
-from diskprefix.extras.watch.lost import advised
+from diskprefix.extras.watch.lost_advice import advised
 from diskprefix.model.load.memory import resident_bytes
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.guards import is_loopback

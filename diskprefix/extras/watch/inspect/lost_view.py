@@ -8,8 +8,8 @@ import click
 from msgspec.structs import asdict
 
 from diskprefix.cli.tooling import plain, print_json, print_table
-from diskprefix.extras.watch.lost import advised
-from diskprefix.store.lost import of_last_day
+from diskprefix.extras.watch.lost_advice import advised
+from diskprefix.store.lost_tokens import of_last_day
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.units import counted

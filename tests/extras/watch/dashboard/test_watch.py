@@ -18,7 +18,7 @@ from diskprefix.extras.watch.dashboard import entries
 from diskprefix.extras.watch.dashboard.entries import SavedPrompts
 from diskprefix.extras.watch.dashboard.problems import Problem, problems
 from diskprefix.extras.watch.dashboard.watch import Watch
-from diskprefix.extras.watch.lost import advised
+from diskprefix.extras.watch.lost_advice import advised
 from diskprefix.server.recent import EndedRequest
 from diskprefix.server.threads import Threads
 from diskprefix.settings import Settings

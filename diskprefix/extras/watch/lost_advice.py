@@ -21,7 +21,7 @@ _OF_CLIENT = "; `diskprefix clients` says what to switch off in agents that shor
 
 
 def advised(rows: Iterable[Mapping[str, Any]], texts: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns rows of `store.lost.of_last_day`, each with `advice` and `what`: its cause, client, tool and line.
+    """Returns rows of `store.lost_tokens.of_last_day`, each with `advice` and `what`: its cause, client, tool and line.
     `texts` has the texts of masked lines, where they may be shown."""
     return [dict(row) | {"what": _what(row, texts), "advice": _advice(row)} for row in rows]
 
