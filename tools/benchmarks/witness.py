@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
+import httpx
 from rich.console import Console
 
 from diskprefix.progress import Report
@@ -34,7 +35,8 @@ PRESSURE = {
     "agent-sim": "--max-context 8192 --sessions 2 --main-tokens 5000 --sub-tokens 2000 --step-tokens 1000 "
     "--finalize-tokens 500 --no-viz --salt 1",
 }
-"""Programs of cache-pressure, with what suits a model of 8 192 tokens."""
+"""Programs of cache-pressure, with what suits a model of 8 192 tokens. The last two are written for Python 3.12."""
+_COLOR = re.compile(r"\x1b\[\d+m")
 _RESULTS = re.compile(r"(?:retained|runs passed|sessions|Results|passed|survi).*", re.IGNORECASE)
 
 
@@ -56,7 +58,8 @@ def open_responses(sources: str, report: Report) -> tuple[Path, Path]:
 def commands(url: str, model: str, sources: str, report: Report) -> Mapping[str, Sequence[str]]:
     """Returns the command of each program. Raises `NotInstalled`."""
     folder = python_of("cache-pressure", report).parent
-    found = {name: [str(folder / name), "--base-url", url, *more.split()] for name, more in PRESSURE.items()}
+    chosen = PRESSURE if sys.version_info >= (3, 12) else {name: PRESSURE[name] for name in ("cache-pressure",)}
+    found = {name: [str(folder / name), "--base-url", url, *more.split()] for name, more in chosen.items()}
     bun, tests = open_responses(sources, report)
     compliance = [str(bun), "run", str(tests / "bin/compliance-test.ts"), "--base-url", url, "--api-key", "none"]
     return found | {"open responses": [*compliance, "--model", model]}
@@ -80,15 +83,16 @@ def main(only: tuple[str, ...], model: str | None, sources: str, folder: Path | 
             with step(console, "starting the daemon"):
                 server.start()
             url = f"http://127.0.0.1:{server.port}/v1"
-            for name, command in commands(url, "any", sources, console.print).items():
+            served = httpx.get(f"{url}/models").raise_for_status().json()["data"][0]["id"]
+            for name, command in commands(url, served, sources, console.print).items():
                 if only and name not in only:
                     continue
                 with step(console, name):
                     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=workspace)
-                click.echo(ended.stdout)
-                said = [line.strip() for line in ended.stdout.splitlines() if _RESULTS.search(line)]
-                rows.append(
-                    verdict(name, said[-1] if said else f"exit {ended.returncode}", "exit 0", not ended.returncode)
-                )
-    Console().print(verdict_table("Programs of others", rows))
+                text = _COLOR.sub("", ended.stdout)
+                click.echo(text)
+                said = [line.strip() for line in text.splitlines() if _RESULTS.search(line)]
+                figure = said[-1] if said else f"exit {ended.returncode}"
+                rows.append(verdict(name, figure, "exit 0", not ended.returncode))
+    Console(width=100).print(verdict_table("Programs of others", rows))
     sys.exit(0 if all(row["holds"] for row in rows) else 1)
