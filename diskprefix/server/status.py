@@ -72,7 +72,7 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(content, status_code)
 
 
-class PropsParameters(BaseModel):
+class PropsParameters(BaseModel, defer_build=True):
     """`GET /props`."""
 
     check: bool = Field(default=False, description="With `wrong_pages`: what is wrong with the pages of KV memory.")
