@@ -366,9 +366,11 @@ class ServedModel:
         )
 
     def _touch_memory(self) -> None:
+        if not (longest := self.cache.store.longest_prompt()):
+            # Nothing can be restored.
+            return
         try:
-            num_tokens = self.cache.store.longest_prompt() + _TURN_TOKENS
-            self.pages.make_ahead(_AHEAD_BYTES, min(num_tokens, self.max_positions))
+            self.pages.make_ahead(_AHEAD_BYTES, min(longest + _TURN_TOKENS, self.max_positions))
         except ContextTooLong as error:
             # Only a head start is lost. A request allocates the memory that it needs.
             log.info("[engine] no KV memory taken ahead: %s", error)

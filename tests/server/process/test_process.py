@@ -155,7 +155,7 @@ def test_a_prompt_that_is_wholly_stored_is_answered_before_the_weights_are_in_me
     environment = clean_environment(HELD_WEIGHTS=str(held))
     flags, module = serve_flags(chat_model, cache), "tests.server.held_weights"
     with ThreadPoolExecutor(1) as clients, DaemonProcess(*flags, module=module, environment=environment) as daemon:
-        with daemon.client() as client:
+        with httpx.Client(base_url=daemon.url, timeout=60) as client:
             again = clients.submit(client.post, CHAT, json=body | {"max_tokens": 1}).result(30).json()
             assert again["prefix_cache"]["restored"] == first["usage"]["prompt_tokens"]
             waiting = clients.submit(client.post, CHAT, json=body)
