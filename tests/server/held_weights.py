@@ -16,5 +16,5 @@ def finish(_: FolderWeights) -> None:
 
 
 if __name__ == "__main__":
-    FolderWeights.finish = finish  # type: ignore[method-assign]
+    FolderWeights.finish = finish  # type: ignore[assignment, method-assign]
     main()
