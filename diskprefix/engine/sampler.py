@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import math
 import secrets
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import Philox
 
 from diskprefix.engine.constrained_reply import ConstrainedCalls, ConstrainedReply, Forbidden
 from diskprefix.engine.request import SamplingParams, TokenLogprob
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import InvalidRequest, NonFiniteLogits
 from diskprefix.tokens import Logits, TokenIds
-
-if TYPE_CHECKING:
-    from numpy.random import Philox
 
 GROUP = 256
 """The number of neighbouring values whose maximum or sum is looked at first."""
@@ -48,15 +44,10 @@ class Sampler:
         self._ids = np.unique(prompt if self._penalises else prompt[:0]).astype(np.int64)
         """The tokens that penalties count: those of the prompt, each once, and behind them the reply."""
         self._prompt_tokens = len(self._ids)
-        self._key = ((secrets.randbits(64) if params.seed is None else params.seed) + choice) % 2**64
-
-    @cached_property
-    def _numbers(self) -> Philox:
-        """Philox computes its n-th number from its key and n alone: neighbouring seeds are independent, and the n-th
-        draw has the n-th number. numpy promises the raw numbers for all versions, not those of a `Generator`."""
-        from numpy.random import Philox
-
-        return Philox(key=self._key)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        # Philox computes its n-th number from its key and n alone: neighbouring seeds are independent, and the n-th
+        # draw has the n-th number. numpy promises the raw numbers for all versions, not those of a `Generator`.
+        self._numbers = Philox(key=(seed + choice) % 2**64)
 
     @property
     def is_complete(self) -> bool:
