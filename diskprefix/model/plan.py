@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from array import array
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -71,7 +70,7 @@ class ComputePlan:
         self._free: dict[int, list[int]] = {}
         self._kept: list[Any] = []
         self._scratch: list[tuple[int, int]] | None = None
-        self._ids_below = defaultdict[int, np.ndarray](lambda: self._numbers(max_rows))
+        self._ids_below = dict[int, np.ndarray]()
         """The step's tokens for tables of so many rows."""
         self._logit_rows = self._numbers(max_rows)
         self._positions = self._numbers(_MAX_AXES * max_rows).reshape(_MAX_AXES, max_rows)
@@ -124,7 +123,8 @@ class ComputePlan:
 
     def embeddings(self, table: Matrix | DenseMatrix) -> Buffer:
         """Returns the rows of a table that the step's tokens have: the first one for tokens that it lacks."""
-        ids = self._ids_below[min(table.rows, self.vocab_size)]
+        num_ids = min(table.rows, self.vocab_size)
+        ids = self._ids_below[num_ids] = self._ids_below.get(num_ids, self._numbers(self.max_rows))
         out = self.rows(table.columns)
         if isinstance(table, Matrix):
             call = calls.LookupCall(ids=address_of(ids), matrix=table.address, out=out.address)

@@ -41,10 +41,11 @@ TITLES = {
     "rate": "decode, tokens/s",
     "bandwidth": "all threads read memory at, GB/s",
     "peak_gib": "peak of memory, GiB",
+    "short_gib": "memory after a short reply, GiB",
     "resident_gib": "resident memory, GiB",
     "mapped_gib": "of it pages of files, GiB",
     "disk_gib": "disk beside the model's file, GiB",
-    "recovery_s": "kill -9 to first token, same prompt, s",
+    "recovery_s": "exec to first token, same prompt, s",
     "exact_s": "after kill -9: same prompt, s",
     "next_s": "after kill -9: next turn, s",
     "other_s": "after kill -9: other question, s",
@@ -64,6 +65,7 @@ def measured(
     engine.kill()
     yield Figure("start_s", engine.start())
     engine.ask([prompt_text(32, f"first-{round_}")], 2)
+    yield Figure("short_gib", sum(status_bytes(pid, "VmRSS") for pid in engine.process.pids()) / _GIB)
     texts: dict[int, str] = {}
     with peak_of(partial(_highest_bytes, engine.process)) as memory:
         for size in sizes:

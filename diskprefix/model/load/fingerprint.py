@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +98,8 @@ class Fingerprint:
     @classmethod
     def of(cls, model: Any, weights_digest: str, mode: str = "strict") -> Fingerprint:
         """Returns the fingerprint of a loaded transformers model."""
+        from importlib.metadata import version
+
         import torch
 
         config = model.config

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,7 +196,8 @@ def loaded(kv_limit: int) -> Any:
     """Returns what `ServedModel` takes as a model that is loaded."""
     config = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=4096)
     config.get_text_config = lambda decoder: config  # noqa: ARG005
-    fit = SimpleNamespace(kv_limit=kv_limit, context=4096)
+    fit, in_memory = SimpleNamespace(kv_limit=kv_limit, context=4096), Future[None]()
+    in_memory.set_result(None)
     return SimpleNamespace(
         config=config,
         dtype="float32",
@@ -208,4 +210,6 @@ def loaded(kv_limit: int) -> Any:
         origin=Path("hash"),
         fit=fit,
         timings={},
+        finish=lambda: None,
+        in_memory=in_memory,
     )
