@@ -70,17 +70,7 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(content, status_code)
 
 
-<<<<<<< HEAD
 @routes.add("GET /props", "Properties", errors=[401])
-=======
-class PropsParameters(BaseModel, defer_build=True):
-    """`GET /props`."""
-
-    check: bool = Field(default=False, description="With `wrong_pages`: what is wrong with the pages of KV memory.")
-
-
-@routes.add("GET /props", "Properties", parameters=PropsParameters, errors=[401])
->>>>>>> 04bd6b59
 async def props(request: Request) -> Response:
     """The model and the daemon, for its owner.
 
