@@ -15,6 +15,7 @@ import numpy as np
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import save_idle
 from diskprefix.cache.encoded_pictures import EncodedPictures
+from diskprefix.engine.ahead_jobs import AheadJobs
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.draft_model import DraftModel, LoadedDraft
@@ -122,6 +123,9 @@ class ServedModel:
             pages = self._make_pages(draft.cache, cache.layout)
             self.draft = DraftModel(draft.runtime, draft.cache, pages, _max_positions(draft.loaded.config))
         self.speculation = self._make_speculation()
+        is_exact = cache.layout.exact_at == "token" and not cache.layout.unsupported
+        self.ahead = AheadJobs(cache.settings.ahead_s if is_exact else 0.0)
+        cache.on_forget.append(lambda: self.ahead.forget(cache.is_gone))
         self.startup_timings: dict[str, float] = {}
         """The seconds of each step of loading."""
         self.end_ids = _end_ids(loaded.stops, self.tokenizer)
@@ -157,6 +161,7 @@ class ServedModel:
     def give_way(self) -> None:
         """Ends the work done ahead of the first request, because it has come. For any thread."""
         self.pages.give_way()
+        self.ahead.give_way()
         if self.draft is not None:
             self.draft.pages.give_way()
 

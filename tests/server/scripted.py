@@ -21,6 +21,7 @@ import numpy as np
 import uvicorn
 
 from diskprefix.cache.cost_model import CostModel
+from diskprefix.engine.ahead_jobs import AheadJobs
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.gauges import EngineFigures
 from diskprefix.engine.inbox import Inbox
@@ -87,6 +88,7 @@ STATS: dict[str, Any] = {
     "quarantined": 15,
     "stalled_reads": 16,
     "outdated": 17,
+    "ahead_tokens": 18,
     "errors": 16,
     "remote": None,
     "gate": CostModel("auto", lambda num_tokens: 23_040 * num_tokens).as_dict(),
@@ -159,6 +161,7 @@ class ScriptedEngine:
         self.cache = ScriptedCache(self)
         self.figures = EngineFigures()
         self.pages = SimpleNamespace(stats=self.memory_stats, sequences=list)
+        self.ahead = AheadJobs(0)
 
     @property
     def last_prompt(self) -> str:
@@ -325,7 +328,8 @@ def scripted_app(model: Path, engine: ScriptedEngine | None = None, **changes: A
 
 @contextmanager
 def started_app(model: Path, load_engine: Any, **changes: Any) -> Iterator[AppServer]:
-    server = AppServer(Settings(model=str(model), port=0, **{"max_sequences": 1} | changes), load_engine)
+    usual = {"max_sequences": 1, "ahead": "off"}
+    server = AppServer(Settings(model=str(model), port=0, **usual | changes), load_engine)
     server.start()
     try:
         yield server

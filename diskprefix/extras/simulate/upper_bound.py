@@ -28,6 +28,9 @@ def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
         min_restored = min(min_restored, LEAST_TOKENS)
     for request in trace:
         token_ids, root = request.prompt.token_ids, request.tenant.encode()
+        if request.is_ahead:
+            kept.add(root, token_ids)
+            continue
         totals.requests += 1
         totals.prompt_tokens += len(token_ids)
         if request.scope == _OFF:

@@ -25,7 +25,7 @@ from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims,
 from diskprefix.store.schema import USAGE_DTYPE, Kind
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 from diskprefix.values import Prompt, Scope
-from tests.extras.simulate.workloads import CATALOG, interleaved
+from tests.extras.simulate.workloads import CATALOG, interleaved, thinking
 
 MIB = 1 << 20
 BLOCK = 16
@@ -139,6 +139,25 @@ def filled(*numbers: int, budget: int | None = 32 * MIB, has_states: bool = Fals
 
 def there(store: SimulatedStore, numbers: range) -> list[int]:
     return [number for number in numbers if name(number) in store]
+
+
+@pytest.mark.parametrize("state_bytes", [0, 20 << 20], ids=["dense", "hybrid"])
+def test_where_thoughts_are_dropped_a_pause_takes_what_the_next_question_would_compute(state_bytes: int) -> None:
+    def computed(**settings: Any) -> tuple[int, int]:
+        policy = Policy(scope=Scope("auto", 30), memory_bytes=8 << 30, **settings)
+        totals = simulate(thinking(), policy, Geometry(12 << 10, state_bytes, exact_at="token"))
+        return totals.prompt_tokens - totals.restored_tokens, totals.ahead_tokens
+
+    # A hybrid computes the last loop again at each question, as a dense model does, and not all since the start.
+    without, none = computed(computes_ahead=False)
+    assert 104_000 < without < 105_000
+    assert none == 0
+    waited, ahead = computed()
+    assert waited < 62_000
+    assert 40_000 < ahead < 60_000
+    slow, part = computed(seconds_per_token=1e-2)
+    assert waited < slow < without
+    assert 0 < part < ahead
 
 
 def test_the_least_recently_used_goes_first_and_a_use_keeps_the_path() -> None:
