@@ -32,29 +32,30 @@ class Ahead:
             self._jobs.drop(self._job)
 
     def _compute(self, job: AheadJob) -> Steps:
-        cache, options = self._idle.cache, job.options
+        model, cache, options = job.model, job.model.cache, job.options
         yield (made := self._idle.read(job.make))
         prompt: Prompt | None = made.result()
         if prompt is None or len(prompt.token_ids) < cache.settings.kv_cache_min_tokens:
             self._jobs.drop(job)
             return
-        pages, token_ids = self._idle.served.pages, prompt.token_ids
-        with self._idle.restoring(prompt, options, job.owner) as restored:
+        token_ids = prompt.token_ids
+        with self._idle.restoring(model, prompt, options, job.owner) as restored:
             yield restored.reading
             sequence, cached, start = restored.sequence, restored.cached, restored.num_restored()
             # What was asked before a purge is not stored after it.
             is_gone = job.owner.purged_at != cached.epoch.purged_at
             if len(token_ids) - start >= LEAST_TOKENS and not is_gone:
                 cached.choose_ahead(sequence)
-                self._record(prompt, options, cached, start)
+                if model is self._idle.served:
+                    self._record(prompt, options, cached, start)
                 while sequence.num_tokens < len(token_ids):
                     began_s, num_tokens = time.process_time(), sequence.num_tokens
-                    self._idle.compute(sequence, token_ids)
-                    pages.set_ready(sequence, sequence.num_tokens)
+                    self._idle.compute(model, sequence, token_ids)
+                    model.pages.set_ready(sequence, sequence.num_tokens)
                     cache.counters["ahead_tokens"] += sequence.num_tokens - num_tokens
                     cached.after_step(sequence)
-                    if not self._jobs.spend(time.process_time() - began_s):
-                        # The rest is computed when there is time again.
+                    if not self._jobs.spend(job, time.process_time() - began_s):
+                        # The rest is computed when there is time again, unless it was purged.
                         return
                     yield None
                 cached.save_partial(sequence, token_ids)

@@ -3,17 +3,24 @@ processor, and never while the machine runs on its battery."""
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from diskprefix.kv.sequence import Owner
 from diskprefix.values import CacheOptions, Prompt
+
+if TYPE_CHECKING:
+    from diskprefix.cache.cache import PrefixCache
+    from diskprefix.kv.page_cache import PageCache
+    from diskprefix.kv.sequence import Owner
+    from diskprefix.model.runtime import Runtime
 
 _MAX_JOBS = 8
 """The most prompts that wait to be computed. The oldest is dropped first."""
@@ -24,15 +31,26 @@ _LATER_S = 60.0
 _SUPPLIES = Path("/sys/class/power_supply")
 
 
+class AheadModel(Protocol):
+    """A model that computes ahead: the served one, or the draft model."""
+
+    runtime: Runtime
+    cache: PrefixCache
+    pages: PageCache
+
+
 @dataclass(frozen=True, eq=False)
 class AheadJob:
-    """A prompt to compute. `make` renders it, which may take long, and returns None if there is none. `owner` owns its
-    state in memory. `messages` are those that it continues: a job that continues more of them replaces it."""
+    """A prompt that a model computes. `make` renders it, which may take long, and returns None if there is none.
+    `owner` owns its state in memory. `content` is what it continues: a job that continues more of it replaces it.
+    After `expires_at` on the clock of `AheadJobs`, it is no longer wanted."""
 
+    model: AheadModel
     make: Callable[[], Prompt | None]
     options: CacheOptions
     owner: Owner
-    messages: Sequence[object] = ()
+    content: tuple[object, ...] | bytes = ()
+    expires_at: float = math.inf
 
 
 class AheadJobs:
@@ -62,27 +80,29 @@ class AheadJobs:
             self._jobs = [other for other in self._jobs if other is not job]
 
     def forget(self, is_gone: Callable[[Owner], bool]) -> None:
-        """Drops the jobs whose owner's state was purged."""
+        """Drops the jobs that have expired, and those whose owner's state was purged."""
+        now = self._clock()
         with self._lock:
-            self._jobs = [job for job in self._jobs if not is_gone(job.owner)]
+            self._jobs = [job for job in self._jobs if job.expires_at > now and not is_gone(job.owner)]
 
-    def give_way(self, seconds: float = _QUIET_S) -> None:
-        """Has no job begin for some seconds."""
-        self._not_before = max(self._not_before, self._clock() + seconds)
+    def give_way(self, *, is_long: bool = False) -> None:
+        """Has no job begin for some time."""
+        self._not_before = max(self._not_before, self._clock() + (_LATER_S if is_long else _QUIET_S))
 
     def next(self) -> AheadJob | None:
         """Returns the job to compute now, None if there is none or this is no time for it."""
+        self.forget(lambda _: False)
         if not self._jobs or self._clock() < self._not_before:
             return None
         if self._refill() <= 0 or runs_on_battery():
-            self.give_way(_LATER_S)
+            self.give_way(is_long=True)
             return None
         return self._jobs[0]
 
-    def spend(self, seconds: float) -> bool:
-        """Takes seconds of a processor from the budget. Returns False if none are left."""
+    def spend(self, job: AheadJob, seconds: float) -> bool:
+        """Takes seconds of a processor from the budget. Returns whether the job goes on."""
         self._left_s -= seconds
-        return self._refill() > 0
+        return self._refill() > 0 and job in self._jobs
 
     @property
     def wait_s(self) -> float | None:
@@ -97,8 +117,7 @@ class AheadJobs:
 
 
 def _continues(job: AheadJob, other: AheadJob) -> bool:
-    earlier = other.messages
-    return job.owner == other.owner and [*job.messages[: len(earlier)]] == [*earlier]
+    return job.owner == other.owner and job.content[: len(other.content)] == other.content
 
 
 def runs_on_battery() -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.fetch import Fetch
+from diskprefix.engine.ahead_jobs import AheadModel
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.scheduler import IDLE_ROWS
 from diskprefix.engine.served_model import ServedModel
@@ -89,25 +90,25 @@ class IdleWork:
         reading.add_done_callback(lambda _: self._wake())
         return reading
 
-    def compute(self, sequence: KVSequence, token_ids: TokenIds) -> None:
+    def compute(self, model: AheadModel, sequence: KVSequence, token_ids: TokenIds) -> None:
         """Computes one step: the next of the `token_ids` that the sequence lacks."""
         rows = token_ids[sequence.num_tokens : sequence.num_tokens + IDLE_ROWS]
-        self.served.runtime.run([Rows(sequence, rows.astype(np.int64))])
+        model.runtime.run([Rows(sequence, rows.astype(np.int64))])
 
     @contextmanager
     def restoring(
-        self, prompt: Prompt, options: CacheOptions, owner: Owner | None = None
+        self, model: AheadModel, prompt: Prompt, options: CacheOptions, owner: Owner | None = None
     ) -> Iterator[RestoredSequence]:
         """Gives a context with a sequence into which the stored state of a prompt is read. If it has an `owner`, it
         begins with what memory has, and its state stays there."""
-        pages, is_over = self.served.pages, Event()
-        sequence = pages.begin(owner, prompt.token_ids, expires_at=self.cache.expires_at(options.ttl_s))
+        pages, is_over = model.pages, Event()
+        sequence = pages.begin(owner, prompt.token_ids, expires_at=model.cache.expires_at(options.ttl_s))
         if not isinstance(sequence, KVSequence):
             raise CacheError("there is no memory for it")
         have = sequence.num_tokens
         # The fetch may take tokens back, so others must not begin with them.
         pages.set_ready(sequence, 0)
-        cached = CachedRequest(self.cache, prompt, options, goes_on=True)
+        cached = CachedRequest(model.cache, prompt, options, goes_on=True)
         fetch = cached.begin_fetch(sequence, prompt.token_ids, have, is_wanted=lambda: not is_over.is_set())
         restored = RestoredSequence(sequence, cached, fetch, self.read(fetch.run))
 

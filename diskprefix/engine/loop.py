@@ -70,8 +70,6 @@ class Loop:
                 if is_idle and not self._inbox.wait(min(times, default=None)):
                     return
         finally:
-            if self._served.draft is not None:
-                self._served.draft.stop_ahead()
             self._idle.close()
             self._fetches.close()
             if self._rows is not None:
@@ -84,7 +82,7 @@ class Loop:
         if self._active.requests or self._inbox.queue_depth:
             return False
         self._inbox.heartbeat.beat(MAX_ROWS)
-        return self._served.speculation.work_ahead() > 0 or self._idle.work()
+        return self._idle.work()
 
     # Between two steps.
 

@@ -93,17 +93,17 @@ class Recheck:
         """Returns whether the last tokens of a prompt have the state that is stored; None if they cannot be computed
         from what is stored before them."""
         options, token_ids = CacheOptions(scope=Scope("full"), tenant=stored.tenant, save=False), stored.token_ids
-        with self._idle.restoring(Prompt(token_ids), options) as whole:
+        with self._idle.restoring(self._idle.served, Prompt(token_ids), options) as whole:
             yield whole.reading
             end, size = whole.num_restored(), self._cache.settings.block_size
             before = token_ids[: max(1, floor_to_grid(end - 1, size))]
-            with self._idle.restoring(Prompt(before), options) as again:
+            with self._idle.restoring(self._idle.served, Prompt(before), options) as again:
                 yield again.reading
                 start, sequence = again.num_restored(), again.sequence
                 if not 0 < end - start <= _MAX_COMPUTED:
                     return None
                 while sequence.num_tokens < end:
-                    self._idle.compute(sequence, token_ids[:end])
+                    self._idle.compute(self._idle.served, sequence, token_ids[:end])
                     yield None
                 sequence.settle()
                 return _has_state_of(sequence, whole.sequence, start, end)

@@ -118,14 +118,14 @@ class ServedModel:
                 f"--kv-memory: {format_size(pool.limit_bytes)} has no room for a block of {pool.block_size} tokens; "
                 f"a context of {num_tokens:,} tokens takes {format_size(pool.sequence_bytes(num_tokens))}"
             )
-        self.draft: DraftModel | None = None
-        if draft is not None:
-            pages = self._make_pages(draft.cache, cache.layout)
-            self.draft = DraftModel(draft.runtime, draft.cache, pages, _max_positions(draft.loaded.config))
-        self.speculation = self._make_speculation()
         is_exact = cache.layout.exact_at == "token" and not cache.layout.unsupported
         self.ahead = AheadJobs(cache.settings.ahead_s if is_exact else 0.0)
         cache.on_forget.append(lambda: self.ahead.forget(cache.is_gone))
+        self.draft: DraftModel | None = None
+        if draft is not None:
+            pages = self._make_pages(draft.cache, cache.layout)
+            self.draft = DraftModel(draft.runtime, draft.cache, pages, _max_positions(draft.loaded.config), self.ahead)
+        self.speculation = self._make_speculation()
         self.startup_timings: dict[str, float] = {}
         """The seconds of each step of loading."""
         self.end_ids = _end_ids(loaded.stops, self.tokenizer)
@@ -169,8 +169,6 @@ class ServedModel:
         """Forgets the state of sequences that have expired or were purged. For the engine's thread."""
         for cache, pages in self._caches():
             pages.forget_expired(cache.namespaces.purged_at)
-        if self.draft is not None:
-            self.draft.drop_gone()
 
     def expires_in_s(self) -> float | None:
         """Returns the seconds until `drop_gone` has something to forget, None if nothing expires."""

@@ -67,7 +67,8 @@ def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, rep
                 return prompt
             return replace(prompt, question_end=own.question_end)
 
-        serving.engine.ahead.add(AheadJob(make, cache, owner, asked.messages))
+        expires_at = serving.engine.cache.expires_at(cache.ttl_s)
+        serving.engine.ahead.add(AheadJob(serving.engine, make, cache, owner, tuple(asked.messages), expires_at))
 
     # Pictures would stay in memory.
     then = compute_ahead if cache.scope.most is None and not asked.has_pictures else lambda _: None

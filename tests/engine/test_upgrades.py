@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from diskprefix.engine import measured_model
+from diskprefix.engine.ahead_jobs import AheadModel
 from diskprefix.engine.idle_work import IdleWork
 from diskprefix.engine.loop import Engine
 from diskprefix.kv.sequence import KVSequence
@@ -123,8 +124,8 @@ def _flipping_one_bit(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has each step of the recheck compute another bit."""
     flipped, compute = list[int](), IdleWork.compute
 
-    def flip(self: IdleWork, sequence: KVSequence, token_ids: TokenIds) -> None:
-        compute(self, sequence, token_ids)
+    def flip(self: IdleWork, model: AheadModel, sequence: KVSequence, token_ids: TokenIds) -> None:
+        compute(self, model, sequence, token_ids)
         page = (sequence.tables[0].pages or sequence.states)[-1]
         assert page is not None
         assert page.rows is not None
@@ -141,11 +142,11 @@ def test_a_request_goes_before_the_recheck(opened: Opened, monkeypatch: pytest.M
     used, ran, compute = second.pages.pool.used_bytes, list[int](), IdleWork.compute
     with running(second) as inbox:
 
-        def note(self: IdleWork, sequence: KVSequence, token_ids: TokenIds) -> None:
+        def note(self: IdleWork, model: AheadModel, sequence: KVSequence, token_ids: TokenIds) -> None:
             if not ran:
                 inbox.submit(request(tokens(100, seed=5)), lambda _: None)
             ran.append(sequence.num_tokens)
-            compute(self, sequence, token_ids)
+            compute(self, model, sequence, token_ids)
 
         monkeypatch.setattr(IdleWork, "compute", note)
         wait_for(lambda: not second.cache.must_recheck)

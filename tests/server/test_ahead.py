@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diskprefix.engine import ahead_jobs
-from diskprefix.engine.ahead_jobs import AheadJob, AheadJobs
+from diskprefix.engine.ahead_jobs import AheadJob, AheadJobs, AheadModel
 from diskprefix.engine.idle_work import IdleWork
 from diskprefix.engine.scheduler import IDLE_ROWS
 from diskprefix.kv.sequence import KVSequence, Owner
@@ -114,12 +114,12 @@ def test_a_request_waits_for_one_small_step_and_the_work_goes_on_later(
     compute, is_computing, may_go_on = IdleWork.compute, threading.Event(), threading.Event()
     steps = list[int]()
 
-    def wait(self: IdleWork, sequence: KVSequence, token_ids: TokenIds) -> None:
+    def wait(self: IdleWork, model: AheadModel, sequence: KVSequence, token_ids: TokenIds) -> None:
         if len(steps) == 3:
             is_computing.set()
             assert may_go_on.wait(60)
         before = sequence.num_tokens
-        compute(self, sequence, token_ids)
+        compute(self, model, sequence, token_ids)
         steps.append(sequence.num_tokens - before)
 
     monkeypatch.setattr(IdleWork, "compute", wait)
@@ -142,6 +142,7 @@ def test_a_request_waits_for_one_small_step_and_the_work_goes_on_later(
 
 
 OPTIONS, OWNER = CacheOptions(scope=Scope("full")), Owner(b"root", 0, None)
+MODEL: Any = None
 
 
 class Clock:
@@ -155,12 +156,12 @@ def test_a_budget_is_spent_and_comes_back_with_time(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ahead_jobs, "runs_on_battery", lambda: False)
     clock = Clock()
     jobs = AheadJobs(36.0, clock)
-    jobs.add(AheadJob(lambda: None, OPTIONS, OWNER))
+    jobs.add(AheadJob(MODEL, lambda: None, OPTIONS, OWNER))
     assert jobs.next() is None, "a request may come at once"
     clock.now = 1.0
     assert (job := jobs.next()) is not None
-    assert jobs.spend(35.0)
-    assert not jobs.spend(10.0)
+    assert jobs.spend(job, 35.0)
+    assert not jobs.spend(job, 10.0)
     assert jobs.next() is None
     clock.now += jobs.wait_s or 0.0
     assert jobs.next() is None, "ten seconds of a processor come back in a thousand"
@@ -171,13 +172,13 @@ def test_a_budget_is_spent_and_comes_back_with_time(monkeypatch: pytest.MonkeyPa
 def test_a_later_turn_replaces_earlier_ones_and_off_takes_none() -> None:
     jobs, off, other = AheadJobs(1.0), AheadJobs(0.0), OWNER._replace(root=b"other")
     for messages, owner in (("ab", OWNER), ("x", OWNER), ("ab", other), ("abcd", OWNER)):
-        job = AheadJob(lambda: None, OPTIONS, owner, messages)
+        job = AheadJob(MODEL, lambda: None, OPTIONS, owner, tuple(messages))
         jobs.add(job)
         off.add(job)
-    assert ["".join(map(str, job.messages)) for job in jobs._jobs] == ["abcd", "ab", "x"]
+    assert ["".join(map(str, job.content)) for job in jobs._jobs] == ["abcd", "ab", "x"]
     assert off.wait_s is None
     jobs.forget(lambda owner: owner == OWNER)
-    assert ["".join(map(str, job.messages)) for job in jobs._jobs] == ["ab"]
+    assert ["".join(map(str, job.content)) for job in jobs._jobs] == ["ab"]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,6 @@ def test_a_machine_on_its_battery_computes_nothing_ahead(
     monkeypatch.setattr(ahead_jobs.sys, "platform", "linux")
     assert ahead_jobs.runs_on_battery() == on_battery
     jobs = AheadJobs(1.0, lambda: 100.0)
-    jobs.add(AheadJob(lambda: None, OPTIONS, OWNER))
+    jobs.add(AheadJob(MODEL, lambda: None, OPTIONS, OWNER))
     jobs._not_before = 0.0
     assert (jobs.next() is None) == on_battery
