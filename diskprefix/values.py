@@ -209,12 +209,14 @@ class LeftOut(NamedTuple):
 class Rewriting:
     """The differences between a prompt and the conversation that the client sent.
 
-    `would_change` names the normalisers that found something but were not on.
+    `would_change` names the normalisers that found something but were not on. `template_kwargs` are the variables of
+    the chat template that the daemon set.
     """
 
     changes: tuple[Change, ...] = ()
     would_change: tuple[str, ...] = ()
     left_out: LeftOut | None = None
+    template_kwargs: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,7 +68,6 @@ class Ahead:
                 *(prompt, options, CacheReport(selection=cached.selection, restored=restored)),
                 root=cached.namespace.root,
                 when=time.time(),
-                output_tokens=0,
                 reply=prompt.token_ids[:0],
                 prefill_ms=0.0,
                 remembered=False,

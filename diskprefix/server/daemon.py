@@ -222,6 +222,7 @@ class Daemon:
             normalisers=normalisers,
             compress=compress,
             end_ids=engine.end_ids,
+            template_variables=self.settings.template_variables,
         )
         renderer.warm_up()
         engine.cache.on_forget.append(partial(renderer.known_parts.forget, engine.cache.is_gone))

@@ -238,7 +238,6 @@ class SchedulerSide:
             report,
             root=self._ranks[0].root(str(tracked.tenant)),
             when=tracked.when,
-            output_tokens=tracked.request.num_tokens - len(tracked.prompt),
             reply=tracked.prompt[:0],
             prefill_ms=0.0,
             remembered=True,
