@@ -56,7 +56,7 @@ class Totals:
     """The effect of a policy on a workload.
 
     `hits` counts requests with restored tokens. `written_tokens` are the tokens of written nodes, `written_bytes` their
-    size in the file, and `distinct_bytes` the same with each node counted once. `selected_tokens` are the tokens that
+    size in the file. `selected_tokens` are the tokens that
     the policy chose to keep, stored before or not. `evictions` counts evicted nodes, `dropped` publications that did
     not fit, `unaffordable` prompts that were not kept whole for the write budget. `seconds_saved` is the time of
     prefill that restoring saved. `ahead_tokens` were computed while nobody waited.
@@ -68,7 +68,6 @@ class Totals:
     restored_tokens: int = 0
     written_tokens: int = 0
     written_bytes: int = 0
-    distinct_bytes: int = 0
     selected_tokens: int = 0
     evictions: int = 0
     dropped: int = 0
@@ -90,11 +89,6 @@ class Totals:
     def written_share(self) -> float:
         """The number of written tokens for each prompt token."""
         return self.written_tokens / max(self.prompt_tokens, 1)
-
-    @property
-    def write_amplification(self) -> float:
-        """The mean number of times that a byte was written."""
-        return self.written_bytes / self.distinct_bytes if self.distinct_bytes else 1.0
 
 
 class Outcome(NamedTuple):
@@ -127,7 +121,6 @@ class Simulator:
         """The seen prompts by tenant."""
         self.disk = WrittenBytes()
         """Written bytes, by the clock of the trace."""
-        self._written: set[bytes] = set()
         self._ends: set[str] = set()
         """The ends of prompts whose logits are stored as notes."""
         self._ahead: TraceRequest | None = None
@@ -270,13 +263,9 @@ class Simulator:
         for entry in entries if self._geometry.state_bytes else ():
             if entry.node.kind != Kind.BLOCK:
                 self.store.remove_superseded(nodes, entry, selection.anchors)
-        totals = self.totals
         for entry in entries:
-            totals.written_bytes += entry.num_bytes
+            self.totals.written_bytes += entry.num_bytes
             self.disk.add(entry.num_bytes, request.when)
-            if entry.node.name not in self._written:
-                self._written.add(entry.node.name)
-                totals.distinct_bytes += entry.num_bytes
         return sum(entry.node.num_tokens for entry in entries)
 
     def nodes(self, request: TraceRequest, token_ids: TokenIds) -> PromptNodes:

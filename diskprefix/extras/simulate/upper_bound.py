@@ -47,5 +47,5 @@ def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
             totals.written_tokens += len(whole) - kept.shared(root, whole)
             kept.add(root, whole)
     num_bytes = totals.written_tokens * geometry.bytes_per_token
-    totals.written_bytes = totals.distinct_bytes = totals.peak_bytes = num_bytes
+    totals.written_bytes = totals.peak_bytes = num_bytes
     return totals
