@@ -21,8 +21,8 @@ Offsets: TypeAlias = Sequence[tuple[int, int]] | npt.NDArray[np.int32]
 """Token index → (start, end) in characters of the rendered text; end is exclusive. (0, 0) is a token without text."""
 
 
-def bound(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Finds the boundaries of the prompt, the end of its system part and that of the user's last message."""
+def bound(template: ChatTemplate, finds_question: bool, draft: PromptDraft) -> PromptDraft:
+    """Finds the boundaries of the prompt, the end of its system part and, if asked for, of the user's last message."""
     template_input, written = draft.rendering.template_input, draft.rendering.written
     markers = template.markers_of(template_input.tools)
     boundaries = template_boundaries(draft.written_ids, draft.offsets, markers.values(), draft.rendering.text, written)
@@ -32,7 +32,7 @@ def bound(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
         ends = (last_agreed(boundaries, draft.offsets, written, probe) if probe else 0 for probe in rendered)
         return min(ends, default=0)
 
-    question_end = last_end(question_probes_of(template_input))
+    question_end = last_end(question_probes_of(template_input)) if finds_question else 0
     return draft.with_prompt(
         boundaries=boundaries, system_end=last_end([probe_of(template_input)]), question_end=question_end
     )

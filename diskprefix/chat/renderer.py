@@ -43,7 +43,8 @@ class PromptRenderer:
     """Renders and tokenises the prompts of one model. Thread-safe.
 
     Multimodal models have a `processor`. `compress` shortens conversations that have too many tokens. The model ends
-    its replies with one of `end_ids`.
+    its replies with one of `end_ids`. `finds_question`: prompts tell where the user's last message ends, which takes
+    one or two renderings more.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class PromptRenderer:
         normalisers: Normalisers = Normalisers(),  # noqa: B008 (immutable)
         compress: Compress | None = None,
         end_ids: Collection[int] = (),
+        finds_question: bool = True,
         template_variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
         self._normalisers = normalisers
         self._compress = compress
+        self._finds_question = finds_question
         self._processor = processor
         self._encoder = Encoder(
             tokenizer,
@@ -139,7 +142,7 @@ class PromptRenderer:
             partial(place_pictures, self._template, self._processor),
             partial(read_pictures, self._processor),
             *self._writing_steps(),
-            partial(bound, self._template),
+            partial(bound, self._template, self._finds_question),
             partial(mark, self._template),
             partial(describe, any(mode != "off" for mode in self._normalisers.modes.values())),
         ]

@@ -202,6 +202,8 @@ class ScriptedEngine:
 class ScriptedCache:
     """Shows the engine's `stats`. Reading them waits while `is_readable` is not set, as for a slow disk."""
 
+    layout = SimpleNamespace(states=())
+
     def __init__(self, engine: ScriptedEngine) -> None:
         self._engine = engine
         self.is_readable = threading.Event()
