@@ -102,7 +102,7 @@ def cases(
 def compare(
     trace: Trace, cases: Sequence[Case], on_requests: Callable[[int], None] = lambda _number: None
 ) -> Iterator[Row]:
-    """Yields the row of each case, in order. Calls `on_requests` with the number of requests done since its last call."""
+    """Yields the row of each case, in order. Calls `on_requests` with the number of requests since its last call."""
 
     def replay() -> Iterator[TraceRequest]:
         for request in trace:
