@@ -46,6 +46,9 @@ class ModelProposer(ChainProposer):
         """Ends the draft model's sequence of a reply. `keep`: the next turn may begin there."""
         if reply.is_finished and reply.running.reply_limit:
             self._reply_tokens += self._WEIGHT * (len(reply.token_ids) - self._reply_tokens)
+        self._release(reply, keep=keep)
+
+    def _release(self, reply: Reply, *, keep: bool) -> None:
         self.model.release(reply, keep=keep, pays=self.gain(self.rates, 1) >= MIN_SPEEDUP)
 
     def begin(self, reply: Reply) -> None:
@@ -109,7 +112,7 @@ class ModelProposer(ChainProposer):
     def _make_room(self, reply: Reply, num_tokens: int) -> bool:
         is_made = self.model.make_room(self.model.sequences[reply], num_tokens)
         if not is_made:
-            self.model.release(reply, keep=True)
+            self._release(reply, keep=True)
             self._give_up(reply)
         return is_made
 

@@ -332,7 +332,7 @@ def scripted_app(model: Path, engine: ScriptedEngine | None = None, **changes: A
 
 @contextmanager
 def started_app(model: Path, load_engine: Any, **changes: Any) -> Iterator[AppServer]:
-    usual = {"max_sequences": 1, "ahead": "off"}
+    usual: dict[str, Any] = {"max_sequences": 1, "ahead": "off"}
     server = AppServer(Settings(model=str(model), port=0, **usual | changes), load_engine)
     server.start()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,7 +200,7 @@ def test_a_machine_on_its_battery_computes_nothing_ahead(
             if value is not None:
                 (tmp_path / supply / name).write_text(f"{value}\n")
     monkeypatch.setattr(ahead_jobs, "_SUPPLIES", tmp_path)
-    monkeypatch.setattr(ahead_jobs.sys, "platform", "linux")
+    monkeypatch.setattr(sys, "platform", "linux")
     assert ahead_jobs.runs_on_battery() == on_battery
     jobs = AheadJobs(1.0, lambda: 100.0)
     jobs.add(AheadJob(MODEL, lambda: None, OPTIONS, OWNER))
