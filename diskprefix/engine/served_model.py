@@ -15,6 +15,7 @@ import numpy as np
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import save_idle
 from diskprefix.cache.encoded_pictures import EncodedPictures
+from diskprefix.engine.ahead_jobs import AheadJobs
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.draft_model import DraftModel, LoadedDraft
@@ -120,10 +121,13 @@ class ServedModel:
                 f"--kv-memory: {format_size(pool.limit_bytes)} has no room for a block of {pool.block_size} tokens; "
                 f"a context of {num_tokens:,} tokens takes {format_size(pool.sequence_bytes(num_tokens))}"
             )
+        is_exact = cache.layout.exact_at == "token" and not cache.layout.unsupported
+        self.ahead = AheadJobs(cache.settings.ahead_s if is_exact else 0.0)
+        cache.on_forget.append(lambda: self.ahead.forget(cache.is_gone))
         self.draft: DraftModel | None = None
         if draft is not None:
             pages = self._make_pages(draft.cache, cache.layout)
-            self.draft = DraftModel(draft.runtime, draft.cache, pages, _max_positions(draft.loaded.config))
+            self.draft = DraftModel(draft.runtime, draft.cache, pages, _max_positions(draft.loaded.config), self.ahead)
         self.speculation = self._make_speculation()
         self.startup_timings: dict[str, float] = {}
         """The seconds of each step of loading."""
@@ -165,6 +169,7 @@ class ServedModel:
     def give_way(self) -> None:
         """Ends the work done ahead of the first request, because it has come. For any thread."""
         self.pages.give_way()
+        self.ahead.give_way()
         if self.draft is not None:
             self.draft.pages.give_way()
 
@@ -172,8 +177,6 @@ class ServedModel:
         """Forgets the state of sequences that have expired or were purged. For the engine's thread."""
         for cache, pages in self._caches():
             pages.forget_expired(cache.namespaces.purged_at)
-        if self.draft is not None:
-            self.draft.drop_gone()
 
     def expires_in_s(self) -> float | None:
         """Returns the seconds until `drop_gone` has something to forget, None if nothing expires."""

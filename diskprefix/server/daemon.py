@@ -220,6 +220,8 @@ class Daemon:
             normalisers=normalisers,
             compress=compress,
             end_ids=engine.end_ids,
+            # Where state can be cut anywhere, nothing depends on it.
+            finds_question=bool(engine.cache.layout.states),
             template_variables=self.settings.template_variables,
         )
         renderer.warm_up()
