@@ -51,7 +51,8 @@ class Slots:
             if found := own.get(".".join(parts[:number]), ""):
                 parts[:number] = found.split(".")
                 break
-        return layer + ".".join(parts)
+        self._weights.asked = path = layer + ".".join(parts)
+        return path
 
     def _parted(self, name: str) -> tuple[str, str]:
         """Returns the name of the layer, "" outside of layers, and that within it."""

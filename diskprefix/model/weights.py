@@ -56,6 +56,8 @@ class Weights(ABC):
 
     def __init__(self, dtype: str, *, has_draft_layer: bool = False) -> None:
         self.dtype, self.has_draft_layer = dtype, has_draft_layer
+        self.asked = ""
+        """The last module or tensor that a plan has asked for."""
         self._tensors: dict[str, np.ndarray] = {}
 
     @abstractmethod
@@ -83,10 +85,6 @@ class Weights(ABC):
         """Returns the quants of the matrices of experts, `gate`, `up` (unless there is none) and `down`; nothing if not
         all of them have some."""
         return {}
-
-    def origin(self, name: str) -> str:
-        """Returns what the tensors of a parameter are called where they come from."""
-        return name
 
     @abstractmethod
     def finish(self) -> None:

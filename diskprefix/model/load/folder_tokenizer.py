@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -72,8 +73,10 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
         return _made(folder)
     except Exception as error:  # noqa: BLE001 (transformers decides whether the files are bad)
         log.info("transformers reads the tokenizer of %s: %s", folder, first_line(error))
-    from diskprefix.model.load.imports import transformers_quietly
+    from diskprefix.model.load.imports import INSTALL, transformers_quietly
 
+    if find_spec("transformers") is None:
+        raise ModelError(f"the tokenizer of {folder} needs transformers, which is not installed: {INSTALL}")
     try:
         of_library = transformers_quietly().AutoTokenizer
         found = of_library.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

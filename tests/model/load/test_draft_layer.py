@@ -326,7 +326,7 @@ IN_FILES = ("nextn.eh_proj.weight", "nextn.hnorm.weight", "attn_q.bias", "ffn_do
 def test_a_file_with_a_part_of_the_layer_is_refused(name: str, weights: str, tmp_path: Path) -> None:
     folder, name = write_folder(tmp_path / "tiny", "glm4moe"), f"blk.{LAYERS}.{name}"
     cut = tensors_in(folder, "glm4moe")[name][1:]
-    for tensor, said in ((None, f"the file lacks the tensor {name}"), (cut, name)):
+    for tensor, said in ((None, f"the file lacks the tensor {name}"), (cut, r"draft_layer|layers\.2\.")):
         file = write_file(tmp_path / "tiny.gguf", folder, "glm4moe", "Q8_0", {name: tensor})
         with pytest.raises(ModelError, match=said) as refused:
             loaded(file, weights=weights)

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diskprefix.errors import ModelError
+from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.fit import needs_of_gguf
 from diskprefix.model.load.gguf import GgufModel
@@ -38,6 +39,7 @@ F32 = gguf.GGMLQuantizationType.F32
 Tensors = dict[str, torch.Tensor]
 """By the names of llama.cpp."""
 HEADS, KV_HEADS, WINDOW = 4, 2, 16
+TOKENS = np.arange(5, 85)
 BASE = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -229,21 +231,26 @@ def loaded(file: Path) -> PreTrainedModel:
 
 def logits_of(model: PreTrainedModel) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = model(input_ids=torch.arange(5, 85)[None], use_cache=False).logits[0]
+        found: torch.Tensor = model(input_ids=torch.from_numpy(TOKENS)[None], use_cache=False).logits[0]
     return found.float()
 
 
-def require_logits_of(model: PreTrainedModel, file: Path) -> None:
-    expected = logits_of(model)
-    torch.testing.assert_close(logits_of(loaded(file).float()), expected, rtol=0, atol=1e-4 * float(expected.std()))
+def require_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.std()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_gives_the_logits_of_its_model(family: str, tmp_path: Path) -> None:
     architecture, model_type, sizes, values = FAMILIES[family]
     model = made(model_type, sizes)
-    file = written(tmp_path / "tiny.gguf", architecture, model.config, values, tensors_of(model, architecture))
-    require_logits_of(model, file)
+    args = tmp_path / "tiny.gguf", architecture, model.config, values, tensors_of(model, architecture)
+    read = GgufModel.read(written(*args), print)
+    require_equal(plans.logits_of(read.decoder_weights("float32"), read.config, TOKENS), logits_of(model))
+    read = GgufModel.read(written(*args, gguf.GGMLQuantizationType.Q8_0), print)
+    plain, packed = read.decoder_weights("bfloat16"), read.decoder_weights("bfloat16", MatrixPacking(compiled()))
+    plans.logits_of(packed, read.config)
+    assert packed._quants
+    require_numbers(packed._quants, plain.tensor, SlotNames.of(read.config).experts)
 
 
 @pytest.mark.parametrize("length", [16, 128], ids=["long texts", "short texts"])
@@ -257,7 +264,7 @@ def test_the_length_that_phi_was_trained_with_is_that_of_the_file(length: int, t
     tensors = tensors_of(model, "phi3")
     tensors |= {f"rope_factors_{name[:-7]}.weight": torch.tensor(numbers) for name, numbers in factors.items()}
     file = written(tmp_path / "tiny.gguf", "phi3", model.config, values | {"rope.scaling.attn_factor": 1.3}, tensors)
-    require_logits_of(model, file)
+    require_equal(logits_of(loaded(file).float()), logits_of(model))
 
 
 # The scaling of positions, of which no tiny model shows the numbers.
@@ -480,7 +487,7 @@ def test_a_file_of_deepseek_gives_the_parameters_and_logits_of_the_model(
     served = GgufModel.read(file, print).decoder_weights("bfloat16", MatrixPacking(compiled()))
     # All of the difference is rounding to bfloat16, of which transformers has as much on the same numbers.
     exact = logits_of(copy.deepcopy(expected).float())
-    found = plans.logits_of(served, expected.config, np.arange(5, 85))
+    found = plans.logits_of(served, expected.config, TOKENS)
     assert distance(found, exact) < 1.5 * distance(logits_of(expected), exact)
     kept = served._quants
     assert {name.rpartition(".")[2] for name in kept} >= {"kv_a_proj_with_mqa", "o_proj", "down_proj"}
@@ -517,3 +524,13 @@ def test_latent_attention_of_a_file_is_exact_at_every_token(tmp_path: Path) -> N
 def test_types_of_tensors_are_those_of_the_library() -> None:
     known = {kind.value: (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
     assert known.items() <= TYPES.items()
+
+
+def test_weights_that_are_not_read_have_the_shapes_of_those_that_are(tmp_path: Path) -> None:
+    read = GgufModel.read(tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q8_0"), print)
+    shapes = []
+    for is_unread in (False, True):
+        weights = read.decoder_weights("bfloat16", MatrixPacking(compiled()), is_unread=is_unread)
+        logits_of(weights, read.config)
+        shapes.append({name: (tensor.shape, tensor.dtype) for name, tensor in weights.named()})
+    assert shapes[0] == shapes[1]
