@@ -83,7 +83,6 @@ WHOLES = """
     aria aya_vision cohere2_vision cohere_compass gemma3 gemma4 gemma4_unified got_ocr2 hyperclovax_vision_v2
     idefics2 idefics3 internvl lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision mistral3
     ovis2 perception_lm qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava
-    voxtral
 """
 """The types of models with encoders whose decoder has a plan, as far as users ask for them."""
 
@@ -110,7 +109,7 @@ def _of_whole(kind: Any, of_class: str) -> dict[str, Any]:
     if text.config_class.__name__ == "AutoConfig":
         entry["any_text"] = True
     tied = {"model_type": text.model_type, "tie_word_embeddings": True}
-    if not kind().tie_word_embeddings and kind(text_config=tied).tie_word_embeddings:
+    if not getattr(kind(), "tie_word_embeddings", True) and kind(text_config=tied).tie_word_embeddings:
         entry["tied_by_text"] = True
     if kind(num_hidden_layers=3).get_text_config(decoder=True).num_hidden_layers == 3:
         entry["flat"] = True

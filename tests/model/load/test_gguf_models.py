@@ -531,6 +531,6 @@ def test_weights_that_are_not_read_have_the_shapes_of_those_that_are(tmp_path: P
     shapes = []
     for is_unread in (False, True):
         weights = read.decoder_weights("bfloat16", MatrixPacking(compiled()), is_unread=is_unread)
-        logits_of(weights, read.config)
+        plans.logits_of(weights, read.config)
         shapes.append({name: (tensor.shape, tensor.dtype) for name, tensor in weights.named()})
     assert shapes[0] == shapes[1]

@@ -507,24 +507,6 @@ def test_a_hub_that_cannot_be_reached_is_said_with_what_to_do(hub_cache: Path, m
     assert message.endswith("check the name and the network, or give a local folder")
 
 
-@pytest.mark.parametrize(
-    ("repo", "words"),
-    [
-        ("org/empty", "holds no model: there is no config.json"),
-        ("org/some model", "neither an existing file or folder nor a hub id"),
-        ("model", "'model' is no file or folder here, no model of `diskprefix list`, names of the hub are"),
-    ],
-)
-def test_a_model_that_the_hub_does_not_give_is_refused_with_the_reason(
-    repo: str, words: str, hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "generation_config.json").write_text("{}")
-    with fake_hub(hub_cache, monkeypatch) as hub:
-        hub.repos["org/empty"] = tmp_path / "empty"
-        assert words in refusal(repo)
-
-
 def test_a_tokenizer_is_fetched_without_the_weights(
     folder: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -536,22 +518,6 @@ def test_a_tokenizer_is_fetched_without_the_weights(
         hub.sent.clear()
         assert load("org/tiny").name == "org/tiny"
         assert hub.fetched() == ["model.safetensors"], "what is there is not fetched again"
-
-
-def test_a_quant_of_a_repository_is_loaded_by_its_name_and_without_the_hub_from_the_cache(
-    tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "repository").mkdir()
-    file = tiny.write_gguf(tmp_path / "repository" / "tiny-Q4_0.gguf", quantised="Q4_0", tensors_in_a_part=8)
-    with fake_hub(hub_cache, monkeypatch) as hub:
-        hub.repos["org/tiny"] = tmp_path / "repository"
-        online = load("org/tiny:q4_0")
-        assert len(hub.fetched()) == 3
-        assert load("org/tiny").weights_digest == online.weights_digest, "there is nothing but this quant"
-    offline = load("org/tiny:q4_0")
-    assert online.name == offline.name == "org/tiny:q4_0"
-    first = file.with_name("tiny-Q4_0-00001-of-00003.gguf")
-    assert online.weights_digest == offline.weights_digest == load(first).weights_digest
 
 
 # Where torch and transformers are not installed.
