@@ -82,7 +82,7 @@ _LETTERS = {int: "i", float: "f", bool: "b", str: "s", list: "l", tuple: "l", di
 WHOLES = """
     aria aya_vision cohere2_vision cohere_compass gemma3 gemma4 gemma4_unified got_ocr2 hyperclovax_vision_v2
     idefics2 idefics3 internvl lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision mistral3
-    ovis2 perception_lm qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava
+    ovis2 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava
 """
 """The types of models with encoders whose decoder has a plan, as far as users ask for them."""
 

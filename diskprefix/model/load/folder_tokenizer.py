@@ -46,7 +46,7 @@ _TYPES_OF_ONE_CLASS = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"), "Qwen3_5Tokenizer"),
 }
 """Types whose folders have this class, whatever they name (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS`)."""
-_UNREAD = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "model_specific_special_tokens")
+_UNREAD = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex")
 """Settings that only transformers follows."""
 _CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 _Token: TypeAlias = str | AddedToken
@@ -272,6 +272,9 @@ class _Tokens(NamedTuple):
         if "additional_special_tokens" in settings and not settings.get(_EXTRA):
             settings[_EXTRA] = settings.pop("additional_special_tokens")
         others = {name: settings.pop(name) for name in list(settings) if _is_other(name, settings[name])}
+        named = settings.pop("model_specific_special_tokens", None)
+        if named and not others and not isinstance(settings.get(_EXTRA), dict):
+            others = {name: _token(value) for name, value in named.items()}
         added = settings.get("added_tokens_decoder")
         if added is None:
             for name, value in _json(folder / "special_tokens_map.json").items():

@@ -166,8 +166,9 @@ class _ModelSource:
         except Exception as error:
             if isinstance(error, DiskPrefixError | OSError) or is_out_of_memory(error):
                 raise
-            said = f"{weights.asked} does not fit to what is before it: {first_line(error)}"
-            raise ModelError(f"{self.path}: {said}") from error
+            raise ModelError(
+                f"{self.path}: its weights do not fit together ({first_line(error)}): {weights.misfit()}"
+            ) from error
 
     def for_modules(self) -> _ModelSource:
         """Returns the source of a model that computes by modules: without its draft layer and without quants."""

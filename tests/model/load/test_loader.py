@@ -214,7 +214,7 @@ DEFECTS: list[tuple[Callable[[Path], object], str]] = [
     ),
     (cut_weights, "model.safetensors is damaged or cut short"),
     (drop_tensor, "tiny-llama lacks layers.1.mlp.up_proj.weight"),
-    (reshape_tensor, "norm does not fit to what is before it: a norm of 7 numbers, of rows of 32"),
+    (reshape_tensor, "(a norm of 7 numbers, of rows of 32): "),
     (drop_tokenizer, "there is no tokenizer.json"),
     (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot read the tokenizer"),
 ]

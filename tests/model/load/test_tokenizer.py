@@ -174,6 +174,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"extra_special_tokens": ["<b>", "<a>"], "eos_token": "<a>"},
     {"extra_special_tokens": {"image_token": "<image>", "boi_token": "<boi>"}, "eoi_token": "<eoi>"},
     {"additional_special_tokens": ["<b>", "<|im_end|>"], "extra_special_tokens": []},
+    {"model_specific_special_tokens": {"image_token": "<image>"}},
+    {"model_specific_special_tokens": {"image_token": "<image>"}, "boi_token": "<boi>"},
     {"added_tokens_decoder": added("<b>", "<a>", rstrip=True) | added("x", special=False), "eos_token": "x"},
     {"added_tokens_decoder": added("<|im_end|>", "a", special=False, normalized=True), "unk_token": "<a>"},
     {"add_prefix_space": True},
