@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
+from diskprefix.identity import Fingerprint
 from diskprefix.kv.layout import Layout
 from diskprefix.model.bits import build_of
-from diskprefix.model.load.fingerprint import Fingerprint
+from diskprefix.model.load.fingerprint import fingerprint_of_modules
 from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.plan_fingerprint import PlanFingerprint
+from diskprefix.model.plan_fingerprint import fingerprint_of_plan
 from diskprefix.model.planned import NotExact, PlanRuntime
 from diskprefix.model.runtime import Runtime
 from diskprefix.model.self_check import check
@@ -42,7 +43,7 @@ class MeasuredModel:
     loaded: LoadedModel
     layout: Layout
     runtime: Runtime
-    fingerprint: Fingerprint | PlanFingerprint
+    fingerprint: Fingerprint
     reason: str
     build: str = ""
     """What computes, if that is not in the fingerprint."""
@@ -84,7 +85,7 @@ def _by_plan(loaded: LoadedModel, runtime: PlanRuntime, settings: Settings) -> M
     """Raises `NotExact` if the plan does not pass its check."""
     compiled = operators()
     assert compiled is not None, "plans need them"
-    fingerprint = PlanFingerprint.of(
+    fingerprint = fingerprint_of_plan(
         *(runtime.config, runtime.plan, compiled),
         weights_digest=loaded.weights_digest,
         dtype=loaded.dtype,
@@ -110,7 +111,7 @@ def _by_modules(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     from diskprefix.grid.rehearsal import rehearse
 
     assert loaded.model is not None, "the model has no plan"
-    fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
+    fingerprint = fingerprint_of_modules(loaded.model, loaded.weights_digest, settings.fingerprint)
     layout = rehearse(loaded.model, str(fingerprint))
     reason = "its state is not cached" if layout.unsupported else loaded.reason
     log.info("[model] exact in steps of one grid: %s", reason)

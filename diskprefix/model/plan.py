@@ -162,7 +162,10 @@ class ComputePlan:
         """Returns the norm of each row."""
         rows = self.narrowed(rows)
         out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
-        self._require(rows.width == rows.stride and norm.has(1, rows.width), "a norm of other rows")
+        self._require(
+            rows.width == rows.stride and norm.has(1, rows.width),
+            f"a norm of {norm.weight.shape[0]} numbers, of rows of {rows.width}",
+        )
         call = calls.NormCall(
             dtype=self.dtype, kind=norm.kind, width=rows.width, rows=rows.address, weight=norm.weight.address,
             out=out.address, epsilon=norm.epsilon,
@@ -176,9 +179,9 @@ class ComputePlan:
 
     def products(self, rows: Buffer, *matrices: Matrix | DenseMatrix) -> list[Buffer]:
         """Returns the products of each row with several matrices: those of packed ones are computed together."""
-        self._require(
-            all(matrix.columns == rows.width == rows.stride for matrix in matrices), "a product of other rows"
-        )
+        for matrix in matrices:
+            size = matrix.rows, matrix.columns
+            self._require(matrix.columns == rows.width == rows.stride, f"a product of {size} and rows of {rows.width}")
         outs = [
             self.rows(matrix.rows, is_of_logits=rows.is_of_logits, item_bytes=rows.item_bytes) for matrix in matrices
         ]

@@ -22,19 +22,19 @@ from diskprefix.kv.numbers import item_bytes
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.chat_template import read_template
 from diskprefix.model.load.checkpoint import (
+    number_type,
     read_config,
     require_plain_weights,
     stored_tensors,
-    text_config,
     weight_files_of,
 )
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, further_layers
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
-from diskprefix.model.load.fit import Fit, ModelNeeds, needs_of_folder, needs_of_gguf
+from diskprefix.model.load.fit import Fit, ModelNeeds, needs_of_file_model, needs_of_folder
 from diskprefix.model.load.gguf_file import file_stamp, forget_headers, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
-from diskprefix.model.load.imports import transformers_quietly
+from diskprefix.model.load.imports import INSTALL, transformers_quietly
 from diskprefix.model.load.kinds import ModelKind, config_of_plan, kind_of_plan, require_served_kind
 from diskprefix.model.load.memory import available_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, own_path, plain_name, require_named
@@ -127,12 +127,11 @@ class _ModelSource:
         return _read_config(self.path) if self.gguf is None else self.gguf.whole
 
     def needs(self) -> ModelNeeds:
-        uses = self.kind.has_draft_layer
+        name = f"{self.path.name} as {self.dtype} on {self.device}"
         if self.gguf is not None:
-            found = needs_of_gguf(self.path, self.weights, item_bytes(self.dtype), uses_draft_layer=uses)
-        else:
-            found = needs_of_folder(self.path, self.files, self.dtype, uses_draft_layer=uses)
-        return replace(found, name=f"{self.path.name} as {self.dtype} on {self.device}")
+            return needs_of_file_model(self.gguf, name, self.weights, item_bytes(self.dtype))
+        uses = self.kind.has_draft_layer
+        return replace(needs_of_folder(self.path, self.files, self.dtype, uses_draft_layer=uses), name=name)
 
     def digest(self) -> str:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
@@ -171,26 +170,12 @@ class _ModelSource:
             runtime = PlanRuntime(weights, self.config, plan_layout(weights, self.config), page_tokens)
             runtime.prepare()
         except Exception as error:
-            if not isinstance(error, DiskPrefixError | OSError) and not is_out_of_memory(error):
-                self._require_shapes()
-            raise
+            if isinstance(error, DiskPrefixError | OSError) or is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"{self.path}: its weights do not fit together ({first_line(error)}): {weights.misfit()}"
+            ) from error
         return runtime
-
-    def _require_shapes(self) -> None:
-        """Raises `ModelError` if a parameter of the decoder has another shape than transformers' class gives it."""
-        from diskprefix.model.slots import HEAD
-
-        weights, model = self.decoder_weights(None, is_unread=True), self.kind.skeleton(self.whole)
-        decoder = model.get_decoder()
-        parameters = {**getattr(decoder, "model", decoder).state_dict()}
-        if weights.has(f"{HEAD}.weight"):
-            parameters[f"{HEAD}.weight"] = model.get_output_embeddings().weight
-        for name, parameter in parameters.items():
-            expected, found = ([size for size in one.shape if size > 1] for one in (parameter, weights.tensor(name)))
-            is_turned = not weights.turns_experts and sorted(expected) == sorted(found)
-            if found != expected and not is_turned:
-                told = f"the model takes {expected} where the file has {found}: {weights.origin(name)}"
-                raise ModelError(f"{self.path}: {told}")
 
     def for_modules(self) -> _ModelSource:
         """Returns the source of a model that computes by modules: without its draft layer and without quants."""
@@ -375,7 +360,7 @@ def _source(
                     kind = replace(kind, has_draft_layer=True)
         from diskprefix.model.self_check import known_reason
 
-        dtype = _pick_dtype(settings.dtype, given)
+        dtype = number_type(settings.dtype, given or {"dtype": "bfloat16"})
         source = _ModelSource(
             path=path,
             name=name,
@@ -416,8 +401,9 @@ def _find(
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:
+    auto_config = transformers_quietly().AutoConfig
     try:
-        return transformers_quietly().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return auto_config.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         wants_code = "trust_remote_code" in str(error)
         reason = "it comes with code of its own, which diskprefix does not run" if wants_code else first_line(error)
@@ -465,14 +451,6 @@ def _pick_weights(settings: Settings, device: str) -> str:
     return settings.weights if can_keep else "native"
 
 
-def _pick_dtype(name: str, given: Mapping[str, Any]) -> str:
-    """Returns the type in which a model computes. `given` is its `config.json`, empty for a `.gguf` file."""
-    if name != "auto" or not given:
-        return "bfloat16" if name == "auto" else name
-    parts = (given, text_config(given))
-    return next((str(part[key]) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), "float32")
-
-
 def _load_processor(source: _ModelSource, tokenizer: Tokenizer, read_encoder: Callable[[], object]) -> PictureProcessor:
     kind, pictures = source.kind, None if source.gguf is None else source.gguf.pictures
     make = None
@@ -508,7 +486,7 @@ def stops_in(folder: Path) -> list[int]:
     file = folder / "generation_config.json"
     found = read_config(folder, file.name if file.is_file() else "config.json").get("eos_token_id")
     stops = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(isinstance(one, int) for one in stops):
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in stops):
         raise ModelError(f"{folder}: eos_token_id is {shown(repr(found))}, which is no token")
     return stops
 
@@ -531,7 +509,7 @@ def _load_failures(path: Path) -> Iterator[None]:
     except DiskPrefixError:
         raise
     except ModuleNotFoundError as error:
-        install = f"{error.name} is not installed: pip install torch transformers accelerate"
+        install = f"{error.name} is not installed: {INSTALL}"
         raise ModelError(f"the model in {path} cannot be served by a plan alone, and {install}") from error
     except Exception as error:
         raise ModelError(f"cannot load the model in {path}: {first_line(error)}") from error
