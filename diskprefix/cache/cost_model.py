@@ -12,6 +12,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from statistics import median
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from diskprefix.cache.tiers.tier import Prefetched
@@ -49,8 +50,6 @@ class CostLine(NamedTuple):
         time is fixed, or without `has_fixed` proportional."""
         if len(samples) < _ENOUGH:
             return None
-        from statistics import median
-
         pairs = combinations(sorted(samples), 2)
         slope = max(median([(t - s) / (n - m) for (m, s), (n, t) in pairs if n >= 2 * m] or [0.0]), 0.0)
         fixed_s = median(seconds - slope * size for size, seconds in samples)

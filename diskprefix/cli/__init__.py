@@ -76,6 +76,7 @@ class LazyGroup(click.Group):
         # Modules stay: searching them for garbage takes a tenth of the time.
         gc.disable()
         command: click.Command = getattr(importlib.import_module(f"diskprefix.{module}"), name)
+        gc.freeze()
         gc.enable()
         return command
 

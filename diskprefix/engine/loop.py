@@ -52,7 +52,8 @@ class Loop:
         """Gets the rows of pictures; None before the first one comes."""
         served.cache.on_forget.append(inbox.wake)
         served.constraints.on_ready = served.pages.pool.on_free = inbox.wake
-        served.in_memory.add_done_callback(lambda _: inbox.wake())
+        if not served.in_memory.done():
+            served.in_memory.add_done_callback(lambda _: inbox.wake())
 
     def run(self) -> None:
         """Returns when the inbox is stopped. Raises `DeviceLost`."""

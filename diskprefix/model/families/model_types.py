@@ -4,6 +4,7 @@ say them. `of_model` reads these."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import Any, Literal
 
 from diskprefix.kv.layout import Layout
@@ -289,13 +290,6 @@ def _scale_of(config: Any) -> float:
     return float(getattr(config, "query_pre_attn_scalar", head_dim) ** -0.5)
 
 
-def _cut_off(share: float) -> float:
-    """Returns how many deviations above the mean this share of normally distributed numbers ends."""
-    from statistics import NormalDist
-
-    return NormalDist().inv_cdf(share)
-
-
 def _layer_of(
     config: Any,
     number: int,
@@ -326,7 +320,7 @@ def _layer_of(
         # Layers of OLMo Hybrid without attention have them before.
         norms=norms if places[source] else "before",
         only_reads=only_reads,
-        cut_off=_cut_off(sparsity[number]) if sparsity and sparsity[number] else 0.0,
+        cut_off=NormalDist().inv_cdf(sparsity[number]) if sparsity and sparsity[number] else 0.0,
         window=0 if kind == "chunked_attention" else window,
         chunk=window if kind == "chunked_attention" else 0,
         rotary=name,

@@ -3,6 +3,7 @@ two widths. Gemma 3n has four streams, of which a layer computes one and predict
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any
 
 from diskprefix.errors import ModelError
@@ -108,8 +109,6 @@ _SOURCES_OF_3N: Sources = {
 
 def _gemma_3n(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     """Older files lack the cap. Of sparsity a file has deviations above the mean, a configuration the part below."""
-    from statistics import NormalDist
-
     deviations = metadata.each_layer("activation_sparsity_scale")
     if metadata("altup.num_inputs") != _NUM_STREAMS:
         raise ModelError(f"Gemma 3n has {_NUM_STREAMS} streams: altup.num_inputs is {metadata('altup.num_inputs')}")

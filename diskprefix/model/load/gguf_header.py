@@ -224,7 +224,8 @@ class _Reading:
         if found is None:
             return [self.text() for _ in range(count)]
         self.skip(8 * count + sum(map(len, found)))
-        return [string.decode() for string in found]
+        joined = b"\0".join(found).decode().split("\0")
+        return joined if len(joined) == count else [string.decode() for string in found]
 
     def array(self, path: Path) -> tuple[FileArray, tuple[Any, ...] | None]:
         """Returns an array of the file `path`, and its few strings or numbers."""

@@ -192,12 +192,15 @@ def _rows(table: PageTable, start: int, end: int) -> list[bytes]:
     return [row.tobytes() for row in np.concatenate([keys, values], axis=1)]
 
 
+_IN_MEMORY = Future[None]()
+_IN_MEMORY.set_result(None)
+
+
 def loaded(kv_limit: int) -> Any:
     """Returns what `ServedModel` takes as a model that is loaded."""
     config = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=4096)
     config.get_text_config = lambda decoder: config  # noqa: ARG005
-    fit, in_memory = SimpleNamespace(kv_limit=kv_limit, context=4096), Future[None]()
-    in_memory.set_result(None)
+    fit = SimpleNamespace(kv_limit=kv_limit, context=4096)
     return SimpleNamespace(
         config=config,
         dtype="float32",
@@ -211,5 +214,5 @@ def loaded(kv_limit: int) -> Any:
         fit=fit,
         timings={},
         finish=lambda: None,
-        in_memory=in_memory,
+        in_memory=_IN_MEMORY,
     )
