@@ -39,6 +39,7 @@ TITLES = {
     "rate": "decode, tokens/s",
     "bandwidth": "all threads read memory at, GB/s",
     "peak_gib": "peak of memory, GiB",
+    "short_gib": "memory after a short reply, GiB",
     "resident_gib": "resident memory, GiB",
     "mapped_gib": "of it pages of files, GiB",
     "disk_gib": "disk beside the model's file, GiB",
@@ -62,6 +63,7 @@ def measured(
     start_s = engine.start()
     yield Figure("start_s", start_s)
     engine.ask([prompt_text(32, f"first-{round_}")], 2)
+    yield Figure("short_gib", sum(status_bytes(pid, "VmRSS") for pid in engine.process.pids()) / _GIB)
     texts: dict[int, str] = {}
     with peak_of(partial(_highest_bytes, engine.process)) as memory:
         for size in sizes:
