@@ -61,7 +61,7 @@ class ConstraintCompiler:
             if self._tokenizer is None:
                 from llguidance import LLTokenizer
 
-                # It takes as long to start, and this holds Python's lock for a second.
+                # It makes such a tokenizer too, which takes up to a second and holds Python's lock.
                 self._trials.start()
                 try:
                     text, num_tokens, eos = self._tokenizer_text()
