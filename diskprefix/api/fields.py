@@ -7,7 +7,7 @@ have tags that begin with `~`, which are left out of the `param` of an error.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, get_args, get_origin
@@ -265,6 +265,12 @@ class Markable(Body):
     def mark(self) -> CacheMark | None:
         mark = self.cache_control or self.prompt_cache_breakpoint
         return None if mark is None else mark.mark
+
+
+def mark_beside_text(parts: Iterable[object]) -> CacheMark | None:
+    """Returns the last mark on a content part that is no text. It counts as one on the message."""
+    marks = (part.mark for part in parts if isinstance(part, Markable) and "text" not in str(getattr(part, "type", "")))
+    return next((mark for mark in reversed([*marks]) if mark is not None), None)
 
 
 def _no_mark(value: object) -> object:
