@@ -335,9 +335,11 @@ class ConstrainedCalls:
             if opened < 0 or (found and found.start() < opened):
                 break
             self._in_thought, self._tail = True, self._tail[opened:]
-        begun = self._tail[found.start() :] if found else ""
-        self._tail = "" if found else self._tail[-_MAX_BEGINNING:]
-        return begun
+        if found is None:
+            self._tail = self._tail[-_MAX_BEGINNING:]
+            return ""
+        tag, rest, self._tail = found[0], self._tail[found.end() :], ""
+        return f"{found.lastindex or tag}{rest}"
 
     def _begin(self, begun: str) -> Forbidden | None:
         try:
