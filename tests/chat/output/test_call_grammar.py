@@ -186,7 +186,6 @@ AS_WRITTEN = {
     "qwen2.5": f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
     "deepseek-v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
     f"{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "gemma-4": '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,day:<|"|>today<|"|>}<tool_call|>',
 }
 
 
