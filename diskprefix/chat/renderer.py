@@ -205,7 +205,10 @@ class PromptRenderer:
 
 def describe(keeps_source: bool, draft: PromptDraft) -> PromptDraft:
     """Sets the preview of the prompt and, if `keeps_source`, its text."""
-    source = SourceText.of(draft.rendering.text, draft.offsets) if keeps_source else None
+    source = None
+    if keeps_source:
+        conversation, starts = draft.conversation, draft.offsets[:, 0].copy()
+        source = SourceText(draft.rendering.text, starts, conversation.tool_names, conversation.tool_results)
     return draft.with_prompt(text=preview_of_chat(draft.rendering.template_input, draft.pictures), source=source)
 
 

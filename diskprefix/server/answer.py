@@ -32,6 +32,7 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import LogContext, log_context
+from diskprefix.server.recent import lost_tokens, program_of
 from diskprefix.server.remembering import known_parts, reply_memory, stored_turns
 from diskprefix.server.routes import STREAMED, Routes
 from diskprefix.server.serving import Serving
@@ -306,13 +307,18 @@ async def submit(rendered: Rendered, made: tuple[ReplyReader, GenerateRequest]) 
         prompt=generate.prompt.token_ids,
     )
     context.generation_id = generate.id
+    program = program_of(arrival.request.headers.get("user-agent", ""))
+    client = " ".join(filter(None, (context.caller.name, program)))
+    tenant, epoch = arrival.cache.tenant, serving.engine.cache.epoch
     all_done: list[DoneEvent] = []
 
     def on_done(done: DoneEvent) -> None:
         all_done.append(done)
         context.done = together(all_done)
         daemon.metrics.count_generation(done)
-        daemon.breaks.note(done.cache)
+        daemon.broken_lines.note(done.cache)
+        if lost := lost_tokens(done.cache, client, time.time()):
+            serving.engine.cache.count_lost(tenant, epoch, lost)
 
     def begin(index: int) -> Generation:
         id_ = f"{generate.id}-{index}" if index else generate.id
