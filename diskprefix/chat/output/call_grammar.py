@@ -86,16 +86,18 @@ class CallGrammar:
         return [tag for tag in self._family.begins if tag in written]
 
     def _opened(self, number: int, tag: str) -> str:
-        """Returns the rule of the text behind an opening tag."""
+        """Returns the rule of the text behind an opening tag. Templates differ in the blanks there."""
         family = self._family
         rest, of_each = family.before.partition(tag)[2], family.whole_call
         if tag not in family.before:
             rest, of_each = "", (of_each if tag in family.begin else family.call).partition(tag)[2]
-        calls = [self._call(index, of_each, f"call_{number}_{index}") for index in range(len(self._functions))]
-        call = self._rule(f"calls_{number}", " | ".join(calls))
+        calls = [self._call(index, of_each.strip(), f"call_{number}_{index}") for index in range(len(self._functions))]
+        call = f"{_BLANKS} {self._rule(f'calls_{number}', ' | '.join(calls))}"
         if tag not in family.before:
             return call
-        return f"{self._literal(rest)} {call} ({self._literal(family.between)} {call})* {self._literal(family.after)}"
+        between, after = self._literal(family.between.rstrip()), self._literal(family.after.strip())
+        blanks = _BLANKS if after else ""
+        return f"{_BLANKS} {self._literal(rest.strip())} {call} ({blanks} {between} {call})* {blanks} {after}"
 
     def _call(self, index: int, template: str, name: str) -> str:
         """Returns the rule of a call as in the template, or as in its rest behind a tag."""
@@ -118,8 +120,11 @@ class CallGrammar:
         return json.dumps(function["name"], ensure_ascii=False) if is_json else str(function["name"])
 
     def _arguments(self, index: int, schema: JsonObject) -> str:
-        """Returns the rule of arguments in the order of the schema, optional unless required."""
+        """Returns the rule of arguments in the order of the schema, in braces of the alphabet, as templates have it.
+        They are optional unless required."""
         properties = self._tools.properties(self._functions[index]["name"])
+        if self._family.body == "braces":
+            properties = dict(sorted(properties.items()))
         named = schema.get("required")
         required = {key for key in named if isinstance(key, str)} if isinstance(named, list) else set()
         separator = self._literal(_JOINED_BY.get(self._family.body, ""))
