@@ -40,8 +40,8 @@ class OutputFormat:
 
     @cached_property
     def holds_calls(self) -> bool:
-        """Whether the grammar of calls takes the known call as the template writes it. Otherwise it would drive the
-        model off the form that it knows. A call whose beginning is not found is not held, and does no harm."""
+        """True if the grammar of calls takes the known call as the template writes it, or does not find its beginning.
+        Another grammar would drive the model off the form that it knows."""
         from llguidance import LLMatcher, LLTokenizer
 
         grammar = CallGrammar(self.family, _TOOLS, {})
