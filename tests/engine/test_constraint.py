@@ -18,7 +18,7 @@ import torch
 from llguidance import LLParserLimits
 
 from diskprefix.engine import kept_schema
-from diskprefix.engine.constrained_reply import ConstraintCompiler, Forbidden, forbidden_by
+from diskprefix.engine.constrained_reply import ConstrainedCalls, ConstraintCompiler, Forbidden, forbidden_by
 from diskprefix.engine.constraint_grammar import repeated
 from diskprefix.engine.kept_schema import JsonSchema, with_any_of
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
@@ -253,6 +253,7 @@ def test_a_grammar_of_calls_is_made_beside_the_prompt_and_not_before(compiler: C
         return "start: /call [ab]/"
 
     reply = compiler.begin_reply(Constraint(kind="lark", begins=re.compile("call"), make_source=make_source))
+    assert isinstance(reply, ConstrainedCalls)
     assert reply.is_ready
     assert made.empty()
     for _ in range(2):

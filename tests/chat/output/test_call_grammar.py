@@ -15,7 +15,7 @@ from diskprefix.chat.output.call_values import value_of
 from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.families import FAMILIES, NONE
 from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.engine.constrained_reply import ConstraintCompiler
+from diskprefix.engine.constrained_reply import ConstrainedCalls, ConstraintCompiler
 from diskprefix.engine.request import Constraint
 from diskprefix.errors import InvalidRequest
 from tests.chat.families.families import named, tokenizer_of
@@ -199,6 +199,7 @@ def test_a_call_as_a_template_writes_it_is_allowed_token_by_token(name: str, tex
     compiler = ConstraintCompiler(tokenizer, {tokenizer.eos_token_id}, len(tokenizer))
     begins, source = format.beginning_of_calls(asked), format.begun_grammar(asked)
     reply = compiler.begin_reply(Constraint(kind="lark", begins=begins, source=source))
+    assert isinstance(reply, ConstrainedCalls)
     num_constrained = 0
     for token in tokenizer.encode(text, add_special_tokens=False):
         if (forbidden := reply.forbidden()) is not None:
