@@ -181,18 +181,11 @@ def test_an_object_without_tags_that_calls_a_tool_follows_its_schema(name: str) 
         assert follows(format_named(name), text) is taken
 
 
-ARGUMENTS = '{"city": "Oslo", "day": "today"}'
-AS_WRITTEN = {
-    "qwen2.5": f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
-    "deepseek-v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
-    f"{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-}
-
-
-@pytest.mark.parametrize(("name", "text"), AS_WRITTEN.items(), ids=AS_WRITTEN)
-def test_a_call_as_a_template_writes_it_is_allowed_token_by_token(name: str, text: str) -> None:
+def test_a_call_as_a_template_writes_it_is_allowed_token_by_token() -> None:
     """A special token that begins a call was none for the grammar, which then took what followed."""
-    tokenizer = tokenizer_of(named(name))
+    text = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+    text += '{"city": "Oslo", "day": "today"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    tokenizer = tokenizer_of(named("deepseek-v3.1"))
     renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 15)
     renderer.warm_up()
     format, asked = renderer.output_format, [WEATHER, tool("get_time")]
