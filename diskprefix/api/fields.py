@@ -417,11 +417,6 @@ class CacheFields(Body):
     )
     cache_salt: Salt = optional("As `prefix_cache.salt`; the name that vLLM gives it.")
 
-    @property
-    def prewarms(self) -> bool:
-        """True if the prompt is computed and kept, and there is no reply."""
-        return self.prompt_cache_options is not None and bool(self.prompt_cache_options.prewarm)
-
 
 class SamplingFields(Body):
     """Fields about sampling, in every API: OpenAI's and vLLM's."""
