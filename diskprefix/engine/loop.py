@@ -237,6 +237,7 @@ class Loop:
 
     def _next_step(self) -> list[Chunk[Reply]]:
         self._served.speculation.plan(self._scheduler.next_replies())
+        self._scheduler.is_awaited = self._inbox.queue_depth > 0
         return self._scheduler.schedule(self._served.pace.max_prompt_rows(self._scheduler.crowd))
 
     def _compute(self, step: list[Chunk[Reply]]) -> bool:
