@@ -52,6 +52,8 @@ class Loop:
         """Gets the rows of pictures; None before the first one comes."""
         served.cache.on_forget.append(inbox.wake)
         served.constraints.on_ready = served.pages.pool.on_free = inbox.wake
+        if not served.in_memory.done():
+            served.in_memory.add_done_callback(lambda _: inbox.wake())
 
     def run(self) -> None:
         """Returns when the inbox is stopped. Raises `DeviceLost`."""
@@ -79,7 +81,7 @@ class Loop:
 
     def _works_ahead(self) -> bool:
         """Computes something while there is no request. Returns False if there is nothing to do."""
-        if self._active.requests or self._inbox.queue_depth:
+        if self._active.requests or self._inbox.queue_depth or not self._served.in_memory.done():
             return False
         self._inbox.heartbeat.beat(MAX_ROWS)
         return self._idle.work()
@@ -236,6 +238,9 @@ class Loop:
     # One step.
 
     def _next_step(self) -> list[Chunk[Reply]]:
+        if not self._served.in_memory.done():
+            # Wholly stored prompts get their first tokens meanwhile. If the load fails, a step raises its error.
+            return []
         self._served.speculation.plan(self._scheduler.next_replies())
         self._scheduler.is_awaited = self._inbox.queue_depth > 0
         return self._scheduler.schedule(self._served.pace.max_prompt_rows(self._scheduler.crowd))

@@ -39,7 +39,7 @@ from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.families.model_types import pictures_problem
 from diskprefix.model.load.loader import LoadedModel
-from diskprefix.model.load.memory import kv_bytes
+from diskprefix.model.load.memory import kv_bytes, trim_heap
 from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.printable import first_line
 from diskprefix.units import counted, format_size
@@ -103,6 +103,9 @@ class ServedModel:
         self.clock = time.perf_counter
         """The clock that measures steps."""
         self.fit = loaded.fit
+        self._finish_load = loaded.finish
+        self.in_memory = loaded.in_memory
+        """Done when all weights are in memory. No step is computed before."""
         self._kv_limit = loaded.fit.kv_limit
         if draft is not None and cache.settings.kv_memory is None:
             self._kv_limit = min(self._kv_limit, draft.loaded.fit.kv_limit)
@@ -157,6 +160,11 @@ class ServedModel:
             return
         self.cache.warm_up(sequence)
         self.pages.end(sequence, keep=False)
+
+    def finish_load(self) -> None:
+        """Returns when all weights are in memory. Raises the errors of `begin_load`."""
+        self._finish_load()
+        trim_heap()
 
     def give_way(self) -> None:
         """Ends the work done ahead of the first request, because it has come. For any thread."""
@@ -360,9 +368,11 @@ class ServedModel:
         )
 
     def _touch_memory(self) -> None:
+        if not (longest := self.cache.store.longest_prompt()):
+            # Nothing can be restored.
+            return
         try:
-            num_tokens = self.cache.store.longest_prompt() + _TURN_TOKENS
-            self.pages.make_ahead(_AHEAD_BYTES, min(num_tokens, self.max_positions))
+            self.pages.make_ahead(_AHEAD_BYTES, min(longest + _TURN_TOKENS, self.max_positions))
         except ContextTooLong as error:
             # Only a head start is lost. A request allocates the memory that it needs.
             log.info("[engine] no KV memory taken ahead: %s", error)

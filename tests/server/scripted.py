@@ -182,6 +182,9 @@ class ScriptedEngine:
     def give_way(self) -> None:
         """Nothing is done ahead."""
 
+    def finish_load(self) -> None:
+        """There are no weights."""
+
     def serve(self, inbox: Inbox) -> None:
         serve_one_at_a_time(self._run)(inbox)
 
