@@ -16,7 +16,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.model.bits import build_of
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.kernel_settings import computed_by
-from diskprefix.model.load.loader import LoadedModel, load_model
+from diskprefix.model.load.loader import LoadedModel, load_model, require_own_type
 from diskprefix.model.plan_fingerprint import PlanFingerprint
 from diskprefix.model.planned import NotExact, PlanRuntime, plan_layout
 from diskprefix.model.runtime import Runtime
@@ -71,6 +71,7 @@ def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
             return _by_plan(loaded, settings)
         except NotExact as found:
             reason = str(found)
+            require_own_type(settings, reason)
         # Without the weights of the plan, of which the memory is needed.
         loaded = replace(loaded, weights=None).as_modules(reason)
     return _by_modules(loaded, settings)
@@ -81,7 +82,7 @@ def _by_plan(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     weights, compiled = loaded.weights, operators()
     assert weights is not None, "the model has a plan"
     assert compiled is not None, "plans need them"
-    layout = plan_layout(weights, loaded.config)
+    layout = plan_layout(weights, loaded.config, settings.kv_type)
     runtime = PlanRuntime(weights, loaded.config, layout, settings.block_size)
     fingerprint = PlanFingerprint.of(
         *(runtime.config, runtime.plan, compiled),

@@ -14,7 +14,7 @@ from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators
 
 _CALL = struct.Struct("@8q P2q 2P 2d q")
-_RUN = struct.Struct("@3q P3q P3q Pq")
+_RUN = struct.Struct("@3q P4q P4q Pq")
 """`Attention` and `Run` of `source/interface.h`."""
 
 DTYPES = {np.dtype(np.float32): 0, np.dtype(np.uint16): 1}
@@ -35,7 +35,9 @@ class PagedRows(NamedTuple):
     """The bytes in a page before the rows of this layer."""
     head_stride: int
     token_stride: int
-    """From a row to that of the next head, or token, in numbers."""
+    """From a row to that of the next head, or token, in numbers or `Eights`."""
+    in_eights: int = 0
+    """1 for rows of 8 bits."""
     kept: tuple[array[int], np.ndarray] | None = None
     """What `pages` is the address of, and the memory, if nobody else keeps them."""
 
@@ -46,7 +48,7 @@ def contiguous(rows: np.ndarray) -> PagedRows:
     head_stride, token_stride, stride = _strides(rows)
     require(stride == 1, rows)
     table = array("Q", [address_of(rows)])
-    return PagedRows(table.buffer_info()[0], 0, head_stride, token_stride, (table, rows))
+    return PagedRows(table.buffer_info()[0], 0, head_stride, token_stride, kept=(table, rows))
 
 
 def _strides(numbers: np.ndarray) -> list[int]:
@@ -124,4 +126,4 @@ def run_of(
     if spans and max(spans) > start + num_rows:
         raise ValueError(f"a compiled operator does not take spans that end behind {start + num_rows}: {spans}")
     address, count = spans.buffer_info()
-    return _RUN.pack(start, num_rows, page_tokens, *keys[:4], *values[:4], address, count // 2)
+    return _RUN.pack(start, num_rows, page_tokens, *keys[:5], *values[:5], address, count // 2)

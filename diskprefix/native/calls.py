@@ -69,7 +69,7 @@ class AnglesCall(ctypes.Structure):
 class PagedRowsCall(ctypes.Structure):
     """`Rows` of the interface."""
 
-    _fields_ = _fields("*pages offset head_stride token_stride")
+    _fields_ = _fields("*pages offset head_stride token_stride in_eights")
 
 
 class HeadsCall(ctypes.Structure):

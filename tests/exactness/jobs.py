@@ -57,7 +57,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One model in one dtype. `model`: the folder of a real one, None for the tiny one of that name. `device`: where a
+    """One model in one dtype; with q8, keys and values of bfloat16 models are in 8 bits. `model`: the folder of a real one, None for the tiny one of that name. `device`: where a
     real one is computed. `folder` is the job's own: the store and the answers of both processes. `reply`: greedy tokens
     after each prompt. `at_grid`: on the grid, even if the model is exact at every token."""
 
@@ -70,6 +70,11 @@ class Job:
     threads: int = 1
     lengths: Lengths = Lengths()
     at_grid: bool = False
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, "bfloat16" if self.dtype == "q8" else self.dtype)
+        return dtype
 
     @property
     def store(self) -> Path:

@@ -44,6 +44,23 @@ def attention(
     return tensor_of(attention_operator.attention(operators, array_of(query), runs, sinks=of_sinks, **form))
 
 
+def in_eights(operators: Operators, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [tokens, heads, dim] as memory in 8 bits, uint8 [heads, tokens, bytes]."""
+    num_rows, heads, dim = rows.shape
+    out = torch.full((heads, num_rows, -(-dim // 32) * 34), 255, dtype=torch.uint8)
+    page = (ctypes.c_void_p * 1)(out.data_ptr())
+    table = (ctypes.c_void_p * 1)(ctypes.addressof(page))
+    memory = calls.PagedRowsCall(0, 0, num_rows * -(-dim // 32), -(-dim // 32), 1)
+    call = calls.HeadsCall(
+        dtype=DTYPES[rows.dtype], num_heads=heads, dim=dim, row_stride=heads * dim, rows=rows.data_ptr(), to=memory
+    )
+    operation, sequence = calls.Operation(calls.HEADS, 0, ctypes.addressof(call)), calls.PlanRun(0, num_rows)
+    sequence.tables = ctypes.addressof(table)
+    step = calls.PlanStep(num_rows, 0, 1, num_rows, 0, ctypes.addressof(sequence), num_threads())
+    assert not operators.run(bytes(calls.Operations(1, ctypes.addressof(operation))), bytes(step))
+    return out
+
+
 def matrix(weights: torch.Tensor, size: tuple[int, int], *, bias: torch.Tensor | None = None, **form: Any) -> Matrix:
     return Matrix(array_of(weights), size, bias=None if bias is None else array_of(bias.float()), **form)
 

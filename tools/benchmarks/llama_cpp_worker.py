@@ -24,6 +24,7 @@ RESERVE = 256
 WITHOUT_FLASH_ATTENTION = 0
 FLOAT32 = 0
 """`GGML_TYPE_F32`."""
+Q8_0 = 8
 
 
 class ModelSettings(Structure):
@@ -127,7 +128,15 @@ def quantise(library: CDLL, source: Path, file: Path, file_type: int) -> None:
 
 class Worker:
     def __init__(
-        self, llama: CDLL, gguf: str, context: int, folder: str, *, flash_attention: bool, exact_cache: bool = False
+        self,
+        llama: CDLL,
+        gguf: str,
+        context: int,
+        folder: str,
+        *,
+        flash_attention: bool,
+        cache_type: int | None = None,
+        most_sequences: int = MOST_SEQUENCES,
     ) -> None:
         self.llama = llama
         model = llama.llama_model_load_from_file(gguf.encode(), llama.llama_model_default_params())
@@ -136,15 +145,15 @@ class Worker:
         self.vocab = llama.llama_model_get_vocab(model)
         self.num_words = llama.llama_vocab_n_tokens(self.vocab)
         settings = llama.llama_context_default_params()
-        settings.n_ctx = MOST_SEQUENCES * context
+        settings.n_ctx = most_sequences * context
         settings.n_batch = settings.n_ubatch = BATCH
-        settings.n_seq_max = MOST_SEQUENCES
+        settings.n_seq_max = most_sequences
         # Each sequence has memory of its own: five of them are several times faster so.
         settings.kv_unified = False
         if not flash_attention:
             settings.flash_attn_type = WITHOUT_FLASH_ATTENTION
-        if exact_cache:
-            settings.cache_types[:] = [FLOAT32, FLOAT32]
+        if cache_type is not None:
+            settings.cache_types[:] = [cache_type, cache_type]
         settings.n_threads = settings.n_threads_batch = THREADS
         self.context = llama.llama_init_from_model(model, settings)
         if self.context is None:

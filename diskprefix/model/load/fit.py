@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
-from diskprefix.kv.sizes import longest_within, num_pages
+from diskprefix.kv.sizes import EIGHTS, EIGHTS_BYTES, longest_within, num_pages
 from diskprefix.model.load.checkpoint import (
     StoredTensor,
     read_config,
@@ -75,6 +75,13 @@ class TokenState:
     window: int = 0
     fixed: int = 0
     positions: int = _UNNAMED_POSITIONS
+    in_q8: tuple[int, int] = field(default=(0, 0), compare=False)
+    """`per_token` and `windowed` with `--kv-type q8`."""
+
+    def of_type(self, kv_type: str) -> TokenState:
+        """Returns the state with keys and values of a `--kv-type`."""
+        per_token, windowed = self.in_q8 if kv_type == "q8" else (self.per_token, self.windowed)
+        return replace(self, per_token=per_token, windowed=windowed)
 
     def num_bytes(self, num_tokens: int) -> int:
         """Returns the bytes of the pages of a sequence."""
@@ -95,6 +102,10 @@ class ModelNeeds:
     weights: Mapping[str, int] = field(default_factory=dict)
     state: TokenState
     takes_pictures: bool = False
+
+    def of_type(self, kv_type: str) -> ModelNeeds:
+        """Returns the needs with keys and values of a `--kv-type`."""
+        return replace(self, state=self.state.of_type(kv_type))
 
     @property
     def weights_bytes(self) -> int:
@@ -247,8 +258,11 @@ def state_of(
     heads, window = size("num_attention_heads", "n_head", "n_heads"), size("sliding_window")
     head_dim = size("head_dim") or size("hidden_size", "n_embd", "d_model") // max(heads, 1)
     row = 2 * (1 if text.get("multi_query") else size("num_key_value_heads") or heads) * head_dim
+    parts = [head_dim or EIGHTS]
     if size("kv_lora_rank"):
-        row = size("kv_lora_rank") + size("qk_rope_head_dim")
+        parts = [size("kv_lora_rank"), size("qk_rope_head_dim")]
+        row = sum(parts)
+    of_items = EIGHTS_BYTES * sum(-(-part // EIGHTS) for part in parts)
     num_layers = size("num_hidden_layers", "n_layer", "num_layers", "n_layers") or max(rows, default=-1) + 1
     full_every = _WINDOWED.get(str(text.get("model_type")).removesuffix("_text").replace("_", "-"), 1)
     of_architecture = [
@@ -256,7 +270,7 @@ def state_of(
     ]
     of_draft = HAVE_DRAFT_LAYER.get(str(text.get("model_type")), {}).get("layer_types", "full_attention")
     kinds = [*(text.get("layer_types") or of_architecture), of_draft]
-    windowed, full = 0, size("hidden_size") if draft_layer else 0
+    windowed, full, hidden = 0, 0, size("hidden_size") * dtype_bytes if draft_layer else 0
     for layer, kind in enumerate(kinds[: num_layers + bool(draft_layer)]):
         is_recurrent = kind == "linear_attention" or (layer in recurrent and layer not in rows)
         num_rows = rows.get(layer, row) if not is_recurrent and ("attention" in kind or "hybrid" in kind) else 0
@@ -269,11 +283,12 @@ def state_of(
         size("mamba_d_state", "ssm_state_size") or 1
     )
     return TokenState(
-        per_token=full * dtype_bytes,
+        per_token=full * dtype_bytes + hidden,
         windowed=windowed * dtype_bytes,
         window=window if windowed else 0,
         fixed=4 * inner * len(recurrent),
         positions=size("max_position_embeddings", "n_positions", "max_seq_len") or _UNNAMED_POSITIONS,
+        in_q8=(full * of_items // sum(parts) + hidden, windowed * of_items // sum(parts)),
     )
 
 

@@ -114,6 +114,7 @@ class _ModelSource:
     device: str
     weights: str
     """`auto` if the quants of a `.gguf` file are kept, or else `native`."""
+    kv_type: str
     reason: str
     """Why it has no plan."""
 
@@ -128,7 +129,7 @@ class _ModelSource:
             found = needs_of_gguf(self.path, self.weights, item_bytes(self.dtype), uses_draft_layer=uses)
         else:
             found = needs_of_folder(self.path, self.files, self.dtype, uses_draft_layer=uses)
-        return replace(found, name=f"{self.path.name} as {self.dtype} on {self.device}")
+        return replace(found.of_type(self.kv_type), name=f"{self.path.name} as {self.dtype} on {self.device}")
 
     def digest(self) -> str:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
@@ -163,7 +164,8 @@ class _ModelSource:
         from diskprefix.model.planned import PlanRuntime, plan_layout
 
         try:
-            PlanRuntime(weights, self.config, plan_layout(weights, self.config), page_tokens).prepare()
+            layout = plan_layout(weights, self.config, self.kv_type)
+            PlanRuntime(weights, self.config, layout, page_tokens).prepare()
         except Exception as error:
             if not isinstance(error, DiskPrefixError | OSError) and not is_out_of_memory(error):
                 self._require_shapes()
@@ -309,7 +311,7 @@ def _source(
     with clock("source"):
 
         def before_fetch(listing: HubListing) -> None:
-            check(listing.needs(settings.dtype))
+            check(listing.needs(settings.dtype).of_type(settings.kv_type))
 
         path, name = _find(settings.model, progress, flag=flag, before_fetch=before_fetch)
         is_file = path.is_file()
@@ -354,9 +356,18 @@ def _source(
             dtype=dtype,
             device=device,
             weights=weights,
+            kv_type=settings.kv_type,
             reason=known_reason(config, dtype, device.partition(":")[0]),
         )
+        if source.reason:
+            require_own_type(settings, source.reason)
         return source.for_modules() if source.reason else source
+
+
+def require_own_type(settings: Settings, reason: str) -> None:
+    """Raises `SettingsError` for a `--kv-type` of a model that has no plan, for a `reason`."""
+    if settings.kv_type != "auto":
+        raise SettingsError(f"--kv-type {settings.kv_type} is for models with a plan, this one has none: {reason}")
 
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> Tokenizer:

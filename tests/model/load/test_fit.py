@@ -17,6 +17,7 @@ from diskprefix.errors import ModelError
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sizes import longest_within
+from diskprefix.model.families.memory_layout import layout_of
 from diskprefix.model.load import fit
 from diskprefix.model.load.alternatives import other_forms, require_fit
 from diskprefix.model.load.checkpoint import StoredTensor, require_plain_weights, tensors_in
@@ -201,11 +202,15 @@ def test_the_longest_sequence_is_the_one_that_fits(state: TokenState) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("kv_type", ["auto", "q8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(name: str, dtype: torch.dtype) -> None:
+def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(
+    name: str, dtype: torch.dtype, kv_type: str
+) -> None:
     model = tiny_model(name, dtype)
-    pool = PagePool(rehearse(model), block_size=256)
-    state = state_of([], model.config.to_dict(), dtype.itemsize)
+    layout = layout_of(model.config, "bfloat16", kv_type) if kv_type == "q8" else rehearse(model)
+    pool = PagePool(layout, block_size=256)
+    state = state_of([], model.config.to_dict(), dtype.itemsize).of_type(kv_type)
     for num_tokens in (500, 1024, 1025, 5000, 20_000):
         num_bytes = state.num_bytes(num_tokens)
         assert num_bytes == pool.sequence_bytes(num_tokens)

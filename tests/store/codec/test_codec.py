@@ -455,6 +455,14 @@ def test_a_value_that_is_not_finite_is_found_in_any_place(element: Element, wron
     assert not is_finite(of_element(element, values), element)
 
 
+def test_codes_whose_scale_is_not_finite_are_found() -> None:
+    items = np.full((5, 34), 255, np.uint8)
+    items[:, :2] = np.frombuffer(b"\x01\x3c", np.uint8)
+    assert is_finite(view_of(items), Element.Q8)
+    items[3, :2] = np.frombuffer(b"\x80\x7f", np.uint8)
+    assert not is_finite(view_of(items), Element.Q8)
+
+
 @pytest.mark.parametrize("element", [Element.BYTES, Element.FP8_E4M3, Element.FP8_E5M2])
 def test_values_of_other_types_count_as_finite_and_so_does_nothing(element: Element) -> None:
     assert is_finite(memoryview(b"\xff" * 8), element)
