@@ -18,7 +18,7 @@ _NAN = 0x7FC0
 
 
 def item_bytes(dtype: str) -> int:
-    """Returns the bytes of one item, which is a number, or 32 with q8. Raises `KeyError` for a type that is not stored."""
+    """Returns the bytes of one item: of a number, or with q8 of 32. Raises `KeyError` for a type that is not stored."""
     return DTYPES[dtype][0]
 
 

@@ -62,15 +62,13 @@ def load(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
     """The model, what makes prompts for it, text for a real one, else any tokens, and the pictures in these."""
     if job.name in PICTURED:
         return load_pictured(job)
-    dtype = job.torch_dtype
+    dtype = getattr(torch, job.computes_in)
     if job.model is None:
         model = tiny_model(job.name, dtype)
     elif not (Path(job.model) / "tokenizer.json").is_file():
         model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).eval()
     else:
-        loaded = load_model(
-            Settings(model=job.model, device=job.device, dtype=str(dtype).removeprefix("torch.")), print
-        )
+        loaded = load_model(Settings(model=job.model, device=job.device, dtype=job.computes_in), print)
         return modules_of(loaded), _text(loaded.tokenizer), {}
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     return model, lambda seed, count: as_token_ids(np.random.default_rng(seed).integers(3, vocab_size, count)), {}

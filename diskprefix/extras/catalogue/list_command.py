@@ -129,7 +129,7 @@ def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
     lines = {
         "model": f"{', '.join((known.name, *known.aliases))} ({known.origin})",
         "files": f"{known.path}, {format_size(row['file_bytes'])}",
-        "context": f"{fit.context:,} of {fit.needs.state.positions:,} tokens",
+        "context": fit.context_line,
         "type": row["architecture"],
         "template": "the model's own" if row["template"] else "none: give one with --chat-template",
         "settings": ", ".join(f"{key} = {value}" for key, value in row["settings"].items()) or "those of serve",

@@ -108,9 +108,8 @@ def _fit_finding(settings: Settings, needs: ModelNeeds) -> Finding:
         return Finding("model", "ok", f"{text}; it will run on {settings.device}", table=table)
     if not fit.is_enough:
         return Finding("model", "problem", text, "; ".join(fit.advice(other_forms(settings))), table)
-    positions = needs.state.positions
-    text += f"; a context of {fit.context:,} of {positions:,} tokens"
-    if fit.context < min(positions, _SHORT_CONTEXT):
+    text += f"; a context of {fit.context_line}"
+    if fit.context < min(needs.state.positions, _SHORT_CONTEXT):
         return Finding("model", "note", text, "free memory or take fewer bits for a longer one; see --kv-memory", table)
     return Finding("model", "ok", text, table=table)
 

@@ -128,6 +128,13 @@ class Fit:
         return self.needs.state.tokens_in(self.kv_limit)
 
     @property
+    def context_line(self) -> str:
+        """The context for people, and a longer one that `--kv-type q8` makes of the same memory."""
+        found = f"{self.context:,} of {self.needs.state.positions:,} tokens"
+        in_q8 = self.needs.state.of_type("q8").tokens_in(self.kv_limit)
+        return f"{found}, {in_q8:,} with --kv-type q8" if self.needs.state.in_q8[0] and in_q8 > self.context else found
+
+    @property
     def needed_bytes(self) -> int:
         return self.needs.weights_bytes + self.kv_bytes + ROOM_BYTES
 

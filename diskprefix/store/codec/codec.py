@@ -142,7 +142,7 @@ def decode_piece(stored: memoryview, piece: Piece, seed: int | None, out: Bytes)
 
 
 def is_finite(raw: memoryview, element: Element) -> bool:
-    """Returns whether no value is infinite or NaN. Values of other types than bf16, fp16, fp32 and q8 count as finite."""
+    """Returns whether no value is infinite or NaN. Values of fp8 count as finite, and so do bytes."""
     if element == Element.Q8:
         # 32 codes are finite if their scale is.
         raw, element = np.ndarray(len(raw) // 34, np.uint16, raw, strides=(34,)).copy().data, Element.BF16

@@ -218,6 +218,14 @@ def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(
             assert longest_within(left, pool.sequence_bytes, state.positions, 256) == state.tokens_in(left)
 
 
+def test_the_context_of_q8_is_told_where_it_is_longer() -> None:
+    for positions, words in ((1024, "1,024 of 1,024 tokens"), (8192, "2,048 of 8,192 tokens, 3,840 with --kv-type q8")):
+        state = TokenState(64, positions=positions, in_q8=(34, 0))
+        assert fitted(ModelNeeds(name="x", state=state), 0, 64 * 2048).context_line == words
+        assert "q8" not in fitted(ModelNeeds(name="x", state=state).of_type("q8"), 0, 64 * 2048).context_line
+    assert fitted(ModelNeeds(name="x", state=TokenState(64)), 0, 64 * 2048).context_line == "2,048 of 131,072 tokens"
+
+
 def test_kv_memory_and_context_follow_from_what_is_free() -> None:
     needs = ModelNeeds(name="x", weights={"Q4_0": 100 * MIB}, state=TokenState(MIB, positions=100_000))
     for left, context in ((0, 2048), (4607, 2048), (4608, 2304), (8192, 4096)):

@@ -377,7 +377,7 @@ def test_a_device_that_is_not_there_is_refused_with_its_param(
 
 
 def test_a_type_of_keys_and_values_is_refused_without_a_plan(folder: Path) -> None:
-    with pytest.raises(SettingsError, match="^--kv-type q8 is for models with a plan, this one has none: .*float16$"):
+    with pytest.raises(SettingsError, match=r"^--kv-type q8 is for models with a plan, this one has none: .*float16$"):
         load(folder, dtype="float16", kv_type="q8")
 
 
