@@ -56,7 +56,7 @@ class GridRuntime:
         (sequence,), (run,) = begin_step(step)
         cache = self._cache_of(sequence)
         hidden = list[torch.Tensor]()
-        with _handing_out(self._model, hidden if needs_hidden else None):
+        with _repeatable_kernels(), _handing_out(self._model, hidden if needs_hidden else None):
             logits = self._forward(rows, run, cache)
         cache.save(sequence, run)
         sequence.end_step(run)
@@ -95,6 +95,19 @@ class GridRuntime:
             call["logits_to_keep"] = rows.num_logits
         logits: torch.Tensor = self._model(input_ids=input_ids, **call).logits[0]
         return logits[-rows.num_logits :]
+
+
+@contextmanager
+def _repeatable_kernels() -> Iterator[None]:
+    """Gives a context without cuDNN's attention, which gives the only row of a step other bits from run to run (seen
+    with torch 2.11 on an H200). torch's other kernels repeat theirs."""
+    cuda: Any = torch.backends.cuda  # torch leaves them without types
+    was_enabled = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(was_enabled)
 
 
 @contextmanager

@@ -29,6 +29,8 @@ _passed = Memo("rehearsals", version=1, max_records=64)
 _BLOCK_SIZE = 256
 _STEP = 4
 """Tokens in a step of `rehearse`."""
+_LONG_CONTEXT, _NUM_REPEATED = 4096, 32
+"""Tokens that a device computes twice, the last ones row by row."""
 _MAX_STATE_ERROR, _MAX_LOGITS_ERROR = 0.05, 0.3
 _MAX_LOOKAHEAD = 0.005
 """The largest allowed difference between a run in two steps and a run in one pass, relative to the difference of a run
@@ -80,7 +82,21 @@ def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
     beginning, again = one_pass[:_STEP], model(input_ids=other_end, use_cache=False).logits[0, :_STEP].cpu()
     if _error(again, beginning, beginning.roll(1, dims=0)) > _MAX_LOOKAHEAD:
         raise Unsupported(f"{name} looks at what comes later")
+    if model.device.type != "cpu":
+        _check_repeats(model, layout)
     return layout
+
+
+def _check_repeats(model: PreTrainedModel, layout: Layout) -> None:
+    """Raises `Unsupported` if rows behind a long context have other bits when they are computed again. Kernels of GPUs
+    that split a long context may add its parts in any order."""
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or _LONG_CONTEXT
+    token_ids = made_up_tokens(model, 4, min(_LONG_CONTEXT, most))
+    last = token_ids.shape[1] - _NUM_REPEATED
+    blocks = [min(_BLOCK_SIZE, last - start) for start in range(0, last, _BLOCK_SIZE)]
+    steps = [*blocks, *[1] * _NUM_REPEATED]
+    if not torch.equal(_run(model, layout, token_ids, steps)[1], _run(model, layout, token_ids, steps)[1]):
+        raise Unsupported(f"kernels of {model.device.type} give the same rows other bits from run to run")
 
 
 def _error(found: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> float:
