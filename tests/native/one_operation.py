@@ -11,11 +11,11 @@ import torch
 
 from diskprefix.model.quants import forms
 from diskprefix.model.quants.quant_form import QuantForm
-from diskprefix.native import attention_operator, calls, packing
+from diskprefix.native import calls, packing
 from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
-from tests.arrays import array_of, tensor_of
+from tests.arrays import array_of
 
 DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
 
@@ -38,10 +38,27 @@ def run(operators: Operators, kind: int, call: ctypes.Structure, num_rows: int, 
 
 
 def attention(
-    operators: Operators, query: torch.Tensor, runs: Sequence[bytes], *, sinks: torch.Tensor | None = None, **form: Any
+    operators: Operators,
+    query: torch.Tensor,
+    runs: Sequence[calls.RunCall],
+    *,
+    kv_heads: int,
+    value_dim: int,
+    sinks: torch.Tensor | None = None,
+    **form: Any,
 ) -> torch.Tensor:
-    of_sinks = None if sinks is None else array_of(sinks)
-    return tensor_of(attention_operator.attention(operators, array_of(query), runs, sinks=of_sinks, **form))
+    """Returns [rows, heads, value_dim] for queries [heads, rows, key_dim]."""
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    heads, rows, key_dim = query.shape
+    out = torch.empty((rows, heads, value_dim), dtype=query.dtype)
+    call = calls.AttentionCall(
+        dtype=DTYPES[query.dtype], num_heads=heads, num_kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim,
+        num_runs=len(runs), query=query.data_ptr(), query_head_stride=query.stride(0),
+        query_row_stride=query.stride(1), out=out.data_ptr(), sinks=0 if sinks is None else sinks.data_ptr(),
+        num_threads=num_threads(), **form,
+    )  # fmt: skip
+    assert not operators.attention(bytes(call), b"".join(map(bytes, runs)))
+    return out
 
 
 def in_eights(operators: Operators, rows: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from diskprefix.native.attention_operator import NO_SPANS, PagedRows, run_of
+from diskprefix.native.calls import PagedRowsCall, RunCall
 
+NO_SPANS = array("q")
 _OFFSET = 32
 """The numbers in a page before those of the layer."""
 
@@ -38,14 +39,16 @@ class Pages:
         for number in range(first // page_tokens):
             self._table[number] = 0
 
-    def run(self, start: int, num_rows: int, spans: array[int] = NO_SPANS) -> bytes:
+    def run(self, start: int, num_rows: int, spans: array[int] = NO_SPANS) -> RunCall:
+        """The run of a sequence. Keep the pages and the spans until an operator has returned."""
         table, _ = self._table.buffer_info()
         size = 34 if self._in_eights else 1
         rows = [
-            PagedRows(
+            PagedRowsCall(
                 *(table, int(part.storage_offset()) * part.itemsize, part.stride(1) // size, part.stride(2) // size),
                 self._in_eights,
             )
             for part in self._parts
         ]
-        return run_of(start, num_rows, self._page_tokens, rows[0], rows[-1], spans=spans)
+        address, count = spans.buffer_info()
+        return RunCall(start, num_rows, self._page_tokens, rows[0], rows[-1], address, count // 2)

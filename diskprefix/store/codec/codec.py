@@ -157,7 +157,8 @@ def is_finite(raw: memoryview, element: Element) -> bool:
 
 def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, int, bytes | memoryview]:
     """Returns the codec, the number of bits of a code in planes, and the data."""
-    if codec == Codec.RAW or not raw:
+    # Codes of 8 bits have hardly less entropy, and decoding them would take longer than reading them.
+    if codec == Codec.RAW or not raw or (codec == Codec.PLANES and piece.element == Element.Q8):
         return Codec.RAW, 0, raw
     form = _FORMATS.get(piece.element)
     if codec == Codec.ZSTD or piece.element == Element.BYTES or (form and piece.row_bytes % form.item_bytes):
