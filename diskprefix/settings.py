@@ -183,7 +183,6 @@ class Settings:
         "auto",
         "The type of keys and values, in memory and on disk. auto takes that in which the model computes, q8 8 bits: "
         "about half the size. Prefixes of one type are not found with the other.",
-        is_common=True,
         choices=("auto", "q8"),
     )
     kernels: str = _model(

@@ -296,7 +296,7 @@ def test_scores_of_any_size_give_finite_weights() -> None:
 
 def scales_and_codes(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory in 8 bits as float32: [heads, tokens, items, 1] and [heads, tokens, items, 32]."""
-    items = memory.unflatten(-1, (-1, 34))
+    items = memory.reshape(*memory.shape[:2], -1, 34)
     return items[..., :2].contiguous().view(torch.bfloat16).float(), items[..., 2:].view(torch.int8).float()
 
 
@@ -311,7 +311,7 @@ def test_numbers_in_8_bits_are_the_nearest_multiples_of_a_scale(
     rows[3, 1, 40], rows[4, 0, 3] = float("nan"), float("-inf")
     rows = rows.to(dtype)
     scales, codes = scales_and_codes(in_eights(operators, rows))
-    expected = torch.nn.functional.pad(rows.transpose(0, 1).float(), (0, -dim % 32)).unflatten(-1, (-1, 32))
+    expected = torch.nn.functional.pad(rows.transpose(0, 1).float(), (0, -dim % 32)).reshape(2, 5, -1, 32)
     is_none = ~expected.isfinite().all(-1, keepdim=True)
     assert torch.equal(scales.isnan(), is_none)
     assert int(is_none.sum()) == 2
@@ -331,6 +331,10 @@ def test_attention_reads_numbers_in_8_bits_as_their_products(operators: Operator
             for run in (Run(LENGTH - 1, 1), Run(250, 3), Run(200, 300)):
                 pages = Pages([one[:, : run.end] for one in in_8_bits], page_tokens)
                 queries = layer.queries[:, run.start : run.end]
-                form = {"kv_heads": layer.case.kv_heads, "value_dim": value_dim, "scale": layer.case.scale}
-                found = attention(operators, queries, [pages.run(run.start, run.num_rows)], **form)
+                found = attention(
+                    *(operators, queries, [pages.run(run.start, run.num_rows)]),
+                    kv_heads=layer.case.kv_heads,
+                    value_dim=value_dim,
+                    scale=layer.case.scale,
+                )
                 assert bits(found) == bits(layer.attended(run))
