@@ -39,7 +39,6 @@ class Recorder(Protocol):
         *,
         root: bytes,
         when: float,
-        output_tokens: int,
         reply: TokenIds,
         prefill_ms: float,
         remembered: bool,

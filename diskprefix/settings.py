@@ -8,6 +8,7 @@ The command line merges defaults, policy file, environment and flags. A program 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -195,6 +196,12 @@ class Settings:
         None, "The model's name for clients.", is_common=True, metavar="NAME", unset="the model's own"
     )
     chat_template: Path | None = _model(None, "A Jinja file: a chat template.", kind="file", unset="the model's own")
+    chat_template_kwargs: str | None = _model(
+        None,
+        "Variables for the chat template, as a JSON object. Those of a request win.",
+        metavar="JSON",
+        unset="what keeps the thoughts of earlier turns, if the template has it",
+    )
     speculative: str = _model(
         "auto",
         "Speculative decoding, where that is faster; replies do not change. ngram drafts from earlier text that a "
@@ -409,6 +416,17 @@ class Settings:
         return values
 
     @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of `chat_template_kwargs`. Raises `SettingsError`."""
+        try:
+            variables = json.loads(self.chat_template_kwargs or "{}")
+        except (ValueError, RecursionError):
+            variables = None
+        if not isinstance(variables, dict):
+            raise SettingsError("--chat-template-kwargs: is not a JSON object; write for example '{\"name\": true}'")
+        return variables
+
+    @property
     def uses_draft_layer(self) -> bool:
         """True if the layer of a model that predicts further tokens is loaded."""
         return self.speculative in ("auto", "mtp")
@@ -443,7 +461,7 @@ class Settings:
             if is_number and not minimum <= value <= maximum:
                 shown = format_size if setting.kind == "size" else str
                 raise SettingsError(f"{flag}: {value} is out of range ({shown(minimum)} to {shown(maximum)})")
-        _ = self.sampling_values, self.write_budget_bytes
+        _ = self.sampling_values, self.write_budget_bytes, self.template_variables
         if self.draft_model is not None and self.speculative == "off":
             raise SettingsError("--draft-model: it guesses nothing with --speculative off")
         threshold = str(self.prefill_compression)
@@ -459,8 +477,8 @@ SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field 
 
 PER_MODEL = frozenset(
     {
-        *("device", "dtype", "weights", "kv_type", "kernels", "chat_template", "speculative", "draft_model"),
-        *("sampling", "prefill_compression", "kv_memory", "disk_prefix_cache"),
+*("device", "dtype", "weights", "kv_type", "kernels", "chat_template", "speculative", "draft_model"),
+        *("sampling", "chat_template_kwargs", "prefill_compression", "kv_memory", "disk_prefix_cache"),
         *("kv_cache_ttl", "kv_cache_min_tokens", "normalise"),
         *("kv_cache_gate", "max_sequences"),
     }

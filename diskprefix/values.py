@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -209,25 +209,25 @@ class LeftOut(NamedTuple):
 class Rewriting:
     """The differences between a prompt and the conversation that the client sent.
 
-    `would_change` names the normalisers that found something but were not on.
+    `would_change` names the normalisers that found something but were not on. `template_kwargs` are the variables of
+    the chat template that the daemon set.
     """
 
     changes: tuple[Change, ...] = ()
     would_change: tuple[str, ...] = ()
     left_out: LeftOut | None = None
+    template_kwargs: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class SourceText:
-    """The text of a prompt. `starts` has the index of each token's first character, shape (num_tokens,)."""
+    """The text of a prompt. `starts` has the index of each token's first character, shape (num_tokens,). `tools` are
+    the names of its tools, `results` the texts that tools returned, each with the tool's name."""
 
     text: str
     starts: npt.NDArray[np.int32]
-
-    @classmethod
-    def of(cls, text: str, offsets: npt.NDArray[np.int32]) -> SourceText:
-        """Takes the first and last character (exclusive) of each token as `offsets`, shape (num_tokens, 2)."""
-        return cls(text, offsets[:, 0].copy())
+    tools: Sequence[str] = ()
+    results: Sequence[tuple[str, str]] = ()
 
     def line_at(self, token: int) -> str:
         """Returns the line of a token. For a token that begins with a line break, returns the next line."""
@@ -236,6 +236,15 @@ class SourceText:
             start += 1
         end = self.text.find("\n", start)
         return self.text[self.text.rfind("\n", 0, start) + 1 : end if end >= 0 else None]
+
+    def tool_at(self, token: int) -> str:
+        """Returns the tool whose result has the line of a token, or whose definition has the token; or ""."""
+        line, start = self.line_at(token).strip(), int(self.starts[token])
+        if line and (names := [name for name, text in self.results if line in text]):
+            return names[0]
+        before = self.text[self.text.rfind("\n", 0, start) + 1 : start]
+        at, name = max(((before.rfind(f'"{name}"'), name) for name in self.tools), default=(-1, ""))
+        return name if at >= 0 else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,6 +388,13 @@ class Selection:
         return self.common if self.recent and self.common < self.prompt_tokens else None
 
 
+class Lost(NamedTuple):
+    """Tokens of a prompt that were computed again, although an earlier prompt had them."""
+
+    cause: MissReason
+    num_tokens: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheReport:
     """The cache's work for one request. The response's `prefix_cache` object shows a part, the debug log everything.
@@ -389,8 +405,8 @@ class CacheReport:
 
     `saved`: `none` if there was nothing to save, `queued` if the writer has it, `stored` if it was stored before,
     `dropped` if not all could be saved, because of `dropped_because`. `broken` is a difference from an earlier prompt
-    with nearly equal text after it, None without one, and `broken_line` the prompt's line there. `rewriting` and
-    `replayed` are the prompt's.
+    with nearly equal text after it, None without one, `broken_line` the prompt's line there, and `broken_tool` the tool
+    that wrote it. `lost` are the tokens that were computed again. `rewriting` and `replayed` are the prompt's.
     """
 
     selection: Selection
@@ -404,6 +420,8 @@ class CacheReport:
     dropped_because: str | None = None
     broken: Break | None = None
     broken_line: str = ""
+    broken_tool: str = ""
+    lost: tuple[Lost, ...] = ()
     rewriting: Rewriting = field(default_factory=Rewriting)
     replayed: int = 0
 
@@ -414,7 +432,7 @@ class CacheReport:
 
     def log_line(self) -> str:
         """Returns one line with all values as `name=value`, without empty ones."""
-        hidden, values = ("selection", "broken_line", "rewriting"), vars(self) | vars(self.selection)
+        hidden, values = ("selection", "broken_line", "broken_tool", "rewriting"), vars(self) | vars(self.selection)
         shown = {name: value for name, value in values.items() if name not in hidden and value not in (None, ())}
         return " ".join(["[disk-cache]", *(f"{name}={_logged(value)}" for name, value in shown.items())])
 

@@ -23,7 +23,6 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     WrapValidator,
-    field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -207,6 +206,33 @@ class StructuredOutputs(Body, extra="forbid"):
         return TextFormat("json_object", "", f"{path}.json_object")
 
 
+MIN_TTL_S, MAX_TTL_S = 1, 2**31 - 1
+"""The longest time to live that the store can record."""
+
+
+def _in_seconds(value: object) -> float:
+    seconds: float | None = None
+    if isinstance(value, str):
+        with suppress(SettingsError):
+            seconds = parse_duration(value, param="ttl")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = value
+    # Compared before the conversion, because JSON may hold integers that exceed every float.
+    if seconds is None or not MIN_TTL_S <= seconds <= MAX_TTL_S:
+        text = "must be a number of seconds or a time such as 90s, 15m, 12h or 7d, from 1 second to 68 years"
+        raise PydanticCustomError(REFUSED, text)
+    return float(seconds)
+
+
+Ttl: TypeAlias = Annotated[
+    Any,
+    AfterValidator(_in_seconds),
+    Field(description="`90s`, `15m`, `12h`, `7d`, `2w` or seconds, up to 68 years."),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number", "minimum": MIN_TTL_S, "maximum": MAX_TTL_S}]}),
+]
+"""A time to live in seconds. Absent is None, but null is refused."""
+
+
 class CacheControl(Body):
     """A mark in the form of Anthropic's API."""
 
@@ -218,14 +244,27 @@ class CacheControl(Body):
         return CacheMark(None if self.ttl is None else {"5m": 300.0, "1h": 3600.0}[self.ttl])
 
 
+class CacheBreakpoint(Body):
+    """A mark in the form of OpenAI's APIs."""
+
+    mode: Literal["explicit"] = Field(description="`explicit`.")
+    ttl: Ttl = optional("Time to live after the last use, as in `prompt_cache_options`.")
+
+    @property
+    def mark(self) -> CacheMark:
+        return CacheMark(self.ttl)
+
+
 class Markable(Body):
     """An object that may carry a mark."""
 
     cache_control: CacheControl | None = optional("Asks the disk cache to keep the prompt up to here.")
+    prompt_cache_breakpoint: CacheBreakpoint | None = optional("As `cache_control`; the name that OpenAI gives it.")
 
     @property
     def mark(self) -> CacheMark | None:
-        return None if self.cache_control is None else self.cache_control.mark
+        mark = self.cache_control or self.prompt_cache_breakpoint
+        return None if mark is None else mark.mark
 
 
 def _no_mark(value: object) -> object:
@@ -299,10 +338,6 @@ class ReasoningLimits(Body):
     max_tokens: Count | None = optional("Most tokens of the thoughts; then they are ended.")
 
 
-MIN_TTL_S, MAX_TTL_S = 1, 2**31 - 1
-"""The longest time to live that the store can record."""
-
-
 def _checked_salt(value: object) -> object:
     """The error does not repeat the salt: it may be a secret, and messages are logged."""
     if value is None or (isinstance(value, str) and 1 <= len(value) <= MAX_SALT_CHARS):
@@ -339,29 +374,26 @@ class PrefixCacheOptions(Body, extra="forbid"):
         description="`false`: the chat template writes all earlier replies anew, and this reply is not remembered.",
     )
     save: bool = Field(default=True, description="`false`: restore what is stored, but keep nothing of this request.")
-    ttl: Annotated[
-        Any,
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number", "minimum": MIN_TTL_S, "maximum": MAX_TTL_S}]}),
-    ] = optional(
-        "Time to live after the last use: `90s`, `15m`, `12h`, `7d`, `2w` or seconds, up to 68 years. Wins "
-        "over `prompt_cache_retention`.",
-        examples=["1h", 300],
-    )
+    ttl: Ttl = optional("Time to live after the last use. Wins over the fields of OpenAI.", examples=["1h", 300])
 
-    @field_validator("ttl", mode="after")
-    @classmethod
-    def _in_seconds(cls, value: object) -> float:
-        seconds: float | None = None
-        if isinstance(value, str):
-            with suppress(SettingsError):
-                seconds = parse_duration(value, param="prefix_cache.ttl")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            seconds = value
-        # Compared before the conversion, because JSON may hold integers that exceed every float.
-        if seconds is None or not MIN_TTL_S <= seconds <= MAX_TTL_S:
-            text = "must be a number of seconds or a time such as 90s, 15m, 12h or 7d, from 1 second to 68 years"
-            raise PydanticCustomError(REFUSED, text)
-        return float(seconds)
+
+ONLY_MARKS = Scope("tokens", 1)
+"""Keeps the prompt up to its marks."""
+
+
+class PromptCacheOptions(Body):
+    """OpenAI's options of the cache."""
+
+    mode: Literal["implicit", "explicit"] | None = optional(
+        "`explicit`: keep the prompt up to its marks, and nothing without marks, unless `prefix_cache.scope` is given."
+    )
+    prewarm: bool | None = optional("`true`: compute and keep the prompt; there is no reply.")
+    ttl: Ttl = optional("As `prefix_cache.ttl`.")
+
+    @property
+    def scope(self) -> Scope | None:
+        """The scope that they ask for."""
+        return ONLY_MARKS if self.mode == "explicit" else Scope("full", 0) if self.prewarm else None
 
 
 class CacheFields(Body):
@@ -373,10 +405,16 @@ class CacheFields(Body):
         min_length=1,
         max_length=MAX_CACHE_KEY_CHARS,
     )
+    prompt_cache_options: PromptCacheOptions | None = optional("OpenAI's options of the cache.")
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = optional(
         "As `prefix_cache.ttl`: an hour (on disk all the same), or a day."
     )
     cache_salt: Salt = optional("As `prefix_cache.salt`; the name that vLLM gives it.")
+
+    @property
+    def prewarms(self) -> bool:
+        """True if the prompt is computed and kept, and there is no reply."""
+        return self.prompt_cache_options is not None and bool(self.prompt_cache_options.prewarm)
 
 
 class SamplingFields(Body):
@@ -483,22 +521,26 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     return valid
 
 
-def cache_options(body: CacheFields, *, scope: Scope, caller: Tenant) -> CacheOptions:
-    """Returns the cache options of a request. `scope` is the daemon's, for a request without one.
+def cache_options(body: CacheFields, *, scope: Scope, caller: Tenant, session: str | None = None) -> CacheOptions:
+    """Returns the cache options of a request. `scope` is the daemon's, for a request without one, and `session` names
+    the group of a request without a `prompt_cache_key`.
 
     Raises `InvalidScope` for a window with a scope that has none, and `InvalidRequest` for two salts that differ.
     """
-    options = body.prefix_cache or PrefixCacheOptions()
-    scope = options.scope or scope
-    ttl_s = _RETENTION_S.get(body.prompt_cache_retention or "") if options.ttl is None else options.ttl
+    options, openai = body.prefix_cache or PrefixCacheOptions(), body.prompt_cache_options or PromptCacheOptions()
+    asked = options.scope or (None if scope.kind == "off" else openai.scope)
+    ttl_s = next((ttl for ttl in (options.ttl, openai.ttl) if ttl is not None), None)
+    if ttl_s is None:
+        ttl_s = _RETENTION_S.get(body.prompt_cache_retention or "")
+    key = body.prompt_cache_key or session
     return CacheOptions(
-        scope=scope if options.window is None else scope.with_window(options.window),
+        scope=(asked or scope) if options.window is None else (asked or scope).with_window(options.window),
         tenant=tenant_of(body, caller),
-        group=b"" if body.prompt_cache_key is None else group_of(body.prompt_cache_key),
+        group=group_of(key) if key else b"",
         save=options.save,
         ttl_s=ttl_s,
         replay=options.replay,
-        is_asked=any(value is not None for value in (options.scope, options.window, ttl_s)),
+        is_asked=any(value is not None for value in (asked, options.window, ttl_s)),
     )
 
 

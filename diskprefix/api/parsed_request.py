@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Protocol, TypeAlias
 
 from diskprefix.chat.fill_in import FillIn
@@ -17,7 +18,7 @@ from diskprefix.chat.output.format import ReasoningDelta, ThoughtWatch
 from diskprefix.engine.kept_schema import MAX_CHARS, Loosened, with_any_of
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.engine.thought_limit import ThoughtBudget
-from diskprefix.errors import InvalidRequest
+from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.printable import shown
 
 log = logging.getLogger("diskprefix")
@@ -70,7 +71,7 @@ class ToolChoice:
     """The offered tools that may be called, or one of which must be called.
 
     If `names` is None, all tools may be called. Without `many`, a reply has one call at most. `path` is the field of
-    the request. The arguments of calls of `strict` tools always follow the schema.
+    the request. Requests are refused if no grammar holds the schema of a `strict` tool.
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
@@ -155,9 +156,20 @@ class ParsedRequest:
     limit_path: str = "max_tokens"
     """The field of the request that limits the tokens of a choice."""
 
+    def without_reply(self) -> ParsedRequest:
+        """Returns the request to compute and keep the prompt alone."""
+        sampling = replace(self.sampling, max_tokens=0, n=1, logprobs=None)
+        choice = replace(self.tool_choice, mode="auto", strict=frozenset())
+        return replace(self, sampling=sampling, tool_choice=choice, text_format=None)
+
+    @property
+    def tools(self) -> list[JsonObject]:
+        """The tools that may be called."""
+        return self.tool_choice.allowed(self.prompt.tools or ()) if isinstance(self.prompt, Conversation) else []
+
     @property
     def is_constrained(self) -> bool:
-        """Returns whether the client constrains the reply."""
+        """Returns whether the client constrains the reply, so that a constraint must compile before it begins."""
         choice = self.tool_choice
         has_tools = isinstance(self.prompt, Conversation) and bool(self.prompt.tools)
         return self.text_format is not None or (choice.mode != "auto" and has_tools) or bool(choice.strict)
@@ -173,29 +185,25 @@ def constraint_of(
     """Returns the constraint on the reply, None if there is none.
 
     If tools are offered and none may be called, the reply may not begin a call, and its parser reads none. If the
-    reply may but need not call tools, it is constrained in two cases: the client asks for JSON, and the reply is either
-    JSON or calls; or a tool is strict, and its arguments follow the schema. May take seconds. Raises `InvalidRequest`
-    for a constraint that cannot be compiled.
+    reply may but need not call tools, a call that it begins is one of them, and its arguments follow the schema; if the
+    client asks for JSON, the reply is either JSON or calls. May take seconds, unless `is_constrained` is False. Raises
+    `InvalidRequest` for a constraint that cannot be compiled.
     """
     if not isinstance(request.prompt, Conversation):
         return None if request.text_format is None else _checked_text(request.text_format, None, check)
     conversation, choice, text = request.prompt, request.tool_choice, request.text_format
     tools = choice.allowed(conversation.tools or ())
     thought = _thought_before(output_format, prompt_end)
-    is_forced = choice.mode == "required"
-    strict = choice.strict.intersection(map(_name, tools))
-    if is_forced or (strict and text is None):
-
-        def calls(tools: Sequence[JsonObject]) -> str:
-            if is_forced:
-                return output_format.call_grammar(tools, many=choice.many)
-            return output_format.strict_grammar(tools, strict)
-
-        if thought is not None and thought.begin is None and not _is_thinking(output_format, prompt_end):
-            # These templates end a thought by starting the answer. A forced call has no answer, so the grammar must not
-            # wait for that end.
-            thought = None
-        return _checked_calls(conversation, choice, calls, thought, check)
+    may_call = choice.mode == "auto" and text is None and bool(tools)
+    if (choice.mode == "required" or may_call) and thought is not None and thought.begin is None:
+        # Such a template ends a thought by starting the answer. A call has no answer, so the grammar must not wait for
+        # that end.
+        thought = thought if _is_thinking(output_format, prompt_end) else None
+    if choice.mode == "required":
+        forced = partial(output_format.call_grammar, many=choice.many)
+        return _checked_calls(conversation, choice, forced, thought, check)
+    if may_call:
+        return _begun_calls(conversation, choice, output_format, thought, check)
     if text is None and choice.mode == "none" and conversation.tools:
         grammar = output_format.no_call_grammar(conversation.tools)
         try:
@@ -221,11 +229,15 @@ def constraint_of(
 
 
 def thought_budget_of(
-    max_tokens: int | None, output_format: OutputFormat, prompt_end: str, encode: Callable[[str], list[int]]
+    request: ParsedRequest,
+    output_format: OutputFormat,
+    prompt_end: str,
+    encode: Callable[[str], list[int]],
+    end_ids: Collection[int],
 ) -> ThoughtBudget | None:
-    """Returns what ends the reply's thoughts after `max_tokens` tokens; None without a limit or thoughts."""
+    """Returns what ends the reply's thoughts; None for a model without thoughts. `end_ids` end a reply."""
     tags = output_format.thought
-    if max_tokens is None or tags is None:
+    if tags is None:
         return None
     is_open = _is_thinking(output_format, prompt_end)
 
@@ -233,21 +245,24 @@ def thought_budget_of(
     first = closing[: closing.find(">") + 1] or closing
 
     def new_watch() -> Callable[[str], bool]:
-        parser, watch, tail = output_format.parser((), prompt_end), ThoughtWatch(is_open=is_open), ""
+        parser, watch, tail = output_format.parser(request.tools, prompt_end), ThoughtWatch(is_open=is_open), ""
 
         def see(text: str) -> bool:
             nonlocal tail
-            watch.see(parser.feed(text))
-            # The parser says nothing of a tag until something follows it.
-            tail += text
-            if first in tail:
-                tail, watch.is_open = tail.rpartition(first)[2], False
-            tail = tail[-len(first) :]
-            return watch.is_open
+            seen = tail + text
+            if first in seen:
+                # The parser says nothing of a tag until something follows it.
+                behind = len(seen) - seen.rindex(first) - len(first)
+                parser.feed(text[: len(text) - behind])
+                text, watch.is_open = text[len(text) - behind :], False
+            tail = seen[1 - len(first) :]
+            return watch.see(parser.feed(text))
 
         return see
 
-    return ThoughtBudget(max_tokens=max_tokens, closing=tuple(encode(closing)), new_watch=new_watch)
+    return ThoughtBudget(
+        max_tokens=request.thinking_budget, closing=tuple(encode(closing)), new_watch=new_watch, end_ids=end_ids
+    )
 
 
 def _thought_before(output_format: OutputFormat, prompt_end: str) -> FreeText | None:
@@ -287,6 +302,35 @@ def _with_any_of(wanted: TextFormat) -> str:
     places = [".".join(map(str, (wanted.path, *path))) for path in wider]
     _log_once("a value may fit several branches, as of anyOf: %s", places)
     return json.dumps(schema)
+
+
+def _begun_calls(
+    conversation: Conversation,
+    choice: ToolChoice,
+    output_format: OutputFormat,
+    before: FreeText | None,
+    check: ConstraintCheck,
+) -> Constraint | None:
+    """Returns the constraint of calls from their beginning on. It is checked now if a tool is strict."""
+    tools = choice.allowed(conversation.tools or ())
+    begins = output_format.beginning_of_calls(tools)
+    if begins is None:
+        return None
+
+    def make_source() -> str:
+        return _checked_calls(conversation, choice, output_format.begun_grammar, None, check).source
+
+    def try_to_make() -> str:
+        try:
+            return make_source()
+        except DiskPrefixError as error:
+            _log_once("calls are not constrained: %s", [error.message])
+            raise
+
+    constraint = Constraint(kind="lark", before=before, begins=begins)
+    if choice.strict.isdisjoint(map(_name, tools)):
+        return replace(constraint, make_source=try_to_make)
+    return replace(constraint, source=make_source())
 
 
 def _checked_calls(

@@ -279,7 +279,8 @@ class ResponseWriter:
         return sent
 
     def _complete(self, done: DoneEvent) -> Json:
-        is_cut, usage = self._end.reason == "length", done.usage
+        usage = done.usage
+        is_cut = self._end.reason == "length" and usage.completion_tokens > 0
         counts = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
         response = self._response("incomplete" if is_cut else "completed") | {
             "completed_at": None if is_cut else int(time.time()),

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
@@ -25,9 +25,11 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
+from diskprefix.store.lost_tokens import LostTokens, of_last_day
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.purge import Purged, PurgeFilter, delete_entry, purge
+from diskprefix.store.savings import Tally
 from diskprefix.store.schema import Kind, ModelRecord, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.store.store_identity import Epoch
@@ -109,6 +111,16 @@ class PrefixCache:
         """Returns the notes of a tenant; for any thread."""
         record = self.root_record(tenant)
         return self.notes_of(root_hash(record.identity), record)
+
+    @property
+    def epoch(self) -> Epoch:
+        """The epoch of the store and of the state in memory, which a purge reaches a moment later; for any thread."""
+        return self.store.epoch._replace(purged_at=self.namespaces.purged_at)
+
+    def count_lost(self, tenant: Tenant, epoch: Epoch, lost: Sequence[LostTokens]) -> None:
+        """Counts tokens that a request computed again, which began in `epoch`; for any thread."""
+        record = self.root_record(tenant)
+        self.writer.savings.record(epoch, root_hash(record.identity), record, Tally(), lost)
 
     def owner(self, tenant: Tenant) -> Owner:
         """Returns the owner of a tenant's state in memory; for any thread."""
@@ -265,9 +277,10 @@ class PrefixCache:
             counts = dict.fromkeys((*names, "room_bytes"), 0)
             state, error = "degraded", str(failure)
             savings, written = None, self.store.written_lately()
-        totals = None
+        totals, lost = None, list[LostTokens]()
         if savings is not None and savings.total.requests:
-            today = savings.today(self.store.clock())
+            now = self.store.clock()
+            today, lost = savings.today(now), of_last_day(savings.lost, now)
             totals = {"since": savings.since, "total": asdict(savings.total), "today": asdict(today)}
         return {
             "scope": str(parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")),
@@ -301,6 +314,7 @@ class PrefixCache:
             "quarantined": self.writer.housekeeping.quarantined,
             "saved_s": self.writer.savings.saved_s,
             "savings": totals,
+            "lost": [asdict(row) for row in lost],
             "gate": self.cost_model.as_dict(),
             "remote": None if self.remote is None else self.remote.stats(),
         }

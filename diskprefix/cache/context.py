@@ -29,7 +29,7 @@ from diskprefix.store.savings import Tally
 from diskprefix.store.schema import Kind, node_name
 from diskprefix.store.store import Publication
 from diskprefix.tokens import LEAST_TOKENS
-from diskprefix.values import Break, CacheOptions, MissReason, Prompt, Selection
+from diskprefix.values import Break, CacheOptions, Lost, MissReason, Prompt, Selection
 
 log = logging.getLogger("diskprefix")
 
@@ -46,8 +46,7 @@ class RequestContext:
     goes_on: bool = False
 
     def __post_init__(self) -> None:
-        # A purge reaches the state in memory, which the request may begin with, a moment after the store.
-        self.epoch = self.cache.store.epoch._replace(purged_at=self.cache.namespaces.purged_at)
+        self.epoch = self.cache.epoch
         """The epoch of the store and of the state in memory when the request began."""
         self.spending: Spending | None = None
         """The state of the write budget when the prompt was chosen."""
@@ -148,6 +147,25 @@ class RequestContext:
         )
         return "diverged" if broken is not None or (leaves_early and is_like) else "new"
 
+    def lost(
+        self, restored: RestoreResult, selection: Selection, broken: Break | None, reason: MissReason | None
+    ) -> tuple[Lost, ...]:
+        """Returns the tokens that are computed again: of the beginning that an earlier prompt had too, and behind the
+        `broken` place. `reason` is that of a miss. Fewer tokens than lie between two restorable positions are left
+        out."""
+        num_tokens, is_upgraded = len(self.prompt.token_ids), restored.refused == "upgraded"
+        known = num_tokens if is_upgraded else max(selection.common, selection.seen, restored.matched)
+        cause: MissReason = restored.refused or "not_stored"
+        if reason in ("error", "too_short"):
+            cause = reason
+        behind = 0 if broken is None else broken.at + broken.num_tokens - known
+        lost = (
+            Lost(cause, known - restored.num_tokens),
+            Lost("image" if reason == "image" else "diverged", behind),
+        )
+        least = LEAST_TOKENS if self.cache.layout.state_kind == "token" else self.cache.settings.block_size
+        return () if self.bypass else tuple(each for each in lost if each.num_tokens >= least)
+
     def is_outdated(self, nodes: PromptNodes) -> bool:
         """Returns whether another build has stored the first block of a prompt, or all of a shorter prompt. Reads the
         store. Raises `CacheError`."""
@@ -163,16 +181,13 @@ class RequestContext:
         """Counts the request, with the seconds that the cache saved."""
         cache, namespace, num_tokens = self.cache, self.namespace, restored.num_tokens
         prefill_s = restored.prefill_s or num_tokens * (cache.cost_model.prefill_s_per_token or 0.0)
-        blocks = [node.name for node in restored.blocks if node.end <= num_tokens]
         counts = Tally(
             requests=1,
             prompt_tokens=len(self.prompt.token_ids),
             restored_tokens=num_tokens,
             saved_s=max(0.0, prefill_s - restored.restore_ms / 1e3),
         )
-        cache.writer.savings.record(
-            self.epoch, namespace.root, namespace.record, counts, blocks[-1] if blocks else None
-        )
+        cache.writer.savings.record(self.epoch, namespace.root, namespace.record, counts)
 
     def prefetch(self, nodes: PromptNodes, is_cancelled: Callable[[], bool], have: int) -> Prefetched:
         """Fetches the nodes that the shared tier has and nearer tiers lack into the writer's buffer, where restores

@@ -140,6 +140,17 @@ class Conversation:
         return any(message.pictures for message in self.messages)
 
     @property
+    def tool_names(self) -> list[str]:
+        return [tool["function"]["name"] for tool in self.tools or ()]
+
+    @property
+    def tool_results(self) -> list[tuple[str, str]]:
+        """The texts that tools returned, each with the tool's name."""
+        called = {call.id: call.name for message in self.messages for call in message.tool_calls}
+        results = [message for message in self.messages if message.role == "tool"]
+        return [(each.name or called.get(each.tool_call_id, ""), part.text) for each in results for part in each.texts]
+
+    @property
     def num_leading(self) -> int:
         """The number of messages of the system prompt: the system messages before all others."""
         return len([*takewhile(lambda message: message.is_system, self.messages)])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from diskprefix.chat.boundaries import bound, text_boundaries
 from diskprefix.chat.client_text import with_stand_ins
@@ -55,6 +56,7 @@ class PromptRenderer:
         normalisers: Normalisers = Normalisers(),  # noqa: B008 (immutable)
         compress: Compress | None = None,
         end_ids: Collection[int] = (),
+        template_variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
         self._normalisers = normalisers
@@ -73,7 +75,7 @@ class PromptRenderer:
         self.end_ids = frozenset(end_ids) | ({own_end} if own_end is not None else set())
         self.vocab_size = vocab_size
         placeholders = () if processor is None or processor.problem else {*processor.placeholders, processor.mark}
-        self._template = ChatTemplate(tokenizer, self.end_ids, placeholders)
+        self._template = ChatTemplate(tokenizer, self.end_ids, placeholders, template_variables)
         if processor is not None and self._template.exists:
             self._template.form = MessageForm(parts_only=self._template.loses_plain_text())
         self.output_format: OutputFormat = PlainText()
@@ -203,7 +205,10 @@ class PromptRenderer:
 
 def describe(keeps_source: bool, draft: PromptDraft) -> PromptDraft:
     """Sets the preview of the prompt and, if `keeps_source`, its text."""
-    source = SourceText.of(draft.rendering.text, draft.offsets) if keeps_source else None
+    source = None
+    if keeps_source:
+        conversation, starts = draft.conversation, draft.offsets[:, 0].copy()
+        source = SourceText(draft.rendering.text, starts, conversation.tool_names, conversation.tool_results)
     return draft.with_prompt(text=preview_of_chat(draft.rendering.template_input, draft.pictures), source=source)
 
 

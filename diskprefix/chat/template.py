@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, product
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jinja2.exceptions import TemplateError
@@ -25,8 +26,8 @@ from diskprefix.chat.template_input import (
     variables_for_template,
     visit_texts,
 )
-from diskprefix.errors import InvalidRequest
-from diskprefix.model.load.chat_template import SET_BY_THE_DAEMON, render_template
+from diskprefix.errors import InvalidRequest, SettingsError
+from diskprefix.model.load.chat_template import SET_BY_THE_DAEMON, render_template, variables_of
 from diskprefix.printable import shown
 
 if TYPE_CHECKING:
@@ -62,12 +63,27 @@ _GROWING = (
     ((_USER, _CALL, _RESULT), (_USER, _CALL, _RESULT, _CALL, _RESULT)),
 )
 """Pairs of a conversation and the same conversation after more turns."""
+_ABOUT_THOUGHTS = re.compile("think|thought|reason")
+_THINKING = {"enable_thinking": True, "thinking": True}
+_THOUGHT = {"reasoning_content": _ANSWER}
+_THOUGHTFUL = ((_USER, _REPLY | _THOUGHT, _USER), (_USER, _CALL | _THOUGHT, _RESULT, _REPLY, _USER))
+"""Conversations with a thought before the last question."""
 
 
 class ChatTemplate:
-    """The chat template of one model. Thread-safe. `end_ids` end replies, `placeholders` stand for images."""
+    """The chat template of one model. Thread-safe. `end_ids` end replies, `placeholders` stand for images. `variables`
+    are those of the daemon's owner; the client's own win."""
 
-    def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int], placeholders: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        end_ids: Collection[int],
+        placeholders: Collection[str] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        for name in SET_BY_THE_DAEMON & variables.keys():
+            raise SettingsError(f"--chat-template-kwargs: {name!r} is set by the daemon and cannot be changed")
+        self._variables = variables
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
@@ -82,6 +98,7 @@ class ChatTemplate:
         self._markers: dict[str, dict[str, int]] = {}
         self._reply_ends: dict[str, frozenset[str]] = {}
         self._rules: dict[tuple[str, bool, bool], TextRules] = {}
+        self._switches: dict[str, dict[str, bool]] = {}
         self._warned_of_tools = False
 
     @property
@@ -109,7 +126,8 @@ class ChatTemplate:
         messages = [
             message_for_template(message, "developer" in template, with_pictures) for message in conversation.messages
         ]
-        template_input = TemplateInput(messages, tools, variables_for_template(conversation), conversation.path)
+        variables = {**self.switch_of(tools), **self._variables, **variables_for_template(conversation)}
+        template_input = TemplateInput(messages, tools, variables, conversation.path)
         rules = self.rules_of(tools, conversation.special_tokens_in_text, with_pictures)
         changed, stand_ins = with_stand_ins(template_input, rules, visit_texts)
         return changed._replace(stand_ins=stand_ins)
@@ -188,6 +206,25 @@ class ChatTemplate:
             self._reply_ends[template] = end_texts(self.added, self._end_ids, self._writer(tools), self._first_token)
         return self._reply_ends[template]
 
+    def switch_of(self, tools: list[JsonObject] | None) -> dict[str, bool]:
+        """Returns the variable with which the template keeps the thoughts of earlier turns; {} without one, or if it
+        keeps them in any case."""
+        template = self.source_for(tools)
+
+        def keeps(switch: dict[str, bool]) -> bool:
+            written = (
+                self.try_render(TemplateInput([*messages], None if tools is None else [], _THINKING | switch), "reply")
+                for messages in _THOUGHTFUL
+            )
+            texts = [text for text in written if text]
+            return bool(texts) and all(_ANSWER in text for text in texts)
+
+        if template not in self._switches:
+            names = sorted(name for name in variables_of(template) if _ABOUT_THOUGHTS.search(name))
+            switches = ({name: value} for name, value in product(names, (True, False)) if name not in _THINKING)
+            self._switches[template] = {} if keeps({}) else next(filter(keeps, switches), {})
+        return self._switches[template]
+
     @cached_property
     def text_rules(self) -> TextRules:
         """The rules for texts without a conversation: they spell no control token."""
@@ -252,8 +289,11 @@ def render(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     """Renders the conversation in the words of its recorded replies, to "" if the template refuses them."""
     template_input = template.input_of(draft.replayed_conversation, bool(draft.pictures))
     write = template.try_render if draft.remembered else template.render
-    written = write(template_input, draft.conversation.ending)
-    return replace(draft, rendering=Rendering(template_input, written), spans=())
+    rendering = Rendering(template_input, write(template_input, draft.conversation.ending))
+    switch, variables = template.switch_of(template_input.tools), template_input.variables
+    ours = {name: value for name, value in switch.items() if variables.get(name) is value}
+    rewriting = replace(draft.prompt.rewriting, template_kwargs=ours)
+    return replace(draft, rendering=rendering, spans=()).with_prompt(rewriting=rewriting)
 
 
 def turn_texts(control: Collection[str], special: Collection[str], write: Write) -> set[str]:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from copy import copy
+from dataclasses import replace
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -20,13 +23,17 @@ from diskprefix.engine.constraint_grammar import explained, grammar_of, matcher_
 from diskprefix.engine.kept_schema import Loosened
 from diskprefix.engine.request import Constraint, FreeText
 from diskprefix.engine.trial import TokenizerText, Trials
-from diskprefix.errors import InvalidRequest
+from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 T = TypeVar("T")
+_MERGES = '"merges":['
+_MAX_COMPILED = 8
+_MAX_BEGINNING = 1024
+"""The most characters of a text with which a call begins."""
 Forbidden: TypeAlias = npt.NDArray[np.bool_]
 """A mask of shape [vocab_size], True for tokens that must not come next."""
 
@@ -40,10 +47,12 @@ class ConstraintCompiler:
         self._hf_tokenizer = tokenizer
         self.eos = eos
         self._lock = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer: LLTokenizer | InvalidRequest | None = None
         self.on_ready: Callable[[], None] = lambda: None
         """A function that is called on another thread when a mask is ready."""
         self._trials = Trials(self._tokenizer_text)
+        self._compiled: dict[str, LLMatcher] = {}
+        """The matchers of the constraints that were used last, since an agent sends its tools again and again."""
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -52,12 +61,16 @@ class ConstraintCompiler:
             if self._tokenizer is None:
                 from llguidance import LLTokenizer
 
-                text, num_tokens, eos = self._tokenizer_text()
+                # It takes as long to start, and this holds Python's lock for a second.
+                self._trials.start()
                 try:
+                    text, num_tokens, eos = self._tokenizer_text()
                     self._tokenizer = LLTokenizer(text, n_vocab=num_tokens, eos_token=eos)
-                except Exception as error:  # llguidance raises ValueError, and tokenizers raises nothing narrower
+                except Exception as error:  # noqa: BLE001 (llguidance raises ValueError, tokenizers nothing narrower)
                     message = f"this model's tokenizer cannot be used to constrain a reply: {first_line(error)}"
-                    raise InvalidRequest(message, code="unsupported") from error
+                    self._tokenizer = InvalidRequest(message, code="unsupported")
+            if isinstance(self._tokenizer, InvalidRequest):
+                raise self._tokenizer
             return self._tokenizer
 
     def check(
@@ -77,21 +90,27 @@ class ConstraintCompiler:
     def matcher(self, constraint: Constraint) -> LLMatcher:
         """Returns a matcher at its beginning. Raises `InvalidRequest` for a constraint that `check` refuses. One that
         `check` has not seen may take any time and memory."""
-        matcher = matcher_of(self.tokenizer, grammar_of(constraint, "constraint"))
-        if matcher.is_error():
-            raise explained(constraint, "constraint", matcher.get_error())
-        return matcher
+        grammar = grammar_of(constraint, "constraint")
+        compiled = self._compiled.pop(grammar, None) or matcher_of(self.tokenizer, grammar)
+        if compiled.is_error():
+            raise explained(constraint, "constraint", compiled.get_error())
+        self._compiled[grammar] = compiled
+        for oldest in [*self._compiled][:-_MAX_COMPILED]:
+            self._compiled.pop(oldest, None)
+        # The copy shares what is computed of the constraint.
+        return compiled.deep_copy()
 
     def close(self) -> None:
         self._trials.close()
 
-    def begin_reply(self, constraint: Constraint) -> ConstrainedReply:
+    def begin_reply(self, constraint: Constraint) -> ConstrainedReply | ConstrainedCalls:
         """Returns the first reply to a request, at its beginning. Another thread compiles the constraint."""
-        return ConstrainedReply(self, constraint, _Beginning(self, constraint))
+        kind = ConstrainedReply if constraint.begins is None else ConstrainedCalls
+        return kind(self, constraint, _Beginning(self, constraint))
 
     def tokens_of(self, tag: str) -> list[int]:
         """Returns the tokens of a tag; [] if the model has no logits for one of them."""
-        tokens = self.tokenizer.tokenize_str(tag, parse_special=True)
+        tokens: list[int] = self._hf_tokenizer.encode(tag, add_special_tokens=False)
         return tokens if max(tokens, default=0) < self.vocab_size else []
 
     def _tokenizer_text(self) -> TokenizerText:
@@ -99,8 +118,12 @@ class ConstraintCompiler:
         backend = copy(self._hf_tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
+        text = backend.to_str()
+        if (at := text.rfind(_MERGES)) >= 0 and text.endswith("]}}"):
+            # Only the texts of tokens matter here, and merges take as much time and memory.
+            text = f"{text[:at]}{_MERGES}]}}}}"
         eos = sorted(token for token in self.eos if token < known) or None
-        return TokenizerText(backend.to_str(), max(known, self.vocab_size), eos)
+        return TokenizerText(text, max(known, self.vocab_size), eos)
 
 
 class _Beginning:
@@ -108,9 +131,21 @@ class _Beginning:
     grammar delays no other request. It ends with the last reference to this object."""
 
     def __init__(self, compiler: ConstraintCompiler, constraint: Constraint) -> None:
-        self._compiler = compiler
+        self._compiler, self._constraint = compiler, constraint
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self.matcher: Future[LLMatcher] = self._thread.submit(compiler.matcher, constraint)
+
+    @cached_property
+    def matcher(self) -> LLMatcher:
+        """The compiled constraint, for the thread."""
+        constraint = self._constraint
+        if constraint.make_source is not None:
+            constraint = replace(constraint, source=constraint.make_source())
+        return self._compiler.matcher(constraint)
+
+    def prepare(self) -> None:
+        """Compiles the constraint."""
+        with suppress(DiskPrefixError):
+            _ = self.matcher
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Runs `work` on the thread, after all work that was submitted before."""
@@ -146,6 +181,12 @@ class ConstrainedReply:
     def another(self) -> ConstrainedReply:
         """Returns another reply to the same request, at its beginning."""
         return ConstrainedReply(self._compiler, self._constraint, self._beginning)
+
+    def prepare(self) -> None:
+        """Does nothing: the constraint is compiled from the beginning on."""
+
+    def record(self, text: str) -> None:
+        """Records the text that a token completed."""
 
     @property
     def is_ready(self) -> bool:
@@ -216,8 +257,7 @@ class ConstrainedReply:
             self._next = self._beginning.submit(self._mask)
 
     def _start(self) -> Forbidden:
-        # The copy shares what is computed of the constraint.
-        self._matcher = self._beginning.matcher.result().deep_copy()
+        self._matcher = self._beginning.matcher.deep_copy()
         if self._before is not None and self._before.begin is not None:
             self._opening = self._compiler.tokens_of(self._before.begin)
         return self._mask()
@@ -225,6 +265,91 @@ class ConstrainedReply:
     def _mask(self) -> Forbidden:
         if not self._may_be_text:
             return np.ones(self._compiler.vocab_size, np.bool_)
+        return forbidden_by(self._matcher, self._compiler.vocab_size)
+
+
+class ConstrainedCalls:
+    """A reply that is free but for calls: from the text on with which one begins, up to its end. As `ConstrainedReply`,
+    and behind each token call `record`."""
+
+    is_complete = False
+
+    def __init__(self, compiler: ConstraintCompiler, constraint: Constraint, beginning: _Beginning) -> None:
+        self._compiler, self._constraint, self._beginning = compiler, constraint, beginning
+        self._matcher: LLMatcher
+        """The matcher of the call that has begun. Only the thread uses it."""
+        self._next: Future[Forbidden | None] | None = None
+        """The mask of the next token of a call, None behind its end; no future in free text."""
+        self._tail = ""
+        """The text in which a call may begin, or in which a thought may end."""
+        self._in_thought = constraint.before is not None and constraint.before.begin is None
+        self._is_prepared = False
+
+    def another(self) -> ConstrainedCalls:
+        """Returns another reply to the same request, at its beginning."""
+        return ConstrainedCalls(self._compiler, self._constraint, self._beginning)
+
+    def prepare(self) -> None:
+        """Has the grammar made before a call begins."""
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._beginning.submit(self._beginning.prepare)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._next is None or self._next.done()
+
+    @property
+    def is_free(self) -> bool:
+        return self.forbidden() is None
+
+    def forbidden(self) -> Forbidden | None:
+        """Returns the mask of the next token, None in free text. The caller may change it."""
+        forbidden = None if self._next is None else self._next.result()
+        if forbidden is None:
+            self._next = None
+        return forbidden
+
+    def accept(self, token: int) -> bool:
+        if self._next is not None:
+            self._next = self._beginning.submit(partial(self._advance, token))
+        return True
+
+    def record(self, text: str) -> None:
+        if self._next is None and (begun := self._begun_behind(text)):
+            self._next = self._beginning.submit(partial(self._begin, begun))
+
+    def _begun_behind(self, text: str) -> str:
+        """Adds a piece of free text. Returns the beginning of a call that it completes, or an empty text."""
+        thought, begins = self._constraint.before, self._constraint.begins
+        assert begins is not None
+        self._tail += text
+        while True:
+            if self._in_thought and thought is not None:
+                _, end, rest = self._tail.partition(thought.end)
+                self._in_thought, self._tail = not end, rest if end else self._tail[-len(thought.end) :]
+                if not end:
+                    return ""
+            found = begins.search(self._tail)
+            opened = self._tail.find(thought.begin) if thought is not None and thought.begin is not None else -1
+            if opened < 0 or (found and found.start() < opened):
+                break
+            self._in_thought, self._tail = True, self._tail[opened:]
+        begun = self._tail[found.start() :] if found else ""
+        self._tail = "" if found else self._tail[-_MAX_BEGINNING:]
+        return begun
+
+    def _begin(self, begun: str) -> Forbidden | None:
+        try:
+            self._matcher = self._beginning.matcher.deep_copy()
+        except DiskPrefixError:
+            # Without a grammar, calls are as the model writes them.
+            return None
+        return self._advance(*self._compiler.tokenizer.tokenize_bytes(begun.encode()))
+
+    def _advance(self, *tokens: int) -> Forbidden | None:
+        if not self._matcher.consume_tokens([*tokens]) or self._matcher.is_stopped():
+            return None
         return forbidden_by(self._matcher, self._compiler.vocab_size)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -51,11 +53,17 @@ class Constraint:
 
     `source` is the JSON text of the schema, the grammar (Lark as llguidance has it), or a JSON list of the strings to
     choose from; "" for any JSON object.
+
+    With `begins`, the reply is free but for constrained texts, which begin with a match of this pattern, though not in
+    a thought. `make_source` makes the source on another thread when such a text begins. If it raises a
+    `DiskPrefixError`, all of the reply is free.
     """
 
     kind: Literal["json_schema", "json_object", "lark", "choice"]
-    source: str
+    source: str = ""
     before: FreeText | None = None
+    begins: re.Pattern[str] | None = None
+    make_source: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

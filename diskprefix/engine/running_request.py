@@ -148,6 +148,7 @@ class Reply(Sequence):
             if isinstance(state, KVSequence) and not running.is_published:
                 running.cached.after_step(state)
         if chunk.end < self.num_known:
+            self.sampler.prepare()
             return "computing"
         if chunk.end == self.prompt_tokens:
             return self.end_prompt(logits[-1])
@@ -261,13 +262,14 @@ class Reply(Sequence):
 
     def _send_next(self, logits: Logits) -> tuple[int, FinishReason | None]:
         running = self.running
-        token = self.sampler.sample(logits, None if self.thought_limit is None else self.thought_limit.forced)
+        token = self.sampler.sample(logits, self.thought_limit)
         running.count_token()
         logprobs = self.sampler.logprobs(logits, token)
         is_last = len(self.token_ids) + 1 == running.reply_limit
         end: FinishReason | None = "stop" if self.sampler.is_complete else "length" if is_last else None
         event, reason = self.text.event(self.index, token, logprobs, end)
         running.ticket.emit(event)
+        self.sampler.record(event.text)
         if self.thought_limit is not None:
             self.thought_limit.record(event.text)
         return token, reason

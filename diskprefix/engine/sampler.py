@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import Philox
 
-from diskprefix.engine.constrained_reply import ConstrainedReply, Forbidden
+from diskprefix.engine.constrained_reply import ConstrainedCalls, ConstrainedReply, Forbidden
 from diskprefix.engine.request import SamplingParams, TokenLogprob
+from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import InvalidRequest, NonFiniteLogits
 from diskprefix.tokens import Logits, TokenIds
 
@@ -33,7 +34,7 @@ class Sampler:
         params: SamplingParams,
         prompt: TokenIds,
         choice: int = 0,
-        constraint: ConstrainedReply | None = None,
+        constraint: ConstrainedReply | ConstrainedCalls | None = None,
     ) -> None:
         self._params = params
         self._constraint = constraint
@@ -58,27 +59,36 @@ class Sampler:
         """True if `sample` returns at once, without waiting for the mask of the constraint."""
         return self._constraint is None or self._constraint.is_ready
 
-    def sample(self, logits: Logits, forced: int | None = None) -> int:
-        """Returns the next token for next-token `logits`, shape [vocab]. It is `forced`, if that is given and the
-        constraint leaves the text free here.
+    def sample(self, logits: Logits, limit: ThoughtLimit | None = None) -> int:
+        """Returns the next token for next-token `logits`, shape [vocab]. It is that of the `limit`, if there is one and
+        the constraint leaves the text free here.
 
         Raises `NonFiniteLogits` for logits with NaN or +inf or with only -inf, and `InvalidRequest` if only the
         request's sampling parameters or its constraint make the scores so. Then no random number is used.
         """
         constraint = self._constraint
-        if constraint is None or (forced is not None and constraint.is_free):
-            # Sampled even if it is forced, and first: the logits may be refused, and a seed gives the numbers that
-            # follow.
-            token = self._choose(logits)
-            if forced is not None and (constraint is None or constraint.accept(forced)):
-                token = forced
-            elif constraint is not None:
-                token = self._choose_allowed(logits, constraint)
-        else:
-            token = self._choose_allowed(logits, constraint)
+        forbidden = None if constraint is None else constraint.forbidden()
+        # Sampled even if it is forced, and first: the logits may be refused, and a seed gives the numbers that follow.
+        token = self._choose(logits, forbidden)
+        if limit is not None and (constraint is None or constraint.is_free):
+            token = limit.in_place_of(token)
+        while constraint is not None and not constraint.accept(token):
+            forbidden = np.zeros(len(logits), np.bool_) if forbidden is None else forbidden
+            forbidden[token] = True
+            token = self._choose(logits, forbidden)
         if self._penalises:
             self._ids = np.append(self._ids, token)
         return token
+
+    def prepare(self) -> None:
+        """Prepares for a constraint, while the prompt is computed."""
+        if self._constraint is not None:
+            self._constraint.prepare()
+
+    def record(self, text: str) -> None:
+        """Records the text that the sampled token completed."""
+        if self._constraint is not None:
+            self._constraint.record(text)
 
     def logprobs(self, logits: Logits, token: int) -> tuple[TokenLogprob, ...]:
         """Returns the model's own log probabilities of the chosen token and of the likeliest alternatives, without
@@ -94,14 +104,6 @@ class Sampler:
             TokenLogprob(one, b"", float(logits[one]) - float(highest) - log_sum) for one in (token, *best.tolist())
         )
         return (TokenLogprob(token, b"", chosen.logprob, tuple(top)),)
-
-    def _choose_allowed(self, logits: Logits, constraint: ConstrainedReply) -> int:
-        forbidden = constraint.forbidden()
-        while True:
-            token = self._choose(logits, forbidden)
-            if constraint.accept(token):
-                return token
-            forbidden[token] = True
 
     # Scores that overflow are no accident: they are refused.
     @np.errstate(all="ignore")

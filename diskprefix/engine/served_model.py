@@ -297,7 +297,6 @@ class ServedModel:
             report,
             root=running.cached.namespace.root,
             when=time.time() - (time.perf_counter() - running.ticket.arrived_at),
-            output_tokens=running.num_generated,
             reply=running.cached.reply,
             prefill_ms=running.prefill_s * 1e3,
             remembered=running.cached.is_published or bool(is_uncached and running.num_generated),

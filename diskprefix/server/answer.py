@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diskprefix.api.dialect import BodyReader, Dialect, EarlyDialect, Head, LoadingDialect, ReplyWriter
-from diskprefix.api.fields import RequestBody, cache_options, with_sampling
+from diskprefix.api.fields import MAX_CACHE_KEY_CHARS, RequestBody, cache_options, with_sampling
 from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
 from diskprefix.api.parsed_request import ParsedRequest, constraint_of, thought_budget_of
@@ -32,6 +32,7 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import LogContext, log_context
+from diskprefix.server.recent import lost_tokens, program_of
 from diskprefix.server.remembering import known_parts, reply_memory, stored_turns
 from diskprefix.server.routes import STREAMED, Routes
 from diskprefix.server.serving import Serving
@@ -45,6 +46,12 @@ M = TypeVar("M")
 
 MAX_LOGPROBS = 2**19
 """The most log probabilities of a reply, over all choices, tokens and alternatives. Each takes 200 to 300 bytes."""
+
+SESSION_HEADERS = (
+    *("x-claude-code-session-id", "session_id", "session-id", "conversation_id", "x-session-id"),
+    *("x-opencode-session", "x-session-affinity", "x-qwen-code-session-id"),
+)
+"""The headers in which agents name a session: Claude Code, Codex, OpenCode, Qwen Code and others."""
 
 routes = Routes("completions")
 
@@ -221,9 +228,15 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B, held: AsyncE
         serving=serving,
         dialect=dialect,
         body=with_sampling(body, daemon.sampling),
-        cache=cache_options(body, scope=serving.scope, caller=context.caller.tenant),
+        cache=cache_options(body, scope=serving.scope, caller=context.caller.tenant, session=_session_of(request)),
         held=held,
     )
+
+
+def _session_of(request: Request) -> str | None:
+    """Returns what names the session of an agent, None if nothing does."""
+    named = (request.headers.get(header, "") for header in SESSION_HEADERS)
+    return next((name for name in named if 0 < len(name) <= MAX_CACHE_KEY_CHARS), None)
 
 
 async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = "rendering") -> tuple[Rendered, M]:
@@ -240,6 +253,8 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = 
     def begin() -> tuple[ParsedRequest, Rendered | None, M | None]:
         notes = partial(arrival.serving.engine.cache.notes, arrival.cache.tenant)
         parsed = arrival.dialect.read(arrival.body, arrival.serving.renderer.vocab_size, notes)
+        if arrival.body.prewarms:
+            parsed = parsed.without_reply()
         if parsed.more_prompts or _has_pictures(parsed.prompt):
             return parsed, None, None
         rendered = Rendered(arrival, parsed, [render(arrival, parsed.prompt)])
@@ -292,13 +307,18 @@ async def submit(rendered: Rendered, made: tuple[ReplyReader, GenerateRequest]) 
         prompt=generate.prompt.token_ids,
     )
     context.generation_id = generate.id
+    program = program_of(arrival.request.headers.get("user-agent", ""))
+    client = " ".join(filter(None, (context.caller.name, program)))
+    tenant, epoch = arrival.cache.tenant, serving.engine.cache.epoch
     all_done: list[DoneEvent] = []
 
     def on_done(done: DoneEvent) -> None:
         all_done.append(done)
         context.done = together(all_done)
         daemon.metrics.count_generation(done)
-        daemon.breaks.note(done.cache)
+        daemon.broken_lines.note(done.cache)
+        if lost := lost_tokens(done.cache, client, time.time()):
+            serving.engine.cache.count_lost(tenant, epoch, lost)
 
     def begin(index: int) -> Generation:
         id_ = f"{generate.id}-{index}" if index else generate.id
@@ -324,7 +344,6 @@ def _engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
     serving, choice = arrival.serving, parsed.tool_choice
     is_chat = isinstance(parsed.prompt, Conversation)
     output_format: OutputFormat = serving.renderer.output_format if is_chat else PlainText()
-    tools = choice.allowed(parsed.prompt.tools or ()) if isinstance(parsed.prompt, Conversation) else []
     prompt_end = serving.renderer.end_of(replayed.prompt)
     encode = partial(serving.engine.tokenizer.encode, add_special_tokens=False)
     ends = serving.renderer.fill_in_ends(parsed.prompt) if isinstance(parsed.prompt, FillIn) else ()
@@ -339,13 +358,13 @@ def _engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
         sampling=replace(sampling, stop=(*sampling.stop, *ends)),
         cache=arrival.cache,
         constraint=constraint_of(parsed, output_format, prompt_end, serving.engine.constraints.check),
-        thought_budget=thought_budget_of(parsed.thinking_budget, output_format, prompt_end, encode),
+        thought_budget=thought_budget_of(parsed, output_format, prompt_end, encode, serving.engine.end_ids),
         shown_special_tokens=output_format.special_tokens.union(ends),
         reports_progress=parsed.return_progress,
     )
     memory = reply_memory(serving, arrival.cache, replayed)
     # Made here, in a thread: many names of tools take long.
-    parsers = [output_format.parser(tools, prompt_end) for _ in range(num_choices)]
+    parsers = [output_format.parser(parsed.tools, prompt_end) for _ in range(num_choices)]
     return ReplyReader(parsers.pop, arrival.dialect.call_id_prefix, memory, many_calls=choice.many), generate
 
 

@@ -23,7 +23,7 @@ from diskprefix.model.load.named_model import default_sampling
 from diskprefix.server.body import Bodies
 from diskprefix.server.limits import InFlight, Turns
 from diskprefix.server.process.systemd import notify
-from diskprefix.server.recent import PrefixBreaks, RecentRequests
+from diskprefix.server.recent import BrokenLines, RecentRequests
 from diskprefix.server.serving import CacheCounts, Serving
 from diskprefix.server.threads import Threads
 from diskprefix.settings import Settings
@@ -49,7 +49,7 @@ class Daemon:
         self.settings = settings
         self.sampling = default_sampling(settings)
         """The sampling of a request that does not set its own."""
-        self.breaks = PrefixBreaks()
+        self.broken_lines = BrokenLines()
         self.recent = RecentRequests()
         self.serving: Serving | None = None
         self.failure: DiskPrefixError | None = None
@@ -222,6 +222,7 @@ class Daemon:
             normalisers=normalisers,
             compress=compress,
             end_ids=engine.end_ids,
+            template_variables=self.settings.template_variables,
         )
         renderer.warm_up()
         engine.cache.on_forget.append(partial(renderer.known_parts.forget, engine.cache.is_gone))

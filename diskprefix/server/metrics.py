@@ -215,6 +215,12 @@ class ServerMetrics:
             "Prompt tokens of completed requests, by where their state came from: computed, memory, disk or remote.",
             ["source"],
         )
+        self._lost_tokens = counter(
+            "diskprefix_recomputed_tokens",
+            "Prompt tokens of completed requests that were computed although an earlier prompt had them, by cause: the "
+            "words of miss_reason.",
+            ["cause"],
+        )
         self._reply_tokens = counter("diskprefix_generation_tokens", "Tokens of the replies to completed requests.")
         self._draft_tokens = counter(
             "diskprefix_draft_tokens",
@@ -246,6 +252,8 @@ class ServerMetrics:
             self._requests.labels(outcome)
         for source in ("computed", "memory", "disk", "remote"):
             self._prompt_tokens.labels(source)
+        for cause in MISS_REASONS:
+            self._lost_tokens.labels(cause)
         for result in ("accepted", "rejected"):
             self._draft_tokens.labels(result)
         for cache in get_args(CacheOutcome):
@@ -273,6 +281,8 @@ class ServerMetrics:
         if cache.restored:
             self._prompt_tokens.labels(cache.source).inc(cache.restored)
         self._prompt_tokens.labels("computed").inc(usage.prompt_tokens - cache.restored)
+        for cause, num_tokens in cache.lost:
+            self._lost_tokens.labels(cause).inc(num_tokens)
         self._reply_tokens.inc(usage.completion_tokens)
         self._draft_tokens.labels("accepted").inc(timings.accepted_tokens)
         self._draft_tokens.labels("rejected").inc(timings.drafted_tokens - timings.accepted_tokens)

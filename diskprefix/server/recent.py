@@ -1,4 +1,5 @@
-"""Records for operators: the last requests that ended, and the lines that broke the prefixes of prompts.
+"""Records for operators: the last requests that ended, the tokens that they computed again, and the lines that broke
+the prefixes of prompts.
 
 A request costs one small record when it ends. Of its text, only a line that broke a prefix is kept, for callers who may
 see texts.
@@ -7,13 +8,17 @@ see texts.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from diskprefix.api.figures import broken_by, figures_reply
+from diskprefix.printable import shown
 from diskprefix.server.log_context import LogContext
+from diskprefix.store.lost_tokens import LostTokens, hour_of
 from diskprefix.values import CacheOutcome, CacheReport
 
 MAX_REPLIES = 300
@@ -92,23 +97,40 @@ class RecentRequests:
 
 log = logging.getLogger("diskprefix")
 
-_MAX_LINES = 32
-_TEXT_CHARS = 200
+_MAX_LINES, _TEXT_CHARS, _NAME_CHARS = 32, 200, 64
+_PROGRAM = re.compile(r"[\w.-]{1,40}", re.ASCII)
 
 
-class PrefixBreaks:
-    """Counts the lines that break prefixes, by their shape. The lines not seen for longest are forgotten."""
+def program_of(user_agent: str) -> str:
+    """Returns the name of the program in a header `User-Agent`, without its version."""
+    match = _PROGRAM.match(user_agent)
+    return match[0] if match else ""
+
+
+def lost_tokens(report: CacheReport, client: str, now: float) -> list[LostTokens]:
+    """Returns the tokens that a request computed again. `now` is in seconds since 1970."""
+    row = partial(LostTokens, hour=hour_of(now), client=client)
+    place: dict[str, Any] = {}
+    if report.broken is not None:
+        broken, tool = broken_by(report), shown(report.broken_tool, _NAME_CHARS)
+        place = {"line": broken["line"], "normalisers": tuple(broken["normalisers"]), "tool": tool}
+    return [row(cause=cause, tokens=num, **(place if cause == "diverged" else {})) for cause, num in report.lost]
+
+
+class BrokenLines:
+    """The texts of the lines that broke prefixes, by their shapes, each as it was first. Logs each shape once. The
+    lines not seen for longest are forgotten."""
 
     def __init__(self) -> None:
-        self._lines: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self.texts: OrderedDict[str, str] = OrderedDict()
 
     def note(self, report: CacheReport) -> None:
-        """Counts what broke the prompt of a request, if something did."""
+        """Remembers what broke the prompt of a request, if something did."""
         if report.broken is None:
             return
         broken = broken_by(report)
         line = broken["line"]
-        if line not in self._lines:
+        if line not in self.texts:
             names = ",".join(f"{name}=on" for name in broken["normalisers"])
             log.info(
                 "[disk-cache] a prompt differs from an earlier one at token %d, in the line %r (letters are masked as "
@@ -120,18 +142,6 @@ class PrefixBreaks:
                 f"; --normalise {names} may help" if names else "",
             )
         text = " ".join(report.broken_line[:_TEXT_CHARS].split())
-        seen = self._lines.pop(line, {"text": text, "requests": 0, "tokens": 0})
-        self._lines[line] = {
-            "line": line,
-            "text": seen["text"],
-            "normalisers": broken["normalisers"],
-            "requests": seen["requests"] + 1,
-            "tokens": seen["tokens"] + broken["tokens"],
-        }
-        if len(self._lines) > _MAX_LINES:
-            self._lines.popitem(last=False)
-
-    def as_list(self, *, with_texts: bool = False) -> list[dict[str, Any]]:
-        """Returns a JSON object for each line, most recently seen first; with texts, `text` is its first occurrence."""
-        names = ("line", "normalisers", "requests", "tokens", *(("text",) if with_texts else ()))
-        return [{name: seen[name] for name in names} for seen in reversed(self._lines.values())]
+        self.texts[line] = self.texts.pop(line, text)
+        if len(self.texts) > _MAX_LINES:
+            self.texts.popitem(last=False)

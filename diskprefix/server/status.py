@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from diskprefix.engine.gauges import Activity
-from diskprefix.server.body import read_parameters
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.log_context import log_context
 from diskprefix.server.routes import JSON, TEXT, AppRoute, Routes
@@ -72,34 +70,25 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(content, status_code)
 
 
-class PropsParameters(BaseModel):
-    """`GET /props`."""
-
-    check: bool = Field(default=False, description="With `wrong_pages`: what is wrong with the pages of KV memory.")
-
-
-@routes.add("GET /props", "Properties", parameters=PropsParameters, errors=[401])
+@routes.add("GET /props", "Properties", errors=[401])
 async def props(request: Request) -> Response:
     """The model and the daemon, for its owner.
 
-    Returns the model, the cache with its settings and counts, all settings and the start-up times. `prefix_breaks`: the
-    lines because of which less of prompts was found. `gate`: whether restoring is faster than computing. `running`: the
+    Returns the model, the cache with its settings and counts, all settings and the start-up times. `lost`: the
+    tokens of the last day that were computed again. `gate`: whether restoring is faster than computing. `running`: the
     progress of each request that waits or runs.
     """
     log_context(request).caller.require_owner()
-    check = read_parameters(request, PropsParameters).check
     daemon = _daemon(request)
     serving = await daemon.ready()
     stats = await serving.counts.newest(0.0)
-    checked = {"wrong_pages": await daemon.threads.run("inspecting", serving.engine.check_memory)} if check else {}
-    content = checked | {
+    content = {
         "version": __version__,
         "model": _model_props(serving),
         "full_cache": {"gate": stats["gate"], "state": {name: stats[name] for name in stats if name != "gate"}},
         "queue_depth": serving.inbox.queue_depth,
         "running": [_running(activity, serving.model_name) for activity in serving.inbox.activities()],
         "kv_memory": serving.engine.memory_stats(),
-        "prefix_breaks": daemon.breaks.as_list(),
         "settings": asdict(daemon.settings),
         "startup_s": serving.startup_s,
     }

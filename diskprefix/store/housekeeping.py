@@ -11,7 +11,6 @@ from collections.abc import Callable
 from diskprefix.errors import CacheError, LargerThanStore, PrefixGone, StoreCorrupt
 from diskprefix.store.eviction import expiry_interval_s
 from diskprefix.store.note_record import note_bytes
-from diskprefix.store.savings import forget_hits
 from diskprefix.store.schema import ModelRecord, model_key
 from diskprefix.store.store import Store
 from diskprefix.store.verify import StoreProblem, remove_problems, verify_index
@@ -133,9 +132,7 @@ class Housekeeping:
         now = time.monotonic()
         if now >= self._expired_at + expiry_interval_s(self._ttl_s, has_own_ttls=self._store.evictor.may_have_own_ttls):
             self._expired_at = now
-            if expired := self._store.evictor.expire(self._ttl_s):
-                self.expired += expired
-                forget_hits(self._store)
+            self.expired += self._store.evictor.expire(self._ttl_s)
             self._have_forgotten()
             # LMDB has read records of all prompts. So a daemon that saves nothing is proven too.
             self._store.prove()

@@ -20,7 +20,7 @@ from diskprefix.printable import shown
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
 from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget, newest_first
 from diskprefix.store.note_record import ENCODED_TEXT, note_prompt
-from diskprefix.store.savings import forget_hits
+from diskprefix.store.savings import forget_lines
 from diskprefix.store.schema import NodeRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
@@ -371,7 +371,7 @@ def _carry_out(store: Store, plan: PurgePlan, purged: Purged, advance: Callable[
         purged.roots += changes.delete_bare_roots(set(plan.roots))
         for key in plan.models:
             changes.delete_record("meta", key)
-    forget_hits(store)
+    forget_lines(store)
 
 
 def _delete_nodes(changes: Changes, names: Sequence[bytes], entries: Collection[bytes], purged: Purged) -> None:

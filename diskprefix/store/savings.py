@@ -1,4 +1,4 @@
-"""Counts of what the cache did for each model and tenant, in all and by day, and the last hits.
+"""Counts of what the cache did for each model and tenant, in all and by day, and the tokens that were computed again.
 
 A note of each root keeps the counts. The writing thread writes them with the uses of nodes, at least once a second, so
 a kill loses no more. Several processes may add to one note.
@@ -7,7 +7,7 @@ a kill loses no more. Several processes may add to one note.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import date
 from functools import partial
@@ -16,13 +16,14 @@ import msgspec
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import Changes, SmallWrite
+from diskprefix.store.lost_tokens import LostTokens, joined
 from diskprefix.store.note_record import NoteKind, NoteTimes, decode_note, encode_note, note_bytes, note_key
 from diskprefix.store.schema import RootRecord, decode_record, encode_record
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store_file import StoreFile
 from diskprefix.store.store_identity import Epoch, epoch_of
 
-_DAYS, _RECENT_HITS = 30, 256
+_DAYS = 30
 _MAX_WAITING = 1024
 """Limit for the roots whose counts wait while the store fails."""
 _TTL_S = 400 * 86400
@@ -49,23 +50,14 @@ class Tally(msgspec.Struct, kw_only=True):
         return self.restored_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-class RecentHit(msgspec.Struct, array_like=True, frozen=True):
-    """A request that restored `num_tokens` tokens, at `when` seconds since the epoch. `block` is the last full block
-    that it restored."""
-
-    when: float
-    block: bytes
-    num_tokens: int
-
-
 class Savings(msgspec.Struct, kw_only=True):
-    """The counts of one root. The keys of `days` are ordinals of local dates (`datetime.date.toordinal`). `hits` are
-    the last ones, oldest first."""
+    """The counts of one root. The keys of `days` are ordinals of local dates (`datetime.date.toordinal`). `lost` are
+    the tokens of the last day that were computed again."""
 
     since: float
     total: Tally = msgspec.field(default_factory=Tally)
     days: dict[int, Tally] = msgspec.field(default_factory=dict)
-    hits: list[RecentHit] = msgspec.field(default_factory=list)
+    lost: list[LostTokens] = msgspec.field(default_factory=list)
 
     def today(self, now: float) -> Tally:
         return self.days.get(day_of(now), Tally())
@@ -76,7 +68,7 @@ class Savings(msgspec.Struct, kw_only=True):
         for day, tally in other.days.items():
             self.days.setdefault(day, Tally()).add(tally)
         self.days = dict(sorted(self.days.items())[-_DAYS:])
-        self.hits = sorted([*self.hits, *other.hits], key=lambda hit: hit.when)[-_RECENT_HITS:]
+        self.lost = joined([*self.lost, *other.lost])
 
 
 def read_savings(snapshot: Snapshot) -> dict[bytes, Savings]:
@@ -90,7 +82,7 @@ def keep_counts(changes: Changes, roots: Iterable[bytes]) -> None:
     for root in roots:
         if (savings := savings_of(changes, root)) is not None:
             total.add(savings)
-    total.hits = []
+    total.lost = []
     changes.put_meta(_REMOVED, encode_record(_REMOVED.encode(), total))
 
 
@@ -149,16 +141,17 @@ class SavingsLog:
         self.saved_s = 0.0
         """Seconds of computing that restores saved since the start of this process."""
 
-    def record(self, epoch: Epoch, root: bytes, record: RootRecord, counts: Tally, block: bytes | None) -> None:
-        """Counts a request that began in `epoch`. `block` is the last full block that it restored, None if there is
-        none."""
+    def record(
+        self, epoch: Epoch, root: bytes, record: RootRecord, counts: Tally, lost: Sequence[LostTokens] = ()
+    ) -> None:
+        """Counts a request that began in `epoch`, and the tokens that it computed again."""
         now = self._store.clock()
-        hits = [RecentHit(now, block, counts.restored_tokens)] if block is not None else []
         with self._lock:
             self.saved_s += counts.saved_s
             if (epoch, root) in self._waiting or len(self._waiting) < _MAX_WAITING:
                 _, waiting = self._waiting.setdefault((epoch, root), (record, Savings(since=now)))
-                waiting.add(Savings(since=now, total=counts, days={day_of(now): counts}, hits=hits))
+                days = {day_of(now): counts}
+                waiting.add(Savings(since=now, total=counts, days=days, lost=[*lost]))
 
     def total(self) -> Savings:
         """Returns `total_savings` with the counts of this process that are not written yet. Raises `CacheError`."""
@@ -197,24 +190,19 @@ class SavingsLog:
                 if not changes.has_record("roots", root):
                     # All of this root was purged.
                     continue
-                new.hits = []
+                new.lost = []
             changes.put_root(root, record)
             stored = savings_of(changes, root) or Savings(since=new.since)
             stored.add(new)
             put_savings(changes, root, stored, changes.now)
 
 
-def forget_hits(store: StoreFile) -> None:
-    """Removes the last hits whose block is not stored any more. Raises `CacheError`."""
+def forget_lines(store: StoreFile) -> None:
+    """Removes the lines of prompts, for a purge. Raises `CacheError`."""
     with store.snapshot() as snapshot:
-        all_savings = read_savings(snapshot)
-        roots = [root for root, savings in all_savings.items() if _stored_hits(snapshot, savings) != savings.hits]
+        roots = [root for root, savings in read_savings(snapshot).items() if any(row.line for row in savings.lost)]
     for root in roots:
         with store.changes() as changes:
             if (savings := savings_of(changes, root)) is not None:
-                savings.hits = _stored_hits(changes, savings)
+                savings.lost = [row for row in savings.lost if not row.line]
                 put_savings(changes, root, savings, store.clock())
-
-
-def _stored_hits(snapshot: Snapshot, savings: Savings) -> list[RecentHit]:
-    return [hit for hit in savings.hits if snapshot.usage(hit.block) is not None]

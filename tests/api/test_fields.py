@@ -174,12 +174,39 @@ def test_a_request_that_says_nothing_leaves_the_cache_to_the_daemon(fields: dict
         ({"prefix_cache": {"ttl": MAX_TTL_S}}, MAX_TTL_S),
         ({"prefix_cache": {"ttl": "5m"}, "prompt_cache_retention": "24h"}, 300),
         ({"prefix_cache": {"scope": "full"}, "prompt_cache_retention": "24h"}, 86400),
+        ({"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h"}, 1800),
+        ({"prompt_cache_options": {"ttl": "30m"}, "prefix_cache": {"ttl": "12h"}}, 43200),
     ],
 )
 def test_a_request_says_how_long_it_is_kept(fields: dict[str, Any], ttl_s: float) -> None:
     options = options_of(**fields)
     assert (options.ttl_s, options.is_asked) == (ttl_s, True)
     assert recorded_ttl(MAX_TTL_S) == recorded_ttl(MAX_TTL_S + 1) == MAX_TTL_S, "the longest that the store holds"
+
+
+@pytest.mark.parametrize(
+    ("fields", "scope"),
+    [
+        ({"prompt_cache_options": {}}, "auto:30"),
+        ({"prompt_cache_options": {"mode": "implicit", "prewarm": False}}, "auto:30"),
+        ({"prompt_cache_options": {"mode": "explicit"}}, "1"),
+        ({"prompt_cache_options": {"mode": "explicit", "prewarm": True}}, "1"),
+        ({"prompt_cache_options": {"prewarm": True}}, "full"),
+        ({"prompt_cache_options": {"prewarm": True}, "prefix_cache": {"scope": "auto:8"}}, "auto:8"),
+    ],
+)
+def test_openais_options_of_the_cache_choose_a_scope(fields: dict[str, Any], scope: str) -> None:
+    assert str(options_of(**fields).scope) == scope
+    # They ask for what is kept, not whether anything is.
+    assert str(options_of(scope=Scope("off"), **fields).scope) == ("auto:8" if "prefix_cache" in fields else "off")
+
+
+def test_the_session_of_an_agent_is_the_group_of_a_request_without_a_key() -> None:
+    groups = [
+        cache_options(chat(**fields), scope=AUTO, caller=SHARED, session="a").group
+        for fields in ({}, {"prompt_cache_key": "b"})
+    ]
+    assert groups == [options_of(prompt_cache_key=key).group for key in "ab"]
 
 
 def test_requests_with_the_same_cache_key_are_a_group_of_any_tenant() -> None:

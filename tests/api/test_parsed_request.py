@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -52,9 +52,8 @@ class Thinking(OutputFormat):
         calls = [f'"{item["function"]["name"]}" %json {json.dumps(item["function"]["parameters"])}' for item in tools]
         return f"start: call{'+' if many else ''}\ncall: {' | '.join(calls)}\n"
 
-    def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
-        called = self.call_grammar([item for item in tools if item["function"]["name"] in strict], many=False)
-        return called.replace("start: call", "start: /[0-9]*/ call?")
+    def begun_grammar(self, tools: Sequence[JsonObject]) -> str:
+        return self.call_grammar(tools, many=False)
 
     def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
         return f"start: /[^{''.join(item['function']['name'][0] for item in tools)}]*/"
@@ -118,7 +117,7 @@ CHOICE = TextFormat("choice", '["a"]', "structured_outputs.choice")
         ),
         ({"tools": TOOLS, "tool_choice": ToolChoice("required", many=False)}, ["write{}"], ["write{}write{}"]),
         ({"tools": TOOLS, "tool_choice": ToolChoice("required", WRITE)}, ["write{}"], ['read{"a": 1}']),
-        ({"tools": TOOLS, "tool_choice": ToolChoice(strict=READ)}, ["12", '12read{"a": 1}'], ['12read{"b": 1}']),
+        ({"tools": TOOLS, "tool_choice": ToolChoice(strict=READ)}, ['read{"a": 1}', "write{}"], ['read{"b": 1}', "1"]),
         (
             {"tools": [*TOOLS, tool("odd", LOOSE)], "tool_choice": REQUIRED},
             ["write{}", 'odd{"b":1.5,"a":[1,1]}'],
@@ -146,11 +145,35 @@ def test_a_reply_is_what_the_request_asks_for(
 
 
 @pytest.mark.parametrize(
-    "choice",
-    [ToolChoice(), ToolChoice("auto", READ), ToolChoice("auto", WRITE, strict=READ)],
+    ("choice", "name"),
+    [(ToolChoice(), "read"), (ToolChoice("auto", READ), "read"), (ToolChoice("auto", WRITE, strict=READ), "write")],
 )
-def test_a_reply_is_free_unless_somebody_asks(compiler: ConstraintCompiler, choice: ToolChoice) -> None:
-    assert found(compiler, tools=TOOLS, tool_choice=choice) is None
+def test_a_reply_is_free_up_to_a_call(compiler: ConstraintCompiler, choice: ToolChoice, name: str) -> None:
+    assert found(compiler, tool_choice=choice) is None
+    constraint = found(compiler, tools=TOOLS, tool_choice=choice)
+    assert constraint is not None
+    assert constraint.begins is not None
+    assert constraint.make_source is not None
+    assert [bool(constraint.begins.search(f'{{"name": "{one}", "arguments": ')) for one in NAMES] == [
+        choice.names is None or one in choice.names for one in NAMES
+    ]
+    assert f'"{name}"' in constraint.make_source()
+
+
+def test_calls_that_cannot_be_compiled_are_free_and_the_log_says_so(
+    compiler: ConstraintCompiler, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diskprefix.api.parsed_request._logged", defaultdict(set))
+    too_much = {"enum": ["x" * MAX_CHARS]}
+    constraint = found(compiler, tools=[tool("read", too_much)])
+    assert constraint is not None
+    assert constraint.make_source is not None
+    with caplog.at_level(logging.INFO, "diskprefix"):
+        for _ in range(2):
+            with pytest.raises(InvalidRequest):
+                constraint.make_source()
+    [message] = caplog.messages
+    assert message.startswith("[server] calls are not constrained: ")
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,9 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.store import writer as writer_module
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.store.savings import read_savings
 from diskprefix.store.schema import Kind, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.tree import PrefixTree, list_entries
+from diskprefix.store.tree import list_entries
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 from diskprefix.values import LONG_PROMPT, SHARED, CacheOptions, Mark, Prompt, Scope, Tenant
 from tests.cache.opening import AUTO, FULL, Opened, gated
@@ -229,9 +228,12 @@ def test_the_miss_reason_says_what_would_help(runner: Runner) -> None:
     for reason in ("new", "not_stored"):
         report = runner.run(PROMPT, "auto:1", boundaries=(3,)).report
         assert (report.miss_reason, report.diverged_at, report.saved) == (reason, None, "none")
+        assert report.lost == (() if reason == "new" else (("not_stored", len(PROMPT)),))
     runner.run(PROMPT, "full")
     report = runner.run(PROMPT[:BLOCK].copy(), "full").report
     assert (report.restored, report.matched, report.miss_reason) == (0, BLOCK, "no_logits")
+    assert report.lost == (("no_logits", BLOCK),)
+    assert runner.run(PROMPT, "full").report.lost == ()
     misses = runner.cache.stats()["misses"]
     CachedRequest(runner.cache, Prompt(PROMPT), FULL).close()
     assert runner.cache.stats()["misses"] == misses, "it ended before it was looked up"
@@ -285,9 +287,7 @@ def test_what_requests_saved_outlives_the_process(runner: Runner) -> None:
     assert runner.cache.stats()["savings"] == saved
     with runner.cache.store.snapshot() as snapshot:
         (entry,) = list_entries(snapshot)
-        (hit,) = read_savings(snapshot)[runner.cache.root].hits
         assert snapshot.entry(bytes.fromhex(entry.id)).reason == "full"  # type: ignore[union-attr]
-        assert hit.block in PrefixTree(snapshot).entry(bytes.fromhex(entry.id))
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])

@@ -17,7 +17,7 @@ from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
 from diskprefix.chat.splice import readings
 from diskprefix.chat.template import end_texts
-from diskprefix.errors import ContextTooLong
+from diskprefix.errors import ContextTooLong, SettingsError
 from diskprefix.values import Prompt
 from tests.chat.families.conversations import (
     CLIENTS,
@@ -47,9 +47,9 @@ REWRITING = ("qwen3.5", "gpt-oss")
 clients = pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
 
 
-def renderer_of(family: Family, *, tagged: bool = True, positions: int = POSITIONS) -> PromptRenderer:
+def renderer_of(family: Family, *, tagged: bool = True, positions: int = POSITIONS, **options: Any) -> PromptRenderer:
     tokenizer = tokenizer_of(family)
-    renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=positions)
+    renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=positions, **options)
     if tagged:
         renderer.output_format = TaggedFormat()
     return renderer
@@ -218,6 +218,52 @@ def test_a_new_loop_is_replayed_behind_one_whose_reasoning_was_dropped() -> None
         state = model.state
         prompt = model.asked(conversation_of(QWEN3, *with_compact_arguments(messages)))
         assert prompt.token_ids[: len(state)].tolist() == state
+
+
+SWITCHES = {
+    "GLM-4.7-Flash": {"clear_thinking": False},
+    "LFM2.5-8B-A1B": {"preserve_thinking": True},
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": {"truncate_history_thinking": False},
+    "deepseek-ai-DeepSeek-V4": {"drop_thinking": False},
+    "tencent-Hy3": {"preserved_thinking": True},
+    "Qwen3.5-4B": {},
+}
+
+
+@pytest.mark.parametrize(("template", "switch"), SWITCHES.items(), ids=SWITCHES)
+def test_a_template_that_can_keep_thoughts_keeps_them(template: str, switch: dict[str, bool]) -> None:
+    family = replace(QWEN3, template=template)
+    model, thought = model_of(family, tagged=False), "I look it up."
+    said = {"role": "assistant", "content": "Rain.", "reasoning_content": thought}
+    kwargs = {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}
+    conversation = conversation_of(family, QUESTION, said, user("Thanks."), tools=False, **kwargs)
+    prompt = model.asked(conversation)
+    assert prompt.rewriting.template_kwargs == switch
+    assert (thought in text_of(family, prompt)) == bool(switch)
+    # The client and the daemon's owner may say otherwise.
+    against = {name: not value for name, value in switch.items()}
+    asked = replace(conversation, template_variables=conversation.template_variables | against)
+    owned = renderer_of(family, tagged=False, template_variables=against)
+    for one in (rendered(renderer_of(family), asked), rendered(owned, conversation)):
+        assert thought not in text_of(family, one)
+        assert not one.rewriting.template_kwargs
+
+
+def test_the_owner_sets_no_variable_that_the_daemon_sets() -> None:
+    with pytest.raises(SettingsError, match="--chat-template-kwargs: 'tools' is set by the daemon"):
+        renderer_of(QWEN3, template_variables={"tools": []})
+
+
+def test_a_client_that_drops_thoughts_gets_them_back_where_the_template_keeps_them() -> None:
+    family = replace(QWEN3, template="LFM2.5-8B-A1B")
+    model = model_of(family)
+    messages = [SYSTEM, QUESTION]
+    for number in range(2):
+        model.asked(conversation_of(family, *messages, tools=False))
+        messages += [as_openai(model.reply(f"<think>I guess.</think>Rain {number}.")), user("And in Rome?")]
+        prompt = model.asked(conversation_of(family, *without_thoughts(messages), tools=False))
+        assert prompt.token_ids[: len(model.state)].tolist() == model.state
+        assert prompt.replayed == number + 1
 
 
 def text_of(family: Family, prompt: Prompt) -> str:

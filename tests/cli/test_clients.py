@@ -43,7 +43,7 @@ def all_texts(told: Recipe) -> str:
     return "\n".join([told.note, told.run, *told.environment.values(), *parsed])
 
 
-KNOW_THE_CONTEXT = {"claude-code", "codex", "opencode", "qwen-code", "aider", "continue"}
+KNOW_THE_CONTEXT = {"claude-code", "codex", "opencode", "qwen-code", "aider", "continue", "hermes"}
 
 
 @pytest.mark.parametrize("name", names())
@@ -70,6 +70,14 @@ def test_a_client_that_must_be_told_is_told_whether_the_model_takes_images(takes
     assert pi["input"] == kinds
     [qwen] = told["qwen-code"]["modelProviders"]["openai"]
     assert qwen["generationConfig"]["modalities"] == {"image": takes_images}
+
+
+def test_agents_that_shorten_their_history_are_told_not_to() -> None:
+    opencode, goose, hermes = (recipe(name, SERVED) for name in ("opencode", "goose", "hermes"))
+    assert json.loads(opencode.files[0].text)["compaction"] == {"prune": False}
+    assert goose.environment["GOOSE_TOOL_PAIR_SUMMARIZATION"] == "false"
+    assert yaml.safe_load(hermes.files[0].text)["compression"]["threshold"] == 0.9
+    assert all("computed again" in " ".join(told.note.split()) for told in (opencode, goose, hermes))
 
 
 def test_a_launch_says_it_where_opencode_and_aider_read_last() -> None:

@@ -7,8 +7,7 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from diskprefix.cli.options import build_settings, policy_values
 from diskprefix.errors import StoreCorrupt
 from diskprefix.extras import daemon_call
 from diskprefix.extras.catalogue import catalogue
-from diskprefix.extras.clients.launched_daemon import LaunchedDaemon
 from diskprefix.extras.setup import doctor_machine, doctor_model
 from diskprefix.extras.setup.doctor_machine import (
     Finding,
     folder_findings,
-    pages_findings,
     port_finding,
     store_finding,
     torch_findings,
@@ -41,7 +37,6 @@ from tests.cli.conftest import Run
 from tests.model import tiny
 from tests.server.chat_model import write_tokenizer
 from tests.server.daemon_process import DaemonProcess
-from tests.server.scripted import real_app
 from tests.store.building import open_store
 
 CHECKS = {"folder", "file system", "space", "store", "port", "torch", "kernels", "model", "tokenizer", "template"}
@@ -70,16 +65,6 @@ def test_it_checks_everything_without_the_weights(run: Run, chat_model: Path, tm
     assert not (tmp_path / "kv").exists(), "nothing is changed"
     shown = run("doctor", "--model", chat_model, "--kv-cache-dir", tmp_path / "kv", "--port", "0").stdout
     assert shown.endswith(f", {len(findings)} checks\n")
-
-
-def test_a_client_is_served_and_a_restart_loses_nothing(run: Run, chat_model: Path, tmp_path: Path) -> None:
-    args = ["--block-size", "16", "--kv-cache-min-tokens", "16", "--kv-cache-budget", "64MiB", "--device", "cpu"]
-    ended = run("doctor", "--request", "--json", "--model", chat_model, "--kv-cache-dir", tmp_path / "kv", *args)
-    findings = {one["check"]: one for one in ended.json["findings"]}
-    assert "tokens from memory" in findings["repeated"]["text"] or "from disk" in findings["repeated"]["text"]
-    assert "tokens from disk in " in findings["restart"]["text"]
-    assert findings["same reply"]["level"] == findings["request"]["level"] == "ok"
-    assert list(tmp_path.iterdir()) == [], "the store of its own is gone"
 
 
 # -- The machine -----------------------------------------------------------------------------------------------------
@@ -227,20 +212,6 @@ def test_a_daemon_at_the_port_is_no_problem_and_an_address_of_another_machine_is
     assert (found.level, found.text.endswith(": ok")) == ("ok", True), "no proxy is asked"
     found = port_finding(Settings(host="192.0.2.1", port=0))
     assert (found.level, "another --host" in found.advice) == ("problem", True)
-
-
-def test_pages_that_a_running_daemon_counts_wrong_are_a_problem(
-    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with real_app(chat_model, tmp_path) as server:
-        monkeypatch.setattr(daemon_call, "token_of_peer", lambda _: server.app.state.access.text)
-        [before] = pages_findings(Settings(port=server.port))
-        # Nobody has it, and nobody gives it back.
-        server.engine.pages.pool.take([0])
-        [after] = pages_findings(Settings(port=server.port))
-    assert (before.level, after.level) == ("ok", "problem")
-    assert "have known users" in after.text
-    assert "have known users" in next(one.message for one in caplog.records if one.levelname == "ERROR")
 
 
 def test_a_model_that_is_not_here_is_not_fetched(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,60 +386,3 @@ def test_a_tokenizer_that_changes_texts_is_told(folder: Path, monkeypatch: pytes
 def test_calls_in_no_known_format_are_told(name: str, level: str) -> None:
     found = doctor_model._calls_finding(name)
     assert (found.level, "`diskprefix pull " in found.advice) == (level, level == "note")
-
-
-def reply(text: str = "hello", restored: int = 90, status: int = 200, **report: Any) -> Any:
-    body = {
-        "model": "m",
-        "usage": {"prompt_tokens": 100},
-        "choices": [{"message": {"content": text}}],
-        "timings": {"ttft_ms": 12.0},
-        "prefix_cache": {"restored": restored, "source": "disk"} | report,
-    }
-    return SimpleNamespace(status=status, message="busy", body=body)
-
-
-COLD, BUSY = reply(restored=0), reply(status=503)
-
-
-@pytest.mark.parametrize(
-    ("replies", "problems"),
-    [
-        ((COLD, reply(), reply()), {}),
-        ((COLD, reply(), reply(restored=0, miss_reason="no_match")), {"restart": "no_match"}),
-        ((COLD, COLD, reply()), {"repeated": "nothing was restored: not known"}),
-        ((COLD, reply(), reply("hallo")), {"same reply": "differ"}),
-        *(((*before, BUSY), {"request": "busy"}) for before in ((), (COLD,), (COLD, reply()))),
-    ],
-)
-def test_a_store_of_its_own_without_keys_gate_and_recording_must_answer_restore_and_be_equal(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, replies: tuple[Any, ...], problems: dict[str, str]
-) -> None:
-    starts: list[Settings] = []
-    answers = iter(replies)
-
-    @contextmanager
-    def use(daemon: Any, _port: int, flags: list[str], environment: Any) -> Iterator[Any]:
-        starts.append(build_settings(policy_values(flags[1])))
-        assert "PATH" in environment
-        assert "DISKPREFIX_KV_CACHE_DIR" not in environment
-        yield SimpleNamespace(url=f"http://{daemon.folder.name}")
-
-    def call(method: str, path: str, _body: object) -> Any:
-        if method == "POST":
-            return next(answers)
-        identity = {"identity": {"exact_at": "token"}}
-        return SimpleNamespace(body={"status": "ok"} if path == "/health" else {"model": identity})
-
-    monkeypatch.setenv("DISKPREFIX_KV_CACHE_DIR", str(tmp_path / "kv"))
-    monkeypatch.setattr(LaunchedDaemon, "use", use)
-    monkeypatch.setattr(doctor_model, "running_daemon", lambda _url, _key: call)
-    settings = Settings(kv_cache_dir=tmp_path / "kv", record=tmp_path / "day.jsonl", api_keys=tmp_path / "keys")
-    found = by_check(doctor_model.client_findings(settings, lambda _line: None))
-    assert {check for check, level in levels(found).items() if level != "ok"} == problems.keys()
-    assert all(words in found[check].text for check, words in problems.items())
-    assert len(starts) == (2 if len(replies) == 3 else 1)
-    for own in starts:
-        assert (own.kv_cache_gate, own.record, own.api_keys) == ("off", None, None)
-        assert own.kv_cache_dir == starts[0].kv_cache_dir != tmp_path / "kv"
-    assert list(tmp_path.iterdir()) == []

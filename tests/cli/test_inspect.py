@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -13,8 +14,10 @@ import msgspec
 import pytest
 
 from diskprefix.store.changes import Use, touches
+from diskprefix.store.lost_tokens import LostTokens, hour_of
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
+from diskprefix.store.savings import SavingsLog, Tally
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord
 from diskprefix.tenant_ids import matches
 from diskprefix.tokens import as_token_ids, picture_ids, root_hash
@@ -214,7 +217,6 @@ def test_an_entry_shows_its_text_who_shares_it_and_how_it_is_stored(inspect: Ins
     assert [one["num_tokens"] for one in shown["shared_with"]] == [
         max(b["position"] + b["num_tokens"] for b in shown["blocks"] if b["entries"] == 2)
     ]
-    assert shown["hit_times"] == sorted(shown["hit_times"]) != []
 
 
 def test_an_entry_whose_tokenizer_is_gone_shows_its_preview(inspect: Inspect, made: SavedChats, tmp_path: Path) -> None:
@@ -287,3 +289,28 @@ def test_an_empty_store_has_every_view(inspect: Inspect, tmp_path: Path) -> None
     open_store(tmp_path).close()
     for view, said in (("--tree", "nothing is saved"), ("--stats", "of a budget of ")):
         assert said in inspect(tmp_path, view).stdout
+
+
+def test_tokens_that_were_computed_again_are_listed_with_what_to_do(inspect: Inspect, tmp_path: Path) -> None:
+    layout = layout_of(4_000)
+    with closing(open_store(tmp_path)) as store:
+        hour = hour_of(time.time())
+        for model in ("one", "two"):
+            log = SavingsLog(store)
+            rows = [
+                LostTokens(hour=hour, cause="not_stored", client="opencode", tokens=700),
+                LostTokens(hour=hour, cause="diverged", line=f"[bold]{model}", tool="bash", tokens=90),
+            ]
+            record = RootRecord(model=model, block_size=BLOCK, layout=layout, created_at=0.0)
+            log.record(store.epoch, root_hash(model), record, Tally(), rows)
+            store.write_from(log.writing)
+    first, *others = inspect(tmp_path, "--lost", "--json").json["lost"]
+    assert (first["cause"], first["client"], first["tokens"], first["requests"]) == ("not_stored", "opencode", 1400, 2)
+    assert "--kv-cache-budget" in first["advice"]
+    assert sorted((row["tool"], row["line"]) for row in others) == [("bash", "[bold]one"), ("bash", "[bold]two")]
+    shown = inspect(tmp_path, "--lost", "--model", "one").stdout
+    assert "not stored, from opencode" in shown
+    assert "[bold]one" in shown
+    assert "[bold]two" not in shown
+    assert "790 tokens of the last 24 hours were computed again" in shown
+    assert inspect(tmp_path, "--lost", "--stats").exit_code == 2

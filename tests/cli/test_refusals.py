@@ -22,6 +22,8 @@ REFUSED = """
 2 | serv                                           | No such command 'serv'; did you mean serve? (see diskprefix --help)
 2 | insepct                                        | did you mean inspect?
 2 | serve --sampling heat=1                        | --sampling: 'heat' is not one of temperature, top_p
+2 | serve --chat-template-kwargs [1]               | --chat-template-kwargs: is not a JSON object
+2 | serve --chat-template-kwargs {"a":             | --chat-template-kwargs: is not a JSON object
 2 | serve --sampling temperature                   | --sampling: temperature= is not a number
 2 | serve --sampling temperature=warm              | temperature=warm is not a number
 2 | serve --sampling top_k=1.5                     | top_k=1.5 is not a number

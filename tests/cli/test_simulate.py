@@ -188,7 +188,6 @@ def record(
             CacheReport(selection=Selection(scope=Scope("full"), prompt_tokens=50, reason="full")),
             root=(model or "").encode().rjust(16, b"r"),
             when=request.when,
-            output_tokens=1,
             reply=as_token_ids([]),
             prefill_ms=num_tokens / 2,
             remembered=True,

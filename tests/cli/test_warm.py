@@ -173,7 +173,7 @@ def test_each_field_of_a_request_either_has_a_say_in_the_prompt_or_is_dropped() 
     of_prompts = {"messages", "prompt", "tools", "tool_choice", "functions", "function_call", "chat_template_kwargs"}
     of_prompts |= {"add_generation_prompt", "continue_final_message", "reasoning", "reasoning_effort"}
     of_prompts |= {"prefix_cache", "cache_salt", "cache_control"}
-    of_prompts |= {"prompt_cache_key", "prompt_cache_retention", "special_tokens_in_text"}
+    of_prompts |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "special_tokens_in_text"}
     fields = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
     assert fields - of_prompts == set(NOT_OF_PROMPTS)
 

@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -61,7 +61,13 @@ def write(
         if len(tokens) < len(wanted):
             logits[wanted[len(tokens)]] += 50
         tokens.append(sampler.sample(logits))
+        sampler.record(tokenizer.decode(tokens[-1:]))
     return Reply(tokenizer.decode(tokens, skip_special_tokens=True), tokens, sampler.is_complete or EOS in tokens)
+
+
+def mask_of(reply: Any) -> Forbidden:
+    forbidden: Forbidden = reply.forbidden()
+    return forbidden
 
 
 def schema(value: Any) -> Constraint:
@@ -139,7 +145,7 @@ def test_masks_are_computed_on_threads_of_their_own_as_soon_as_a_token_is_known(
     for _ in range(2):
         # Nobody has asked for this mask.
         assert computed.get(timeout=60).startswith("masks")
-        assert not reply.forbidden()[a]
+        assert not mask_of(reply)[a]
         assert reply.accept(a)
 
 
@@ -212,6 +218,42 @@ def test_a_tag_that_has_begun_is_only_left_where_the_constraint_allows_it(
 
 
 # What goes wrong.
+
+
+def refuse() -> str:
+    raise InvalidRequest("too much")
+
+
+@pytest.mark.parametrize(
+    ("likely", "written", "changes"),
+    [
+        ("I call aba! Now call xx", "I call aba! Now call [ab]{3}!.*", {}),
+        ("call", "call [ab]{3}!.*", {"source": "", "make_source": lambda: "start: /call [ab]{3}!/"}),
+        ("call x</t>call x", "call x</t>call [ab]{3}!.*", {"before": FreeText(end="</t>")}),
+        ("Hm<t>call x</t>call x", "Hm<t>call x</t>call [ab]{3}!.*", {"before": FreeText(end="</t>", begin="<t>")}),
+        ("call x", "call x", {"source": "", "make_source": refuse}),
+        ("I recall.", "I recall.", {"begins": re.compile("\\bcall")}),
+    ],
+)
+def test_a_reply_is_free_but_for_its_calls(
+    compiler: ConstraintCompiler, likely: str, written: str, changes: dict[str, Any]
+) -> None:
+    constraint = Constraint(kind="lark", source="start: /call [ab]{3}!/", begins=re.compile("call"))
+    reply = write(compiler, replace(constraint, **changes), likely=likely)
+    assert reply.is_ended
+    assert re.fullmatch(written, reply.text, re.DOTALL)
+
+
+def test_what_was_compiled_is_not_compiled_again(compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    constraint = regex("known [0-9]{1,9}")
+    compiler.check(constraint, param="tools")
+    compiler.matcher(constraint)
+    monkeypatch.setattr(compiler._trials, "_ask", None)
+    monkeypatch.setattr("diskprefix.engine.constrained_reply.matcher_of", None)
+    compiler.check(constraint, param="tools")
+    assert compiler.matcher(constraint).consume_tokens(
+        tiny.tokenizer()("known 7", add_special_tokens=False)["input_ids"]
+    )
 
 
 def test_a_bias_that_forbids_all_that_is_allowed_is_the_requests_fault(compiler: ConstraintCompiler) -> None:
@@ -424,12 +466,11 @@ def test_of_several_schemas_the_one_at_fault_is_named(compiler: ConstraintCompil
 
 
 def test_a_trial_whose_server_was_killed_is_made_again(compiler: ConstraintCompiler) -> None:
-    constraint = Constraint(kind="choice", source='["ab"]')
-    compiler.check(constraint, param="it")
+    compiler.check(Constraint(kind="choice", source='["ab"]'), param="it")
     server = compiler._trials._server
     assert server is not None
     server.kill()
-    compiler.check(constraint, param="it")
+    compiler.check(Constraint(kind="choice", source='["cd"]'), param="it")
     assert compiler._trials._server is not server
 
 
@@ -477,13 +518,13 @@ def test_a_text_that_holds_the_letters_of_a_special_token_is_written_with_plain_
     tokens = [token for letter in wanted for token in tiny.tokenizer()(letter, add_special_tokens=False)["input_ids"]]
     reply = tagged.begin_reply(constraint)
     for token in tokens:
-        assert not reply.forbidden()[token]
+        assert not mask_of(reply)[token]
         assert reply.accept(token)
     assert reply.is_complete or kind == "enum"
     special = tagged.begin_reply(schema({"type": "string", "minLength": 1}))
-    assert not special.forbidden()[quote := tiny.tokenizer().convert_tokens_to_ids('"')]
+    assert not mask_of(special)[quote := tiny.tokenizer().convert_tokens_to_ids('"')]
     assert special.accept(quote)
-    assert all(special.forbidden()[tagged.tokens_of(tag)[0]] for tag in ("</tool_call>", "<|im_end|>"))
+    assert all(mask_of(special)[tagged.tokens_of(tag)[0]] for tag in ("</tool_call>", "<|im_end|>"))
 
 
 BIG = 2**53 + 1

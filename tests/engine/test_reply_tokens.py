@@ -98,22 +98,66 @@ def test_what_is_constrained_begins_behind_the_ended_thought(engine: Engine) -> 
     assert set(answer[:4]) <= {"a", "b"}
 
 
+def test_a_reply_that_ends_inside_its_thought_closes_it_and_goes_on_once(engine: Engine) -> None:
+    free = tokens_of(run_request(engine, request(PROMPT, max_tokens=9)))
+    at, ends = free.index(free[-1]), {free[-1]}
+    budget = ThoughtBudget(max_tokens=None, closing=CLOSING, new_watch=watch_for("never"), end_ids=ends)
+    for _ in range(2):  # computed, and restored
+        one = replace(request(PROMPT, max_tokens=20), thought_budget=budget)
+        reply = tokens_of(run_request(engine, one))
+        assert reply[: at + 3] == [*free[:at], *CLOSING]
+    behind = np.concatenate([PROMPT, np.array(reply[: at + 3], np.int32)])
+    assert reply[at + 3 :] == tokens_of(run_request(engine, request(behind, max_tokens=20 - at - 3)))
+
+
+@pytest.mark.parametrize(
+    ("texts", "opened", "taken"),
+    [
+        (["<t>", "hm"], False, [7, 9]),
+        (["hm"], True, [7, 9]),
+        ([], True, [7, 9]),
+        (["<t>", "hm", "</t>"], False, [9, 9]),
+        (["an answer"], False, [9, 9]),
+    ],
+)
+def test_an_end_stands_for_the_closing_tag_inside_a_thought_alone(
+    texts: list[str], opened: bool, taken: list[int]
+) -> None:
+    def new_watch() -> Callable[[str], bool]:
+        seen = "<t>" if opened else ""
+
+        def see(text: str) -> bool:
+            nonlocal seen
+            seen += text
+            return seen.rpartition("<t>")[1] != "" and "</t>" not in seen.rpartition("<t>")[2]
+
+        return see
+
+    limit = ThoughtLimit(ThoughtBudget(max_tokens=None, closing=(7,), new_watch=new_watch, end_ids={9}))
+    for text in texts:
+        assert limit.in_place_of(3) == 3
+        limit.record(text)
+    found = [limit.in_place_of(9)]
+    limit.record("")
+    assert [*found, limit.in_place_of(9)] == taken
+
+
 def test_a_second_thought_has_what_the_first_one_left() -> None:
     budget = ThoughtBudget(max_tokens=4, closing=(7,), new_watch=lambda: lambda text: text.startswith("t"))
     limit = ThoughtLimit(budget)
     forced = []
     for text in ["t1", "t2", "an answer", "t3", "t4", "t5", "more", "t6", "t7"]:
-        forced.append(limit.forced)
+        forced.append(limit.in_place_of(3))
         limit.record(text)
     # The 7 before `t4` ends the thought; nothing is forced again until something else has come.
-    assert forced == [None, None, None, None, 7, None, None, None, 7]
+    assert forced == [3, 3, 3, 3, 7, 3, 3, 3, 7]
 
 
 def test_a_thought_that_the_prompt_opened_is_ended_at_once_where_nothing_is_left() -> None:
     limit = ThoughtLimit(ThoughtBudget(max_tokens=1, closing=(7, 8), new_watch=lambda: lambda _text: True))
-    assert limit.forced == 7
+    assert limit.in_place_of(3) == 7
     limit.record("</")
-    assert limit.forced == 8
+    assert limit.in_place_of(3) == 8
 
 
 # Text.

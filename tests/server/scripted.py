@@ -68,6 +68,7 @@ STATS: dict[str, Any] = {
     "pending": 1,
     "buffer_bytes": 50,
     "misses": {"not_stored": 7, "diverged": 8},
+    "lost": [],
     "prompt_tokens": 20,
     "restored_tokens": {"memory": 2, "disk": 7, "remote": 0},
     "restored_bytes": 10,
@@ -198,6 +199,8 @@ class ScriptedEngine:
 
 class ScriptedCache:
     """Shows the engine's `stats`. Reading them waits while `is_readable` is not set, as for a slow disk."""
+
+    epoch = None
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self._engine = engine

@@ -29,7 +29,7 @@ from diskprefix.engine.request import Constraint, GenerateRequest, SamplingParam
 from diskprefix.errors import ModelError
 from diskprefix.server import limits as reading
 from diskprefix.server import streaming
-from diskprefix.server.answer import MAX_LOGPROBS
+from diskprefix.server.answer import MAX_LOGPROBS, SESSION_HEADERS
 from diskprefix.server.process import process
 from diskprefix.server.threads import _DEADLINE_S
 from diskprefix.tenant_ids import group_of
@@ -433,7 +433,11 @@ ASKED = {"prompt_cache_key": "agent", "prompt_cache_retention": "24h", "prefix_c
 
 
 def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServer, engine: ScriptedEngine) -> None:
-    marked = HELLO["messages"][0] | {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+    breakpoint_ = {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "30m"}}
+    marked = HELLO["messages"][0] | {
+        "content": [{"type": "text", "text": "hello"} | breakpoint_, {"type": "text", "text": "you"}],
+        "cache_control": {"type": "ephemeral", "ttl": "5m"},
+    }
     body = ASKED | {
         "messages": [marked],
         "max_tokens": 5,
@@ -463,8 +467,8 @@ def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServe
             tool = {"type": "function", "function": {"name": "f", "strict": is_strict}}
             assert client.post(CHAT, json=HELLO | {"tools": [tool]}).is_success
     chat, streamed, continued, strict, free = engine.requests
-    assert strict.constraint is not None
-    assert (strict.constraint.kind, free.constraint) == ("lark", None)
+    # What is strict is compiled before the reply begins.
+    assert [one.constraint and bool(one.constraint.source) for one in (strict, free)] == [True, False]
     assert chat.sampling == SamplingParams(
         max_tokens=7,
         temperature=0.5,
@@ -483,7 +487,35 @@ def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServe
     assert (chat.reports_progress, streamed.reports_progress) == (False, True), "in streams only"
     for cache in (chat.cache, continued.cache):
         assert (cache.group, cache.ttl_s, cache.save) == (group_of("agent"), 86400.0, False)
-    assert [[mark.ttl_s for mark in request.prompt.marks] for request in (chat, continued)] == [[300.0], []]
+    assert [[mark.ttl_s for mark in request.prompt.marks] for request in (chat, continued)] == [[1800.0, 300.0], []]
+
+
+@pytest.mark.parametrize("header", SESSION_HEADERS)
+def test_a_header_that_names_a_session_groups_its_prompts(
+    server: AppServer, engine: ScriptedEngine, header: str
+) -> None:
+    with server.client() as client:
+        for name in ("agent", "x" * 513):
+            assert client.post(CHAT, json=HELLO, headers={header: name}).is_success
+    assert [request.cache.group for request in engine.requests[-2:]] == [group_of("agent"), b""]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, HELLO | {"n": 2, "max_tokens": 9, "logprobs": True}),
+        ("/v1/responses", {"input": "hello", "text": {"format": {"type": "json_object"}}}),
+    ],
+)
+def test_a_prompt_is_computed_ahead_without_a_reply(
+    server: AppServer, engine: ScriptedEngine, path: str, body: dict[str, Any]
+) -> None:
+    options = {"prompt_cache_options": {"prewarm": True, "ttl": "30m"}}
+    with server.client() as client:
+        assert client.post(path, json=body | options).is_success
+    request = engine.requests[-1]
+    assert (request.sampling.max_tokens, request.sampling.n, request.constraint) == (0, 1, None)
+    assert (str(request.cache.scope), request.cache.ttl_s) == ("full", 1800.0)
 
 
 def test_the_engine_shows_the_special_tokens_that_the_parser_reads(server: AppServer, engine: ScriptedEngine) -> None:

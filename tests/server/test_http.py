@@ -44,12 +44,9 @@ def client(daemon: DaemonProcess) -> Iterator[httpx.Client]:
         assert client.post(CHAT, json=HELLO).status_code == 200
 
 
-def test_a_signal_and_the_owner_have_the_pages_of_a_busy_daemon_checked(
-    client: httpx.Client, daemon: DaemonProcess
-) -> None:
+def test_a_signal_has_the_pages_of_a_busy_daemon_checked(client: httpx.Client, daemon: DaemonProcess) -> None:
     with client.stream("POST", CHAT, json=HELLO | {"max_tokens": 40, "stream": True}) as stream:
         daemon.process.send_signal(signal.SIGUSR2)
-        assert client.get("/props", params={"check": True}).json()["wrong_pages"] == []
         stream.read()
     daemon.wait_for_line(r"\[engine\] KV pages: .* in use by . sequence.*, .* kept, all counts right")
     assert not any("ERROR" in line for line in daemon.lines)

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from diskprefix.app import load_engine
 from diskprefix.cache.resources import open_store
 from diskprefix.errors import SettingsError
-from diskprefix.server.recent import PrefixBreaks
+from diskprefix.server.recent import BrokenLines, lost_tokens, program_of
 from diskprefix.settings import Settings
-from diskprefix.values import Break, CacheReport, Rewriting, Scope, Selection
+from diskprefix.values import Break, CacheReport, Lost, Rewriting, Scope, Selection, SourceText
 from tests.agent_bodies import billing_header, words
 from tests.server.daemon_process import reply_to, wait_until
 from tests.server.scripted import AppServer, real_app, started_app
@@ -52,8 +53,13 @@ def test_the_reply_the_log_and_props_name_the_line_that_broke_the_prefix(
     assert "broken_by" in third
     assert "changed" not in third
     with server.client() as client:
-        seen = client.get("/props").json()["prefix_breaks"]
-    assert sum(line["requests"] for line in seen) == 2
+        seen = client.get("/props").json()["full_cache"]["state"]["lost"]
+        scraped = client.get("/metrics").text
+    assert {(row["cause"], row["client"]) for row in seen} == {("diverged", "python-httpx")}
+    assert sum(row["requests"] for row in seen) == 2
+    lost_tokens = sum(row["tokens"] for row in seen)
+    assert 800 < lost_tokens <= second["broken_by"]["tokens"] + third["broken_by"]["tokens"]
+    assert f'diskprefix_recomputed_tokens_total{{cause="diverged"}} {float(lost_tokens)}\n' in scraped
     told = [record.message for record in caplog.records if "--normalise billing-header=on may help" in record.message]
     assert len(told) == len(seen)
     assert all("letters are masked as x, digits as #" in line for line in told)
@@ -111,24 +117,51 @@ def test_a_wrong_normaliser_or_threshold_ends_the_start_with_an_error_and_closes
     open_store(Settings(kv_cache_dir=folder)).close()
 
 
-def report(line: str) -> CacheReport:
+def report(line: str, *lost: Lost) -> CacheReport:
     return CacheReport(
         selection=Selection(scope=Scope("off"), prompt_tokens=1, reason="off"),
         broken=Break(3, 1000),
         broken_line=line,
+        broken_tool="date\x1b",
+        lost=lost,
         rewriting=Rewriting(would_change=("clock",)),
     )
 
 
-def test_lines_of_one_shape_are_counted_together_and_the_oldest_are_forgotten() -> None:
-    breaks = PrefixBreaks()
+def test_a_lines_shape_has_its_first_text_and_the_oldest_are_forgotten() -> None:
+    lines = BrokenLines()
     for number in range(40):
-        breaks.note(report(f"{'+' * number} {number}"))
-    breaks.note(report("time: 05:04"))
-    breaks.note(report("time: 23:59"))
-    breaks.note(CacheReport(selection=Selection(scope=Scope("off"), prompt_tokens=1, reason="off")))
-    lines = breaks.as_list()
-    assert lines[0] == {"line": "time: ##:##", "normalisers": ["clock"], "requests": 2, "tokens": 2000}
-    assert breaks.as_list(with_texts=True)[0]["text"] == "time: 05:04"
-    assert len(lines) == 32
-    assert lines[-1]["line"].startswith("+" * 9)
+        lines.note(report(f"{'+' * number} {number}"))
+    lines.note(report("time: 05:04"))
+    lines.note(report("time: 23:59"))
+    lines.note(CacheReport(selection=Selection(scope=Scope("off"), prompt_tokens=1, reason="off")))
+    assert [*lines.texts.items()][-1] == ("time: ##:##", "time: 05:04")
+    assert len(lines.texts) == 32
+    assert next(iter(lines.texts)).startswith("+" * 9)
+
+
+def test_only_tokens_behind_a_line_are_counted_with_it() -> None:
+    rows = lost_tokens(report("time: 05:04", Lost("not_stored", 20), Lost("diverged", 900)), "key curl", 7200.0)
+    assert [(row.hour, row.cause, row.client, row.tokens) for row in rows] == [
+        (2, "not_stored", "key curl", 20),
+        (2, "diverged", "key curl", 900),
+    ]
+    assert [(row.line, row.tool, row.normalisers) for row in rows] == [
+        ("", "", ()),
+        ("time: ##:##", "date\\x1b", ("clock",)),
+    ]
+
+
+def test_a_program_is_named_without_its_version_and_nothing_long_or_odd_is_taken() -> None:
+    agents = ("opencode/1.18 ai-sdk/2", "claude-cli/2.1 (external, cli)", "", "\x1b[2J", "a" * 999)
+    assert [program_of(agent) for agent in agents] == ["opencode", "claude-cli", "", "", "a" * 40]
+
+
+@pytest.mark.parametrize(
+    ("at", "tool"),
+    [("when", "clock"), ("It is", "clock"), ("other", ""), ('"read"', "clock"), ("Reads", "read"), ("user", "")],
+)
+def test_the_tool_that_wrote_a_line_is_found_by_its_result_or_its_definition(at: str, tool: str) -> None:
+    text = '{"name": "clock", "does": "says when"} {"name": "read", "does": "Reads"}\nuser\n It is 05:04\nother\n'
+    source = SourceText(text, np.arange(len(text), dtype=np.int32), ["clock", "read"], [("clock", "Hi\nIt is 05:04")])
+    assert source.tool_at(text.index(at)) == tool

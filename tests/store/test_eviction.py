@@ -321,7 +321,7 @@ def test_roots_without_blocks_are_evicted_and_their_counts_stay_in_the_sum(store
         pub = publication(store, prompt(number, BLOCK + 1), payload_bytes=100_000, root=root_hash(identity))
         record = structs.replace(pub.root_record, identity=identity, tenant=f"{number:032x}")
         store.publish(replace(pub, root_record=record))
-        log.record(store.epoch, pub.root, record, Tally(requests=1), None)
+        log.record(store.epoch, pub.root, record, Tally(requests=1))
         store.write_from(log.writing)
     with store.snapshot() as snapshot:
         with_nodes = {node_root(snapshot.record("nodes", name)) for name in snapshot.keys("usage")}

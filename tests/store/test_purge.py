@@ -17,6 +17,7 @@ from diskprefix.store import purge as purging
 from diskprefix.store.changes import NewNode, Use, touches
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.compact import compact_folder
+from diskprefix.store.lost_tokens import LostTokens
 from diskprefix.store.note_record import ENCODED_TEXT, NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge
@@ -379,17 +380,15 @@ def test_a_recent_prompt_that_a_saved_one_begins_with_stays_with_that_one(store:
     assert is_whole(store, conversation)
 
 
-def test_the_last_hits_of_a_purged_prompt_are_not_remembered(store: Store) -> None:
+def test_a_purge_forgets_the_lines_because_of_which_tokens_were_computed_again(store: Store) -> None:
     gone, kept = saved(store, prompt(1, 2 * BLOCK)), saved(store, prompt(2, 2 * BLOCK))
-    log = SavingsLog(store)
-    for pub in (gone, kept):
-        log.record(store.epoch, pub.root, pub.root_record, Tally(requests=1), pub.nodes[1].name)
+    log, lost = SavingsLog(store), [LostTokens(hour=1, cause="diverged", line=line, tokens=1) for line in ("", "x")]
+    log.record(store.epoch, kept.root, kept.root_record, Tally(requests=2), lost)
     store.write_from(log.writing)
     purge_now(store, PurgeFilter(entries=frozenset({last_node(gone)})))
     with store.snapshot() as snapshot:
         [found] = read_savings(snapshot).values()
-    assert [hit.block for hit in found.hits] == [kept.nodes[1].name]
-    assert found.total.requests == 2
+    assert (found.total.requests, found.lost) == (2, lost[:1])
 
 
 def test_by_age_a_root_goes_with_its_last_note_or_prompt_and_stays_for_a_young_note(store: Store, clock: Clock) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from diskprefix.errors import StoreUnavailable
-from diskprefix.store import savings
 from diskprefix.store.changes import Changes
+from diskprefix.store.lost_tokens import LostTokens, joined, of_last_day
 from diskprefix.store.note_record import NoteKind, note_key
 from diskprefix.store.savings import Savings, SavingsLog, Tally, read_savings, total_savings
 from diskprefix.store.schema import RootRecord
@@ -22,7 +22,6 @@ from tests.waiting import wait_for
 
 RECORD = RootRecord(model="tiny", block_size=16, layout=layout_of(100), created_at=0.0)
 OTHER = b"o" * 16
-BLOCK_NAME = b"b" * 16
 DAY_S = 86400.0
 
 
@@ -40,16 +39,15 @@ def test_counts_outlive_the_process_and_those_of_several_add_up(tmp_path: Path) 
     store = open_store(tmp_path, clock=clock)
     for _ in range(2):
         log = SavingsLog(store)
-        log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
-        log.record(store.epoch, OTHER, RECORD, Tally(requests=1, prompt_tokens=7), None)
+        log.record(store.epoch, ROOT, RECORD, hit())
+        log.record(store.epoch, OTHER, RECORD, Tally(requests=1, prompt_tokens=7))
         store.write_from(log.writing)
         clock.now += 1
     store.close()
     store = open_store(tmp_path)
     found = stored(store)
     assert (found[ROOT].total.requests, found[ROOT].total.saved_s, found[ROOT].since) == (2, 2.0, 1e9)
-    assert [recent.block for recent in found[ROOT].hits] == [BLOCK_NAME, BLOCK_NAME]
-    assert (found[OTHER].total.requests, found[OTHER].hits) == (2, [])
+    assert found[OTHER].total.requests == 2
     with store.snapshot() as snapshot:
         assert total_savings(snapshot).total.prompt_tokens == 2 * 120 + 2 * 7
     assert is_clean(store)
@@ -59,31 +57,27 @@ def test_a_process_counts_what_it_saved_since_its_start(store: Store) -> None:
     for _ in range(2):
         log = SavingsLog(store)
         for root in (ROOT, OTHER):
-            log.record(store.epoch, root, RECORD, hit(), BLOCK_NAME)
+            log.record(store.epoch, root, RECORD, hit())
             store.write_from(log.writing)
         assert log.saved_s == 2.0, "what others saved, and what was written before, is not in it"
 
 
-def test_today_is_counted_apart_and_days_and_hits_long_past_are_forgotten(
-    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(savings, "_RECENT_HITS", 3)
+def test_today_is_counted_apart_and_days_long_past_are_forgotten(store: Store, clock: Clock) -> None:
     log = SavingsLog(store)
     for _ in range(40):
         for _ in range(2):
-            log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
+            log.record(store.epoch, ROOT, RECORD, hit())
             store.write_from(log.writing)
         clock.now += DAY_S
     found, last = stored(store)[ROOT], clock.now - DAY_S
     assert found.today(last).requests == 2
     assert found.today(clock.now).requests == 0
     assert (len(found.days), found.total.requests) == (30, 80)
-    assert [recent.when for recent in found.hits] == [last - DAY_S, last, last]
 
 
 def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(store: Store) -> None:
     log = SavingsLog(store)
-    log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(store.epoch, ROOT, RECORD, hit())
     assert stored(store) == {}
     for _ in range(2):
         assert log.total().total.requests == 1
@@ -93,7 +87,7 @@ def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(store:
 
 def test_counts_that_are_being_written_are_read_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     log = SavingsLog(store)
-    log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(store.epoch, ROOT, RECORD, hit())
     add, found = log._add, list[int]()
     reader = threading.Thread(target=lambda: found.append(log.total().total.requests))
 
@@ -110,14 +104,14 @@ def test_counts_that_are_being_written_are_read_too(store: Store, monkeypatch: p
 
 def test_counts_are_in_the_store_though_its_writer_is_never_closed(store: Store) -> None:
     writer = Writer(store, buffer_bytes=1 << 20)
-    writer.savings.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
+    writer.savings.record(store.epoch, ROOT, RECORD, hit())
     wait_for(lambda: ROOT in stored(store))
     writer.close(30)
 
 
 def test_what_cannot_be_written_is_kept_and_counted_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     log = SavingsLog(store)
-    log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(store.epoch, ROOT, RECORD, hit())
 
     def fail() -> None:
         raise StoreUnavailable("the disk is full")
@@ -126,7 +120,7 @@ def test_what_cannot_be_written_is_kept_and_counted_once(store: Store, monkeypat
         patched.setattr(store, "changes", fail)
         with pytest.raises(StoreUnavailable):
             store.write_from(log.writing)
-    log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(store.epoch, ROOT, RECORD, hit())
     store.write_from(log.writing)
     assert stored(store)[ROOT].total.requests == 2
 
@@ -134,7 +128,7 @@ def test_what_cannot_be_written_is_kept_and_counted_once(store: Store, monkeypat
 def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     log = SavingsLog(store)
-    log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(store.epoch, ROOT, RECORD, hit())
     store.write_from(log.writing)
     store.close()
     with damaged(tmp_path) as records:
@@ -142,6 +136,30 @@ def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert stored(store) == {}
     log = SavingsLog(store)
-    log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(store.epoch, ROOT, RECORD, hit())
     store.write_from(log.writing)
     assert stored(store)[ROOT].total.requests == 1
+
+
+def lost(hour: int, tokens: int, **fields: Any) -> LostTokens:
+    return LostTokens(hour=hour, cause="diverged", tokens=tokens, **fields)
+
+
+def test_tokens_that_were_computed_again_add_up_over_processes_for_a_day(tmp_path: Path) -> None:
+    for _ in range(2):
+        store = open_store(tmp_path)
+        log = SavingsLog(store)
+        log.record(store.epoch, ROOT, RECORD, Tally(), [lost(100, 7, client="a"), lost(101, 5, client="b")])
+        store.write_from(log.writing)
+        store.close()
+    store = open_store(tmp_path)
+    rows = stored(store)[ROOT].lost
+    assert [(row.hour, row.client, row.tokens, row.requests) for row in rows] == [(100, "a", 14, 2), (101, "b", 10, 2)]
+    assert [row.tokens for row in of_last_day(rows, 101 * 3600.0)] == [14, 10]
+    assert [row.tokens for row in of_last_day(rows, 124 * 3600.0)] == [10]
+    assert of_last_day(rows, 0.0) == [], "the clock was wrong"
+
+
+def test_hours_before_the_last_day_and_the_smallest_rows_are_dropped() -> None:
+    rows = joined([lost(9, 10**6), *(lost(99, tokens, line=str(tokens)) for tokens in range(1, 300))])
+    assert [row.tokens for row in rows] == [*range(299, 171, -1)]

@@ -14,6 +14,7 @@ from diskprefix.errors import PrefixGone
 from diskprefix.store import writer as writer_module
 from diskprefix.store.compact import rewrite_folder
 from diskprefix.store.environment import Environment
+from diskprefix.store.lost_tokens import LostTokens
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.purge import PurgeFilter, purge
@@ -84,7 +85,7 @@ def test_a_transaction_that_begins_after_a_purge_stores_nothing_of_before(writer
     notes = TenantNotes(writer.notes, epoch, root, record, 1000.0)
     for kind in NoteKind:
         assert notes.put(kind, "id", b"content", prompt(1, 3 * BLOCK))
-    writer.savings.record(epoch, root, record, Tally(requests=1), begun.nodes[0].name)
+    writer.savings.record(epoch, root, record, Tally(requests=1))
     for source in (writer.notes.writing, writer.savings.writing):
         store.write_from(source)
     with store.snapshot() as snapshot:
@@ -94,17 +95,18 @@ def test_a_transaction_that_begins_after_a_purge_stores_nothing_of_before(writer
     assert not notes.put(NoteKind.RESPONSE, "id", b"content")
 
 
-def test_a_hit_that_is_counted_after_a_purge_keeps_no_name_of_a_block(store: Store) -> None:
+def test_tokens_that_are_counted_after_a_purge_keep_no_line(store: Store) -> None:
     kept, epoch = publication(store, prompt(1, BLOCK)), store.epoch
     store.publish(kept)
     writer = Writer(store, buffer_bytes=1 << 20)
     assert writer.close(30)
     purge(store, PurgeFilter(salt="nobody"), 0.0)
-    writer.savings.record(epoch, kept.root, kept.root_record, Tally(requests=1), b"g" * 16)
+    lost = [LostTokens(hour=1, cause="diverged", line="x", tokens=1)]
+    writer.savings.record(epoch, kept.root, kept.root_record, Tally(requests=1), lost)
     store.write_from(writer.savings.writing)
     with store.snapshot() as snapshot:
         [found] = read_savings(snapshot).values()
-    assert (found.total.requests, found.hits) == (1, [])
+    assert (found.total.requests, found.lost) == (1, [])
 
 
 def test_two_purges_at_one_time_are_two(store: Store) -> None:

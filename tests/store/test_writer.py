@@ -227,7 +227,7 @@ def test_what_waits_is_written_in_one_transaction_and_what_fails_keeps_nothing_b
     assert first.last_node is not None
     writer.touch(first.last_node, 5000.0)
     writer.notes.put(store.epoch, second.root, second.root_record, NoteKind.TURN, "turn", b"x", 3600.0)
-    writer.savings.record(store.epoch, second.root, second.root_record, Tally(requests=1), None)
+    writer.savings.record(store.epoch, second.root, second.root_record, Tally(requests=1))
     methods = {"uses": "touch", "notes": "put_note", "publication": "put_node"}
     if broken == "savings":
         monkeypatch.setattr(savings, "put_savings", fail)

@@ -19,6 +19,7 @@ from diskprefix.cli import main
 from diskprefix.engine import active_requests
 from diskprefix.engine.request import SamplingParams
 from diskprefix.engine.sampler import Sampler
+from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.tokens import Logits, TokenIds
 
 SIDE_REPLY = "Mending a sum"
@@ -49,8 +50,8 @@ def prepared_sampler(reply_to: Callable[[Sequence[int]], list[int]]) -> type[Sam
             super().__init__(params, prompt, *others)
             self._prepared = deque(reply_to(prompt.tolist()))
 
-        def sample(self, logits: Logits, forced: int | None = None) -> int:
-            del logits, forced
+        def sample(self, logits: Logits, limit: ThoughtLimit | None = None) -> int:
+            del logits, limit
             return self._prepared.popleft() if len(self._prepared) > 1 else self._prepared[0]
 
     return PreparedSampler

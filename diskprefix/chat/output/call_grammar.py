@@ -1,10 +1,10 @@
-"""Lark grammars for llguidance: forced and strict tool calls in a family's own syntax."""
+"""Lark grammars for llguidance: forced tool calls, and calls that have begun, in a family's own syntax."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diskprefix.chat.messages import JsonObject
@@ -37,12 +37,13 @@ class CallGrammar:
         special = "|".join(map(re.escape, sorted(token_ids, key=len, reverse=True))) or r"(?!)"
         self._special = re.compile(f"({special})")
         self._rules: list[str] = []
+        self._arguments_rules: dict[int, str] = {}
         self._num_chars = 0
 
     def forced(self, *, many: bool) -> str:
         """Returns the grammar of one call, or (`many`) of one or more."""
-        calls = [self._call(index, function) for index, function in enumerate(self._functions)]
         family = self._family
+        calls = [self._call(index, family.whole_call, f"call_{index}") for index in range(len(self._functions))]
         many = many and not family.only_one
         more = f"({self._literal(family.between)} call)*" if many else ""
         # A model that is done may write a line end before the reply's end.
@@ -50,28 +51,18 @@ class CallGrammar:
         start = f"start: {self._literal(family.before)} call {more} {after}"
         return "\n".join([start, f"call: {' | '.join(calls)}", *self._rules]) + "\n"
 
-    def strict(self, strict: Collection[str]) -> str:
-        """Returns the grammar of any text in which the arguments of calls of `strict` tools follow their schemas.
+    @property
+    def beginning(self) -> re.Pattern[str]:
+        """The pattern of a text with which a call begins: a tag, or an object without tags up to its arguments."""
+        return re.compile("|".join([*map(re.escape, self._tags), _object_head(self._functions)]))
 
-        A call begins with the family's tag, or is an object without tags. The name of a tool must follow the tag, and
-        any text the name of a tool that is not strict.
-        """
-        parts = ["text"]
-        whole = self._family.before or self._family.whole_call
-        begin = next((tag for tag in self._family.begins if tag in whole), "")
-        if begin:
-            opened = self._up_to("begin", re.escape(begin))
-            if begin in self._token_ids:
-                # The letters begin a call too, because the parser reads text, not tokens.
-                opened = f"({opened} | {self._terminals(begin)})"
-            parts.append(f"{opened} {self._opening(begin, strict)}")
+    def begun(self) -> str:
+        """Returns the grammar of calls from the text on that `beginning` matches, whose tags are letters."""
+        starts = [f"{json.dumps(tag)} {self._opened(number, tag)}" for number, tag in enumerate(self._tags)]
         for index, function in enumerate(self._functions):
-            if function["name"] in strict:
-                opened = self._up_to(f"object_{index}", _object_head([function]))
-                arguments = self._json(f"object_arguments_{index}", _object(function))
-                parts.append(f"{opened} {_BLANKS} {arguments}")
-        parts += [f"<[{token_id}]>" for token, token_id in self._token_ids.items() if token != begin]
-        return "\n".join([f"start: ({' | '.join(parts)})*", "text: /(?s:.+)/", *self._rules]) + "\n"
+            arguments = self._json(f"object_{index}", _object(function))
+            starts.append(rf'/{_written(_object_head([function]))}/ /"\s*:/ {_BLANKS} {arguments} {_BLANKS} "}}"')
+        return "\n".join([f"start: {' | '.join(starts)}", *self._rules]) + "\n"
 
     def forbidden(self) -> str:
         """Returns the grammar of any text in which no call begins. If a call begins with several added tokens, only
@@ -87,35 +78,39 @@ class CallGrammar:
         more = f"(({tokens}) TEXT?)*" if tokens else ""
         return f"start: TEXT? {more}\nTEXT: /(?s:.+)/ & ~/(?s:.*)({_written('|'.join(begins))})(?s:.*)/\n"
 
-    def _opening(self, begin: str, strict: Collection[str]) -> str:
-        """Returns the rule of the text after `begin`: calls of strict tools, or the head of another call."""
-        before, heads, calls = self._family.before, [], []
-        for index, function in enumerate(self._functions):
-            if function["name"] in strict:
-                calls.append(self._call(index, function, "" if before else begin))
-            else:
-                head = self._family.whole_call.split("ARGUMENTS")[0]
-                head = head if before else head.partition(begin)[2]
-                heads.append(self._literal(head, NAME=self._name(function)))
-        self._rule("first", " | ".join(calls))
-        more = f"({self._literal(self._family.between)} first)* {self._literal(self._family.after)}" if before else ""
-        either = " | ".join([f"first {more}", *heads])
-        return self._rule("begun", f"{self._literal(before.partition(begin)[2])} ({either})")
+    @property
+    def _tags(self) -> list[str]:
+        """The tags that open calls and stand in what the chat template writes."""
+        written = self._family.before + self._family.whole_call
+        return [tag for tag in self._family.begins if tag in written]
 
-    def _up_to(self, name: str, end: str) -> str:
-        """Returns the rule of any text up to the first match of a regular expression."""
-        return self._rule(f"{name}[lazy]", f"/(?s:.*){_written(end)}/", name=name)
+    def _opened(self, number: int, tag: str) -> str:
+        """Returns the rule of the text behind an opening tag."""
+        family = self._family
+        rest, of_each = family.before.partition(tag)[2], family.whole_call
+        if tag not in family.before:
+            rest, of_each = "", (of_each if tag in family.begin else family.call).partition(tag)[2]
+        calls = [self._call(index, of_each, f"call_{number}_{index}") for index in range(len(self._functions))]
+        call = self._rule(f"calls_{number}", " | ".join(calls))
+        if tag not in family.before:
+            return call
+        return f"{self._literal(rest)} {call} ({self._literal(family.between)} {call})* {self._literal(family.after)}"
 
-    def _call(self, index: int, function: JsonObject, begun: str = "") -> str:
-        """Returns the rule of a call, or of its rest after `begun`."""
-        before, after = self._family.whole_call.split("ARGUMENTS")
-        before = before.partition(begun)[2] if begun else before
-        if self._family.argument:
-            arguments = self._arguments(index, function.get("parameters") or {})
-        else:
-            arguments = self._json(f"arguments_{index}", _object(function))
-        head = self._literal(before, NAME=self._name(function))
-        return self._rule(f"call_{index}", f"{head} {arguments} {self._literal(after)}")
+    def _call(self, index: int, template: str, name: str) -> str:
+        """Returns the rule of a call as in the template, or as in its rest behind a tag."""
+        before, after = template.split("ARGUMENTS")
+        head = self._literal(before, NAME=self._name(self._functions[index]))
+        return self._rule(name, f"{head} {self._arguments_of(index)} {self._literal(after)}")
+
+    def _arguments_of(self, index: int) -> str:
+        function = self._functions[index]
+        if index not in self._arguments_rules:
+            self._arguments_rules[index] = (
+                self._arguments(index, function.get("parameters") or {})
+                if self._family.argument
+                else self._json(f"arguments_{index}", _object(function))
+            )
+        return self._arguments_rules[index]
 
     def _name(self, function: JsonObject) -> str:
         is_json = self._family.body == "objects"
@@ -207,9 +202,10 @@ class CallGrammar:
 
 
 def _object_head(functions: Sequence[JsonObject]) -> str:
-    """Returns the regular expression of a call without tags up to its arguments."""
+    """Returns the regular expression of a call without tags up to the name of its arguments. A token that ends the name
+    may begin the arguments too."""
     names = "|".join(re.escape(json.dumps(function["name"], ensure_ascii=False)) for function in functions)
-    return rf'\{{\s*"name"\s*:\s*({names})\s*,\s*"(arguments|parameters)"\s*:'
+    return rf'\{{\s*"name"\s*:\s*({names})\s*,\s*"(arguments|parameters)'
 
 
 def _object(function: JsonObject) -> JsonObject:

@@ -55,8 +55,13 @@ class OutputFormat:
         """Returns a Lark grammar, as llguidance reads it, of one call or (`many`) of one or more calls of `tools`."""
         return CallGrammar(self.family, tools, self.token_ids).forced(many=many)
 
-    def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
-        return CallGrammar(self.family, tools, self.token_ids).strict(strict)
+    def beginning_of_calls(self, tools: Sequence[JsonObject]) -> re.Pattern[str] | None:
+        """Returns the pattern of a text with which a call of `tools` begins, None if replies have no calls."""
+        return CallGrammar(self.family, tools, self.token_ids).beginning
+
+    def begun_grammar(self, tools: Sequence[JsonObject]) -> str:
+        """Returns the grammar of calls from such a text on."""
+        return CallGrammar(self.family, tools, self.token_ids).begun()
 
     def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
         return CallGrammar(self.family, tools, self.token_ids).forbidden()
@@ -71,11 +76,11 @@ class PlainText(OutputFormat):
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:  # noqa: ARG002
         raise InvalidRequest.at("tool_choice", "this model's chat template knows no tool calls")
 
-    def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:  # noqa: ARG002
-        return "start: /(?s:.*)/\n"
+    def beginning_of_calls(self, tools: Sequence[JsonObject]) -> None:  # noqa: ARG002
+        return None
 
-    def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
-        return self.strict_grammar(tools, ())
+    def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:  # noqa: ARG002
+        return "start: /(?s:.*)/\n"
 
 
 Render = Callable[[list[JsonObject], list[JsonObject], bool], str]

@@ -28,10 +28,11 @@ def clients(name: str | None, url: str, model: str | None, api_key: str | None, 
     """Print the environment and the files with which a client uses the running daemon: its address, its model, the key,
     and how many tokens the model takes.
 
-    NAME is one of claude-code, codex, opencode, qwen-code, cline, aider, continue, goose, pi, open-webui, langchain,
-    pydantic-ai and llm. Without a NAME all are printed. Nothing is written: the settings are for your own files.
-    `diskprefix launch` starts an agent without them. The key of this user is a secret, drawn at the first use: without
-    it, other users of the daemon can test no guesses of what your agents send.
+    NAME is one of claude-code, codex, opencode, qwen-code, cline, aider, continue, goose, hermes, pi, open-webui,
+    langchain, pydantic-ai and llm. Without a NAME all are printed. Nothing is written: the settings are for your own
+    files. Where an agent shortens its history, so that much is computed again, they switch that off. `diskprefix
+    launch` starts an agent without them. The key of this user is a secret, drawn at the first use: without it, other
+    users of the daemon can test no guesses of what your agents send.
 
     \b
     diskprefix clients codex

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from itertools import chain
 from typing import Any
 
 import click
@@ -21,8 +20,7 @@ _SIGNS = {"ok": "ok", "note": "note", "problem": "PROBLEM", "skipped": "–"}
 
 _EPILOG = """\b
 Examples:
-  diskprefix doctor                                  quick: loads and downloads nothing
-  diskprefix doctor --request                        also loads the model and sends a request, twice
+  diskprefix doctor                                  loads and downloads nothing
   diskprefix doctor --model ~/models/qwen --port 9000 --json
 
 Exit codes: 0 no problem was found; 1 a problem was found; 2 wrong usage.
@@ -30,15 +28,10 @@ Exit codes: 0 no problem was found; 1 a problem was found; 2 wrong usage.
 
 
 @click.command(cls=GroupedCommand, short_help="Check the machine, the model, the folder and the port.", epilog=_EPILOG)
-@option(
-    "--request",
-    is_flag=True,
-    help="Also load the model, twice, and send a request before and after the restart. Takes seconds to minutes.",
-)
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 @setting_options(SETTINGS, "As for serve: ")
 @policy_option("As for serve: " + CACHE)
-def doctor(request: bool, json: bool, **flags: Any) -> int:
+def doctor(json: bool, **flags: Any) -> int:
     """Check whether `diskprefix serve` with the same options works well on this machine. Give advice if not.
 
     The command checks torch's build and instruction sets, the kernels, the model's size against the memory, its
@@ -48,7 +41,7 @@ def doctor(request: bool, json: bool, **flags: Any) -> int:
     settings = build_settings(flags)
     findings: list[Finding] = []
     with status("checking the machine") as say:
-        for finding in _findings(settings, say, with_request=request):
+        for finding in _findings(settings, say):
             findings.append(finding)
             if not json:
                 _show(finding)
@@ -61,9 +54,9 @@ def doctor(request: bool, json: bool, **flags: Any) -> int:
     return 1 if problems else 0
 
 
-def _findings(settings: Settings, say: Callable[[str], None], *, with_request: bool) -> Iterator[Finding]:
+def _findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
     from diskprefix.extras.setup.doctor_machine import machine_findings, torch_findings
-    from diskprefix.extras.setup.doctor_model import client_findings, model_findings, together_finding
+    from diskprefix.extras.setup.doctor_model import model_findings, together_finding
 
     yield from machine_findings(settings)
     say("importing torch")
@@ -73,7 +66,7 @@ def _findings(settings: Settings, say: Callable[[str], None], *, with_request: b
         yield together_finding(settings, catalogue.models())
         models = [(f"{known.name}: ", known.settings) for known in catalogue.models()]
     for label, own in models:
-        for finding in chain(model_findings(own, say), client_findings(own, say) if with_request else ()):
+        for finding in model_findings(own, say):
             yield replace(finding, text=f"{label}{finding.text}")
 
 

@@ -19,7 +19,7 @@ from diskprefix.settings import Settings
 from diskprefix.store.folder import DATA, check_folder, disk_full
 from diskprefix.store.savings import total_savings
 from diskprefix.store.store import Store
-from diskprefix.units import counted, format_size
+from diskprefix.units import format_size
 
 Level: TypeAlias = Literal["ok", "note", "problem", "skipped"]
 
@@ -77,7 +77,6 @@ def machine_findings(settings: Settings) -> Iterator[Finding]:
     yield from folder_findings(settings)
     yield store_finding(settings)
     yield port_finding(settings)
-    yield from pages_findings(settings)
 
 
 def folder_findings(settings: Settings) -> Iterator[Finding]:
@@ -162,18 +161,6 @@ def port_finding(settings: Settings) -> Finding:
     if status == "ok":
         return Finding("port", "ok", text)
     return Finding("port", "note", text, "its log and GET /health say why")
-
-
-def pages_findings(settings: Settings) -> Iterator[Finding]:
-    """Yields a finding about the page counts of the KV memory of the daemon at the port, if a healthy one answers."""
-    if _get(settings, "/health").get("status") != "ok":
-        return
-    wrong = _get(settings, "/props?check=true").get("wrong_pages")
-    if wrong == []:
-        yield Finding("KV pages", "ok", "all counts of the running daemon are right")
-    elif isinstance(wrong, list):
-        text = f"{shown(str(wrong[0]), 200)} ({counted(len(wrong), 'fault')})"
-        yield Finding("KV pages", "problem", text, "start the daemon again, and please report this with its log")
 
 
 def _get(settings: Settings, path: str) -> dict[str, Any]:

@@ -1,23 +1,15 @@
-"""The checks of the model in `diskprefix doctor`: memory, tokenizer, template, tool calls, a restart."""
+"""The checks of the model in `diskprefix doctor`: memory, tokenizer, template, tool calls."""
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import TYPE_CHECKING
 
-from diskprefix.cli.serve_command import policy_text
-from diskprefix.cli.tooling import existing_folder
-from diskprefix.errors import DiskPrefixError, NotReady
+from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.catalogue.catalogue import needs
-from diskprefix.extras.clients.launched_daemon import LaunchedDaemon
-from diskprefix.extras.daemon_call import Call, running_daemon, wait_ready
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.model.load.named_model import path_of
 from diskprefix.model.load.proposals import proposed
@@ -28,9 +20,6 @@ if TYPE_CHECKING:
     from diskprefix.extras.catalogue.catalogue import KnownModel
     from diskprefix.model.load.fit import ModelNeeds
 
-_SENTENCE = (
-    "The harbor office keeps a list of all ships, with their draught, their cargo and the pilot who led them in. "
-)
 _SYSTEM = "Be brief."
 _SHORT_CONTEXT = 16_384
 """Agents fill less than this in a few turns."""
@@ -159,77 +148,3 @@ def _calls_finding(name: str) -> Finding:
             "tool calls", "note", text, f"agents may not work with this model; fetch another with {proposed()}"
         )
     return Finding("tool calls", "ok", f"written by the template and read back: {name}")
-
-
-def client_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
-    """Runs a daemon twice with a store of its own, and sends one request: cold, again, and after a restart."""
-    body = {
-        "messages": [{"role": "user", "content": _SENTENCE * (settings.kv_cache_min_tokens // 12 + 8)}],
-        "max_tokens": 4,
-        "temperature": 0,
-        "prefix_cache": {"scope": "full"},
-    }
-    replies: list[dict[str, Any]] = []
-    # On the same disk as the store.
-    place = existing_folder(settings.kv_cache_dir.absolute().parent)
-    with tempfile.TemporaryDirectory(prefix="doctor-", dir=place) as folder:
-        for start in ("loading the model", "loading the model again"):
-            say(start)
-            try:
-                with _daemon(settings, Path(folder), say) as call:
-                    say("sending a request")
-                    for _ in range(1 if replies else 2):
-                        answer = call("POST", "/v1/chat/completions", body)
-                        if answer.status != 200:
-                            raise NotReady(answer.message)
-                        replies.append(answer.body)
-                    props = call("GET", f"/props?model={quote(replies[0]['model'], safe='')}", None).body
-            except NotReady as error:
-                yield Finding("request", "problem", error.message, "see the message")
-                return
-    identity = props["model"]["identity"]
-    yield from _compare_replies(replies, identity["exact_at"], identity.get("exact_at_reason"))
-
-
-@contextmanager
-def _daemon(settings: Settings, folder: Path, say: Callable[[str], None]) -> Iterator[Call]:
-    """Runs a daemon with the store, the settings and the log in `folder`, and yields a function that calls it. Raises
-    `NotReady` if it does not serve."""
-    own = replace(
-        settings, kv_cache_dir=folder / "kv", kv_cache_gate="off", record=None, api_keys=None, remote_tier=None
-    )
-    policy, daemon = folder / "doctor.toml", LaunchedDaemon(folder=folder)
-    policy.write_text(policy_text(own), "utf-8")
-    # A variable would win over the file.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DISKPREFIX_")}
-    with ExitStack() as stack:
-        with daemon.mutex():
-            use = stack.enter_context(daemon.use(0, ["--policy", str(policy)], environment))
-        call = running_daemon(use.url, None)
-        try:
-            wait_ready(call, use.url, say)
-        except NotReady as error:
-            raise NotReady(daemon.failure()) if daemon.has_ended() else error from None
-        yield call
-
-
-def _compare_replies(replies: list[dict[str, Any]], exact_at: str, reason: str | None = None) -> Iterator[Finding]:
-    cold, again, restarted = replies
-    tokens = cold["usage"]["prompt_tokens"]
-    texts = {json.dumps(reply["choices"][0]["message"], sort_keys=True) for reply in replies}
-    yield Finding("request", "ok", f"{tokens:,} tokens in {cold['timings']['ttft_ms'] / 1e3:.2f} s")
-    because = "" if reason is None else f": {reason}"
-    yield Finding("exactness", "ok", f"this model is exact at every {exact_at}{because}")
-    for check, reply in (("repeated", again), ("restart", restarted)):
-        cache = reply["prefix_cache"]
-        if not cache["restored"]:
-            reason = cache.get("miss_reason", "not known")
-            yield Finding(check, "problem", f"nothing was restored: {reason}", "server/README.md explains the reason")
-        else:
-            took = f"in {reply['timings']['ttft_ms'] / 1e3:.2f} s"
-            yield Finding(check, "ok", f"{cache['restored']:,} tokens from {cache['source']} {took}")
-    if len(texts) > 1:
-        advice = "please report this with the output of `diskprefix --version`"
-        yield Finding("same reply", "problem", "the replies differ", advice)
-    else:
-        yield Finding("same reply", "ok", "cold, repeated and restored replies are equal")

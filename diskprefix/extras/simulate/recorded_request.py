@@ -59,7 +59,6 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     group: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")] = ""
     save: bool = True
     ttl_s: _Amount | None = None
-    output_tokens: Count = 0
     reply_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] = 0
     boundaries: list[int] = []
     system_end: int = 0

@@ -238,7 +238,6 @@ class SchedulerSide:
             report,
             root=self._ranks[0].root(str(tracked.tenant)),
             when=tracked.when,
-            output_tokens=tracked.request.num_tokens - len(tracked.prompt),
             reply=tracked.prompt[:0],
             prefill_ms=0.0,
             remembered=True,
@@ -321,8 +320,7 @@ class SchedulerSide:
         num_tokens = tracked.num_restored
         namespace = self._namespaces.get(tracked.tenant)
         tally = Tally(requests=1, prompt_tokens=len(tracked.prompt), restored_tokens=num_tokens)
-        last = tracked.names[0][tracked.num_loadable(self._block_size)] if num_tokens else None
-        self._shared.writer.savings.record(self._shared.store.epoch, namespace.root, namespace.record, tally, last)
+        self._shared.writer.savings.record(self._shared.store.epoch, namespace.root, namespace.record, tally)
 
     def _plan_save(self, tracked: Tracked, num_computed: int, blocks: Sequence[Sequence[int]]) -> BlocksToSave | None:
         """Returns the blocks to save: wanted, not stored, and complete when `num_computed` tokens are computed. Draft

@@ -82,7 +82,7 @@ def test_a_malformed_schema_says_nothing_of_an_argument(name: str, malformed: An
     asked, format = tool("find", a=malformed), format_named(name)
     asked["function"]["parameters"]["required"] = required
     assert "find" in format.call_grammar([asked], many=True)
-    assert format.strict_grammar([asked], {"find"})
+    assert format.begun_grammar([asked])
     assert value_of("1", malformed) is not None
 
 
@@ -124,9 +124,9 @@ def test_a_reply_may_end_behind_white_space_after_a_call(name: str, blanks: str)
         assert matcher.is_accepting()
 
 
-STRICT, FREE = tool("a", n={"type": "boolean"}), tool("b", m={"type": "boolean"})
-OTHER = tool("a", m={"type": "boolean"})
-"""The strict tool with another schema."""
+ONE, OTHER = tool("a", n={"type": "boolean"}), tool("b", m={"type": "boolean"})
+WRONG, UNKNOWN = tool("a", m={"type": "boolean"}), tool("c", n={"type": "boolean"})
+"""A tool with another schema, and one that is not offered."""
 
 
 def takes(grammar: str, text: str) -> bool:
@@ -139,37 +139,49 @@ def one_call(name: str, called: dict[str, Any], format: OutputFormat | None = No
     return next(text for seed in range(50) if (text := generated(grammar, seed)) is not None)
 
 
-UNTAGGED = {"functionary-3.2", "llama-3", "none", "pythonic"}
-"""Formats in which nothing but the name tells a call from text. Of them, objects are found."""
+FOUND: dict[str, list[bool | None]] = {
+    **{name: [None, None, None] for name in ("functionary-3.2", "pythonic")},
+    **{name: [True, False, None] for name in ("llama-3", "json", "none")},
+}
+"""What is found in formats in which nothing but the name tells a call from text: objects."""
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_call_of_a_strict_tool_follows_its_schema_wherever_it_stands_in_a_text(name: str) -> None:
-    grammar = format_named(name).strict_grammar([STRICT, FREE], {"a"})
+def follows(format: OutputFormat, text: str) -> bool | None:
+    """Whether the first call in a text is one of the tools, and ends; None if no call begins in it."""
+    asked = [ONE, OTHER]
+    begins, grammar = format.beginning_of_calls(asked), format.begun_grammar(asked)
+    assert begins is not None
     assert llguidance.LLMatcher.validate_grammar(grammar, BYTES) == ""
-    right, wrong, free = (one_call(name, called) for called in (STRICT, OTHER, FREE))
-    assert takes(grammar, f"First <b> this: {{.\n{right}\nThen that.")
-    assert takes(grammar, right + free + right)
-    assert not takes(grammar, f"First this.\n{wrong}") or name in UNTAGGED
-    assert takes(grammar, f"First this.\n{free}"), "what is not strict is free"
+    if (found := begins.search(text)) is None:
+        return None
+    matcher = llguidance.LLMatcher(BYTES, grammar, log_level=0)
+    return any(matcher.consume_token(byte) and matcher.is_accepting() for byte in text[found.start() :].encode())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_object_without_tags_that_calls_a_strict_tool_follows_its_schema(name: str) -> None:
-    grammar = format_named(name).strict_grammar([STRICT, FREE], {"a"})
-    for called, key, is_taken in [("a", "n", True), ("a", "m", False), ("b", "x", True)]:
+def test_a_call_that_begins_in_a_text_follows_the_schema_of_its_tool(name: str) -> None:
+    format = format_named(name)
+    right, wrong, unknown = (one_call(name, called) for called in (ONE, WRONG, UNKNOWN))
+    found = [follows(format, f"First <b> this: {{.\n{text}\nThen that.") for text in (right, wrong, unknown)]
+    assert found == FOUND.get(name, [True, False, False])
+    assert follows(format, "First <b> this: {.") is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_object_without_tags_that_calls_a_tool_follows_its_schema(name: str) -> None:
+    for called, key, taken in [("a", "n", True), ("a", "m", False), ("c", "x", None)]:
         text = f'```json\n{{\n "name": "{called}",\n "arguments": {{"{key}": true}}\n}}\n```\nDone.'
-        assert takes(grammar, text) is is_taken
+        assert follows(format_named(name), text) is taken
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_call_begins_in_a_text_where_none_may(name: str) -> None:
     format = format_named(name)
-    grammar = format.no_call_grammar([STRICT, FREE])
+    grammar = format.no_call_grammar([ONE, OTHER])
     assert llguidance.LLMatcher.validate_grammar(grammar, BYTES) == ""
     assert takes(grammar, "")
     assert takes(grammar, 'First <b> this: {"a": 1}, [b] and {.\n```json\n[{"name": "c"}]\n```\nThen\nthat.')
-    call = one_call(name, FREE)
+    call = one_call(name, ONE)
     assert not takes(grammar, f"First.\n{call}") or name == "functionary-3.2"
     assert not takes(grammar, 'Now {"name": "a", "arguments": {}}')
 
@@ -178,13 +190,8 @@ def test_a_tag_that_is_a_token_begins_no_call_with_its_letters_either() -> None:
     """Whoever reads the text does not see the tokens."""
     hermes = next(family for family in FAMILIES if family.name == "hermes")
     format = OutputFormat(hermes, token_ids={"<tool_call>": 300, "</tool_call>": 301})
-    assert "<[300]>" not in format.no_call_grammar([STRICT])
-    assert not takes(format.no_call_grammar([STRICT]).replace("<[301]>", '"!"'), "<tool_call>")
-    strict = (
-        format.strict_grammar([STRICT, FREE], {"a"}).replace("<[300]>", '"!!"').replace("<[301]>", '"</tool_call>"')
-    )
-    assert takes(strict, one_call("hermes", STRICT))
-    assert not takes(strict, one_call("hermes", OTHER))
+    assert "<[300]>" not in format.no_call_grammar([ONE])
+    assert not takes(format.no_call_grammar([ONE]).replace("<[301]>", '"!"'), "<tool_call>")
 
 
 @pytest.mark.parametrize("name", NAMES)

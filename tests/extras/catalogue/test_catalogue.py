@@ -154,6 +154,7 @@ def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path)
     weights = "native"
     disk_prefix_cache = "FULL"
     sampling = "temperature=0.7"
+    chat_template_kwargs = '{"preserve_thinking": false}'
     chat_template = "small.jinja"
     draft_model = "org/draft"
     speculative = "ngram"
@@ -174,6 +175,7 @@ def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path)
     assert own.model == str(tmp_path / "small.gguf"), "a file beside models.toml, whatever the process's folder is"
     assert (own.chat_template, own.draft_model, own.speculative) == (tmp_path / "small.jinja", "org/draft", "ngram")
     assert own.sampling_values == {"temperature": 0.7}
+    assert own.template_variables == {"preserve_thinking": False}
     assert (large.settings.kv_memory, large.settings.model, large.path) == (1 << 30, "org/large:Q4_K_M", None)
     assert (large.pin, large.idle_unload_s) == (False, None)
 

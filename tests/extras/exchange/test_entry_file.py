@@ -11,19 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from diskprefix.errors import CacheError, SettingsError, StoreCorrupt, StoreFormatError
+from diskprefix.errors import SettingsError, StoreCorrupt, StoreFormatError
 from diskprefix.extras.exchange.entry_file import EntryReader
 from diskprefix.tokens import root_hash
-from tests.examples import examples
 from tests.extras.exchange.exported import HYBRID, LAYOUT, TENANT, entry_of, export, identity_of, joined, signed, split
 from tests.store.building import BLOCK, open_store, prompt
-from tests.traced_memory import traced_peak
-
-MOST_BYTES = 8 << 20
-"""The memory that looking at a file of a few kilobytes may take."""
 
 
 @pytest.fixture(scope="module")
@@ -195,86 +188,3 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     for name in ("none", "pipe", "."):
         with pytest.raises(SettingsError, match="no such file"):
             check(tmp_path / name)
-
-
-@pytest.fixture(scope="module")
-def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fuzz") / "e.safetensors"
-
-
-def sound_or_one_line(path: Path, data: bytes) -> None:
-    """Never another exception, never much memory."""
-    path.write_bytes(data)
-    messages: list[str] = []
-
-    def checked() -> None:
-        try:
-            check(path)
-        except (CacheError, SettingsError) as error:
-            messages.append(str(error))
-
-    assert traced_peak(checked) < MOST_BYTES
-    for message in messages:
-        assert message.startswith(str(path))
-        assert message.isprintable()
-        assert len(message) < 600
-
-
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    edits=st.lists(
-        st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 3), st.binary(max_size=12)), min_size=1, max_size=4
-    )
-)
-def test_any_bytes_changed_anywhere(sound: bytes, fuzzed: Path, edits: list[tuple[float, int, bytes]]) -> None:
-    data = bytearray(sound)
-    for where, kind, new in edits:
-        at = int(where * len(data))
-        if kind == 0:
-            data[at : at + len(new)] = new
-        elif kind == 1:
-            data[at:at] = new
-        elif kind == 2:
-            del data[at : at + len(new)]
-        else:
-            del data[at:]
-    sound_or_one_line(fuzzed, bytes(data))
-
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(["BF16", "I32", "0", "-1", "1e400", "9" * 30, "\ud800", LAYOUT, identity_of()]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_value_of_the_header_or_of_a_forged_manifest_changed(
-    sound: bytes, hybrid: bytes, fuzzed: Path, data: st.DataObject
-) -> None:
-    header, rest = split(data.draw(st.sampled_from([sound, hybrid])))
-    values = {"header": header, "manifest": json.loads(header["__metadata__"]["manifest"])}
-    which = data.draw(st.sampled_from(sorted(values)))
-    for _ in range(data.draw(st.integers(1, 3))):
-        place: Any = values[which]
-        for _ in range(data.draw(st.integers(0, 3))):
-            keys = sorted(place) if isinstance(place, dict) else list(range(len(place)))
-            inner = place[data.draw(st.sampled_from(keys))] if keys else None
-            if isinstance(inner, dict | list):
-                place = inner
-        if isinstance(place, dict):
-            key = data.draw(st.sampled_from(sorted(place)) | st.text(max_size=5)) if place else "new"
-            place[key] = data.draw(JSON)
-        elif place:
-            place[data.draw(st.integers(0, len(place) - 1))] = data.draw(JSON)
-    if which == "header":
-        sound_or_one_line(fuzzed, joined(header, rest))
-    else:
-        header["__metadata__"]["manifest"] = json.dumps(values["manifest"])
-        sound_or_one_line(fuzzed, signed(header, rest))

@@ -237,7 +237,6 @@ class Daemon:
             answer.report,
             root=self.runner.cache.namespaces.get(options.tenant).root,
             when=1e9 + request.when,
-            output_tokens=reply,
             reply=computed(answer),
             prefill_ms=0.0,
             remembered=answer.is_published,

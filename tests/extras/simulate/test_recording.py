@@ -56,7 +56,6 @@ def note(
         report,
         root=root,
         when=when,
-        output_tokens=3,
         reply=as_token_ids([]),
         prefill_ms=4.5,
         remembered=True,
@@ -101,7 +100,7 @@ def test_a_line_says_what_was_asked_for_and_what_the_cache_did(path: Path) -> No
     note(recorder, prompt, options, report, when=1234.5678)
     recorder.close()
     (line,) = read(path)
-    assert (line.when, line.cuts, line.output_tokens) == (1234.568, [5, 16, 20, 32, 33, 40], 3)
+    assert (line.when, line.cuts) == (1234.568, [5, 16, 20, 32, 33, 40])
     assert (line.own_scope, line.is_trusted, line.restored, line.prefill_ms) == (True, False, 16, 4.5)
     assert len({*line.hashes, line.root, line.group}) == 8
     for secret in (b"secret words", ROOT.hex()[:8].encode(), GROUP.hex()[:8].encode()):

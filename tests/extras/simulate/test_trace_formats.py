@@ -125,7 +125,7 @@ def open_recorder(path: Path, block_size: int = BLOCK, min_tokens: int = BLOCK) 
 def record(path: Path, *prompts: Prompt, options: CacheOptions = DEFAULT, root: bytes = ROOT, **more: Any) -> Path:
     recorder = open_recorder(path)
     report = more.pop("report", CacheReport(selection=CHOSEN))
-    details: dict[str, Any] = {"when": 100.0, "output_tokens": 5, "prefill_ms": 1.0, "remembered": True}
+    details: dict[str, Any] = {"when": 100.0, "prefill_ms": 1.0, "remembered": True}
     details |= {"reply": as_token_ids([])} | more
     for prompt in prompts:
         recorder.record_request(prompt, options, report, root=root, **details)
@@ -177,7 +177,6 @@ def test_a_recording_says_what_its_daemon_was_like(tmp_path: Path) -> None:
             report,
             root=ROOT,
             when=200.0,
-            output_tokens=5,
             reply=as_token_ids([]),
             prefill_ms=prefill_ms,
             remembered=True,
@@ -255,7 +254,7 @@ def test_recorded_prompts_share_the_tokens_that_the_real_ones_did(
         ({"block_size": 0}, "at `$.block_size`"),
         ({"min_tokens": -1}, "at `$.min_tokens`"),
         ({"ttl_s": -1.0}, "at `$.ttl_s`"),
-        ({"output_tokens": -1}, "at `$.output_tokens`"),
+        ({"reply_tokens": -1}, "at `$.reply_tokens`"),
         ({"bytes_per_token": 2**31}, "at `$.bytes_per_token`"),
         ({"state_bytes": 2**41}, "at `$.state_bytes`"),
     ],

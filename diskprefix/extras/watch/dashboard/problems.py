@@ -12,8 +12,8 @@ Level: TypeAlias = Literal["error", "warning", "hint"]
 
 _FULL = 0.9
 """The share of the budget above which the store counts as full."""
-_MAX_BREAKS, _MAX_FAILURES = 3, 5
-_MIN_BREAK_TOKENS = 1024
+_MAX_LOST, _MAX_FAILURES = 3, 5
+_MIN_LOST_TOKENS = 1024
 """The fewest recomputed tokens for which there is a hint."""
 _ORDER: tuple[Level, ...] = ("error", "warning", "hint")
 
@@ -52,11 +52,11 @@ class Problem:
 
 
 def problems(
-    cache: dict[str, Any] | None, breaks: Sequence[dict[str, Any]], ended: Iterable[EndedRequest]
+    cache: dict[str, Any] | None, lost: Sequence[dict[str, Any]], ended: Iterable[EndedRequest]
 ) -> list[Problem]:
-    """Returns the problems, the worst first, from the counts of the cache, from `PrefixBreaks.as_list` and from ended
+    """Returns the problems, the worst first, from the counts of the cache, from the rows of `advised` and from ended
     requests."""
-    unsorted = [*_cache_problems(cache or {}), *_prompt_problems(breaks), *_request_problems(ended)]
+    unsorted = [*_cache_problems(cache or {}), *_lost_problems(lost), *_request_problems(ended)]
     return sorted(unsorted, key=lambda problem: (_ORDER.index(problem.level), -(problem.last_at or 0.0)))
 
 
@@ -95,15 +95,11 @@ def _remote_problems(remote: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("hint", f"prompts could not be uploaded to {remote['url']}", todo, dropped)
 
 
-def _prompt_problems(breaks: Sequence[dict[str, Any]]) -> Iterator[Problem]:
-    for broken in sorted(breaks, key=lambda broken: -broken["tokens"])[:_MAX_BREAKS]:
-        if broken["tokens"] < _MIN_BREAK_TOKENS:
-            return
-        normalisers = ",".join(f"{name}=on" for name in broken["normalisers"])
-        line = broken.get("text") or f"{broken['line']} (letters are masked as x, digits as #)"
-        what = f"a line of the prompt changes, so {broken['tokens']:,} tokens after it were computed again: {line}"
-        todo = f"start with --normalise {normalisers}" if normalisers else "move the line to the end of the prompt"
-        yield Problem("hint", what, todo, broken["requests"])
+def _lost_problems(lost: Sequence[dict[str, Any]]) -> Iterator[Problem]:
+    for row in lost[:_MAX_LOST]:
+        if row["tokens"] >= _MIN_LOST_TOKENS:
+            what = f"{row['tokens']:,} tokens of the last day were computed again: {row['what']}"
+            yield Problem("hint", what, row["advice"], row["requests"])
 
 
 def _request_problems(ended: Iterable[EndedRequest]) -> Iterator[Problem]:

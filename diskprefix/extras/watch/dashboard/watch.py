@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from diskprefix.engine.gauges import Activity
 from diskprefix.extras.watch.dashboard.problems import problems
+from diskprefix.extras.watch.lost_advice import advised
 from diskprefix.model.load.memory import resident_bytes
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.guards import is_loopback
@@ -32,7 +33,8 @@ class Watch:
         """Returns what `/dashboard/state` shows, without `ended`."""
         daemon, serving = self._daemon, self._daemon.serving
         cache = None if serving is None else await serving.counts.newest()
-        breaks = daemon.breaks.as_list(with_texts=self.is_private)
+        texts = daemon.broken_lines.texts if self.is_private else {}
+        lost = advised(cache["lost"] if cache else (), texts)
         return {
             "now": round(time.time(), 3),
             "version": __version__,
@@ -44,7 +46,8 @@ class Watch:
             "requests": [] if serving is None else [_running(activity) for activity in serving.inbox.activities()],
             "memory": serving and _memory(serving.engine),
             "cache": cache,
-            "problems": [asdict(problem) for problem in problems(cache, breaks, daemon.recent.failures)],
+            "lost": lost,
+            "problems": [asdict(problem) for problem in problems(cache, lost, daemon.recent.failures)],
             "command": shlex.join(["diskprefix", *sys.argv[1:]]),
             "may_delete": self.is_private,
         }

@@ -16,7 +16,6 @@ from diskprefix.cli.tooling import SHOWN, print_json, short_id, shortened, termi
 from diskprefix.errors import StoreCorrupt
 from diskprefix.printable import printable_only
 from diskprefix.store.note_record import NoteKind, decode_note
-from diskprefix.store.savings import savings_of
 from diskprefix.store.schema import NodeRecord, RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, PrefixTree
@@ -51,7 +50,6 @@ def entry_details(snapshot: Snapshot, entries: Sequence[EntryInfo], info: EntryI
     and
 
     * `reason`, the policy's reason for the boundary, and `text`, None if the tokenizer was removed,
-    * `hit_times`, the remembered times of the last hits, in seconds since the epoch, oldest first,
     * `images`, each with `position` and `num_tokens`, and with `size` and `digest` while its encoding is stored,
     * `blocks`, the blocks, tails and checkpoints in order, each with the number of `entries` that share it,
     * `shared_with`, the other saved prompts with common blocks, those with the most common tokens first.
@@ -63,11 +61,9 @@ def entry_details(snapshot: Snapshot, entries: Sequence[EntryInfo], info: EntryI
     others = {other: tree.entry(bytes.fromhex(other.id)) for other in entries if other.id != info.id}
     users = Counter(node for nodes in others.values() for node in nodes)
     root = snapshot.root(record.root) if record else None
-    savings = savings_of(snapshot, record.root) if record else None
     token_ids = np.concatenate([node.token_ids for node in tree.path(name).values()])
     return asdict(info) | {
         "reason": record.reason if record else "",
-        "hit_times": [round(hit.when, 3) for hit in savings.hits if hit.block in path] if savings else [],
         "shared_with": _shared_with(path, others),
         "blocks": [_block(snapshot, step, node, 1 + users[step]) for step, node in path.items()],
         "text": _decoded(root.tokenizer if root else "", token_ids),

@@ -36,6 +36,7 @@ _NUMBERS = ("tokens", "checkpoints", "stored", "shared", "hits")
 @click.argument("entry", required=False)
 @click.option("--tree", is_flag=True, help="Show the prefix tree with its shared trunks.")
 @click.option("--stats", is_flag=True, help="Show the gain of the cache by model and tenant.")
+@click.option("--lost", is_flag=True, help="Show the tokens that were computed again in the last day, and why.")
 @setting_option(
     "model",
     envvar=None,
@@ -44,7 +45,9 @@ _NUMBERS = ("tokens", "checkpoints", "stored", "shared", "hits")
     show_default="all",
 )
 @store_options
-def inspect(entry: str | None, tree: bool, stats: bool, model: str | None, kv_cache_dir: Path, as_json: bool) -> None:
+def inspect(
+    entry: str | None, tree: bool, stats: bool, lost: bool, model: str | None, kv_cache_dir: Path, as_json: bool
+) -> None:
     """List the saved prompts in the cache folder, the most recently used first.
 
     With ENTRY, an id or the beginning of one, show that entry only: its text, its blocks, the entries that share them,
@@ -64,14 +67,15 @@ def inspect(entry: str | None, tree: bool, stats: bool, model: str | None, kv_ca
     \b
     diskprefix inspect
     diskprefix inspect 3fa9
+    diskprefix inspect --lost
     diskprefix inspect --tree --model unsloth/Qwen3.5-4B-GGUF:Q8_0
     diskprefix inspect --json | jq '.entries[] | {id, num_tokens, hits}'
 
     \b
     Exit codes: 0 done; 2 wrong usage, or no such ENTRY; 4 the store cannot be opened.
     """
-    if sum([entry is not None, tree, stats]) > 1:
-        raise SettingsError("inspect: give one of ENTRY, --tree and --stats")
+    if sum([entry is not None, tree, stats, lost]) > 1:
+        raise SettingsError("inspect: give one of ENTRY, --tree, --stats and --lost")
     with opened_store(kv_cache_dir) as store, store.snapshot() as snapshot:
         entries = list_entries(snapshot)
         roots = {root: record.model for root, record in snapshot.roots()}
@@ -90,6 +94,10 @@ def inspect(entry: str | None, tree: bool, stats: bool, model: str | None, kv_ca
             from diskprefix.extras.watch.inspect.stats_view import show_stats
 
             show_stats(snapshot, entries, roots, store.clock(), store.budget_bytes, as_json=as_json)
+        elif lost:
+            from diskprefix.extras.watch.inspect.lost_view import show_lost
+
+            show_lost(snapshot, roots, store.clock(), as_json=as_json)
         else:
             _show_entries(snapshot, entries, roots, kv_cache_dir, as_json=as_json)
 

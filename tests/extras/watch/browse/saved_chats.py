@@ -72,7 +72,7 @@ class SavedChats:
         self.store.publish(made)
         log = SavingsLog(self.store)
         counts = Tally(requests=2, prompt_tokens=200, restored_tokens=100, saved_s=1.5)
-        log.record(self.store.epoch, root, made.root_record, counts, made.nodes[0].name)
+        log.record(self.store.epoch, root, made.root_record, counts)
         self.store.write_from(log.writing)
         return made
 

@@ -285,10 +285,12 @@ def after_a_day(state: dict[str, Any]) -> dict[str, Any]:
     ]
     counts = {"requests": 300, "prompt_tokens": 1_000_000, "restored_tokens": 970_000, "saved_s": 660}
     problem = {"level": "warning", "what": "a client sent what is wrong", "todo": "change it", "count": 2, "last_at": 1}
-    of_cache = {"savings": {"since": 0, "today": counts, "total": counts}, "misses": {"new": 20, "diverged": 10}}
+    of_cache = {"savings": {"since": 0, "today": counts, "total": counts}}
+    lost = [{"what": f"cause {n}", "advice": "do it", "tokens": 9000 - n, "requests": 2} for n in range(2)]
     return state | {
         "ended": ended,
         "cache": state["cache"] | of_cache,
+        "lost": lost,
         "problems": [problem | {"what": f"problem {number}", "level": level} for number, level in enumerate(LEVELS)],
     }
 
@@ -317,8 +319,7 @@ def test_a_day_fits_two_screens_and_begins_with_a_sentence(browser: Browser, dae
         )
         assert page.inner_text("#said") == sentence
         assert page.evaluate("() => document.documentElement.scrollHeight") <= 2 * WIDE["height"]
-        assert "89.0 % of the last 300 requests" in page.inner_text("#lines"), "over time"
-        assert page.locator("#lines svg rect").count() > 20
+        assert "cause 0" in page.inner_text("#lost")
         page.click("#more-lanes")
         assert page.locator("#icicle button").count() == 41
         begin = saved["entries"][0]["preview"][:20]
@@ -370,7 +371,8 @@ def crowded(state: dict[str, Any]) -> dict[str, Any]:
         "requests": [running | {"id": str(number), "state": "prefilling"} for number in range(3)],
         "ended": [*state["ended"], *(ended | failed | {"number": 10_000 + number} for number in range(20))],
         "memory": state["memory"] | {"slots": [slot] * 100},
-        "cache": state["cache"] | {"misses": {word: 1, "no_match": 2}, "codec": word},
+        "cache": state["cache"] | {"codec": word},
+        "lost": [{"what": word, "advice": word, "tokens": 10**9, "requests": 10**6}] * 3,
         "problems": [{"level": "hint", "what": word, "todo": word, "count": 2, "last_at": None}] * 3,
     }
 

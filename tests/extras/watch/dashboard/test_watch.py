@@ -18,20 +18,22 @@ from diskprefix.extras.watch.dashboard import entries
 from diskprefix.extras.watch.dashboard.entries import SavedPrompts
 from diskprefix.extras.watch.dashboard.problems import Problem, problems
 from diskprefix.extras.watch.dashboard.watch import Watch
+from diskprefix.extras.watch.lost_advice import advised
 from diskprefix.server.recent import EndedRequest
 from diskprefix.server.threads import Threads
 from diskprefix.settings import Settings
 from diskprefix.store.purge import Purged, delete_entry, purge
 from diskprefix.store.store import Store
+from diskprefix.values import MISS_REASONS
 from tests.server.scripted import STATS
 from tests.store.building import BLOCK, open_store, prompt, publication
 
 
 def daemon(status: str = "ok", **others: Any) -> Any:
     recent = SimpleNamespace(failures=[], since=lambda number: list(range(number, 2)))
-    breaks = SimpleNamespace(as_list=lambda **_: [])
+    broken_lines = SimpleNamespace(texts={})
     fields = {"settings": Settings(), "serving": None, "status": status, "doing": "reading the weights"}
-    return SimpleNamespace(**fields | {"num_arriving": 0, "recent": recent, "breaks": breaks} | others)
+    return SimpleNamespace(**fields | {"num_arriving": 0, "recent": recent, "broken_lines": broken_lines} | others)
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -94,19 +96,25 @@ def test_evictions_are_no_problem_while_there_is_room() -> None:
     assert problems(WELL | {"evicted_blocks": 3, "used_bytes": 50, "budget_bytes": 100}, [], []) == []
 
 
-def test_lines_that_break_prefixes_are_told_with_the_normaliser_that_helps() -> None:
-    small, known, unknown = (
-        {"line": line, "normalisers": names, "requests": 2, "tokens": tokens}
-        for line, names, tokens in (("a", [], 10), ("cch=a0a", ["billing-header"], 5000), ("Today is 0000", [], 3000))
-    )
-    found = problems(WELL, [small, unknown, known], [])
-    assert [problem.todo for problem in found] == [
-        "start with --normalise billing-header=on",
-        "move the line to the end of the prompt",
-    ]
-    assert "5,000 tokens" in found[0].what
-    [said] = problems(WELL, [known | {"text": "cch=b7e"}], [])
-    assert said.what.endswith(": cch=b7e"), "where texts are shown"
+LOST = {"cause": "diverged", "client": "", "tool": "", "line": "", "normalisers": (), "requests": 2, "tokens": 5000}
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "todo"),
+    [
+        ({"line": "cch=x#x", "normalisers": ["billing-header"]}, "diverged: cch=b7e", "--normalise billing-header=on"),
+        ({"line": "Today is #"}, "diverged: Today is # (letters are masked as x, digits as #)", "end of the prompt"),
+        ({"client": "opencode"}, "diverged, from opencode", "`diskprefix clients`"),
+        ({"tool": "bash"}, "diverged, tool bash", "what the tool bash writes"),
+        *(({"cause": cause}, cause.replace("_", " "), "") for cause in MISS_REASONS if cause != "diverged"),
+        ({"cause": "not_stored"}, "not stored", "--kv-cache-budget"),
+    ],
+)
+def test_tokens_that_were_computed_again_are_told_with_what_helps(change: dict[str, Any], what: str, todo: str) -> None:
+    [problem] = problems(WELL, advised([LOST | change, LOST | {"tokens": 10}], {"cch=x#x": "cch=b7e"}), [])
+    assert problem.what == f"5,000 tokens of the last day were computed again: {what}"
+    assert todo in problem.todo
+    assert problem.todo
 
 
 def test_requests_that_failed_alike_are_one_problem_and_the_worst_come_first() -> None:

@@ -60,37 +60,3 @@ function logScale(points) {
     }
   return [scale, ticks];
 }
-
-// The restored share of the prompts and the speed of the replies, as bars over time. Each bar sums up the requests that
-// ended in its interval.
-const BARS = 32, BAR_HEIGHT = 64;
-
-function drawCourse(box, ended) {
-  const replies = ended.filter((request) => request.prefix_cache);
-  find("#course").hidden = replies.length < 2;
-  if (replies.length < 2) return;
-  const first = replies[0].ended_at, length = Math.max(replies[replies.length - 1].ended_at - first, 1);
-  const parts = Array.from({ length: BARS }, () => []);
-  for (const reply of replies) parts[Math.min(BARS - 1, Math.floor(((reply.ended_at - first) / length) * BARS))].push(reply);
-  const sum = (some, of) => some.reduce((total, reply) => total + of(reply), 0), tokens = (reply) => reply.prompt_tokens, restored = (reply) => reply.prefix_cache.restored;
-  const share = (some) => (some.length ? sum(some, restored) / sum(some, tokens) : null);
-  const speed = (some) => median(some.map((reply) => reply.timings.decode_tokens_per_s).filter((rate) => rate > 0));
-  const fast = Math.max(...parts.map(speed), 1);
-  box.replaceChildren(
-    bars("Restored share of the prompts", `${percent(sum(replies, restored), sum(replies, tokens))} of the last ${plural(replies.length, "request")}`, parts.map(share), 1, (value) => percent(value, 1), replies),
-    bars("Tokens a second of a reply", `median ${speed(replies)?.toFixed(1) ?? "–"}`, parts.map(speed), fast, (value) => value.toFixed(1), replies));
-}
-
-function bars(name, says, values, most, shown, replies) {
-  const room = find("#lines").clientWidth, width = Math.max(260, room > 700 ? (room - 32) / 2 : room), step = width / BARS, base = BAR_HEIGHT - 18;
-  const svg = make("svg", { viewBox: `0 0 ${width} ${BAR_HEIGHT}`, height: BAR_HEIGHT, role: "img", "aria-label": `${name}: ${says}.` });
-  values.forEach((value, at) => {
-    if (value === null) return;
-    const height = Math.max(1.5, (value / most) * (base - 4));
-    svg.append(make("rect", { class: "column", x: at * step + 1, y: base - height, width: step - 2, height }, make("title", {}, shown(value))));
-  });
-  svg.append(make("line", { class: "grid", x1: 0, x2: width, y1: base, y2: base }));
-  const clock = (reply) => new Date(reply.ended_at * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
-  svg.append(make("text", { x: 0, y: BAR_HEIGHT - 4 }, clock(replies[0])), make("text", { x: width, y: BAR_HEIGHT - 4, "text-anchor": "end" }, clock(replies[replies.length - 1])));
-  return make("figure", {}, make("figcaption", {}, make("b", {}, name), " ", make("span", {}, says)), svg);
-}

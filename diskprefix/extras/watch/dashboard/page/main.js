@@ -10,7 +10,7 @@ function onState(now) {
   state.stoppedAt = null;
   drawStopped();
   find("#all").hidden = now.status === "loading";
-  if (now.ended.length || state.fresh) drawCharts();
+  if (now.ended.length || state.fresh) drawTtft(find("#ttft"), state.ended);
   state.fresh = now.status === "loading";
   drawHeader(now);
   drawSentence(now, state.ended);
@@ -18,15 +18,10 @@ function onState(now) {
   drawLive(now);
   drawEnded(state.ended, now.now);
   drawMeters(now);
-  drawMisses(now.cache);
+  drawLost(now.lost);
 }
 
 const lastNumber = () => state.ended.at(-1)?.number ?? 0;
-
-function drawCharts() {
-  drawTtft(find("#ttft"), state.ended);
-  drawCourse(find("#lines"), state.ended);
-}
 
 // Shows that the daemon has stopped, and dims its last figures.
 function drawStopped() {
@@ -159,5 +154,5 @@ setInterval(() => {
   if (!document.hidden && cache && state.stoppedAt === null && Date.now() >= readNotBefore && cache.pending === 0 && cache.saved_bytes !== readAfter) readEntries();
 }, ENTRIES_MS);
 setInterval(() => state.stoppedAt !== null && drawStopped(), 1000);
-new ResizeObserver(() => state.now && drawCharts()).observe(find("#ttft"));
+new ResizeObserver(() => state.now && drawTtft(find("#ttft"), state.ended)).observe(find("#ttft"));
 follow();

@@ -207,15 +207,13 @@ function meter(name, used, limit, note) {
   return make("div", { class: "meter" }, head, bar("meter", label, [["", used]], limit, used > 0.9 * limit ? "plain high" : "plain"), make("p", { class: "under" }, note));
 }
 
-function drawMisses(cache) {
-  if (!cache) return;
-  whenChanged("misses", cache.misses, () => {
-    const misses = Object.entries(cache.misses).sort((a, b) => b[1] - a[1]);
-    const all = misses.reduce((sum, [, number]) => sum + number, 0);
-    const line = ([reason, number]) => make("div", { class: "beside" }, make("span", {}, words(reason)),
-      bar("meter", `${words(reason)}: ${count(number)} of ${count(all)}`, [["", number]], all),
-      make("div", { class: "under" }, `${count(number)}, ${percent(number, all)}`));
+function drawLost(lost) {
+  whenChanged("lost", lost, () => {
+    const all = lost.reduce((sum, row) => sum + row.tokens, 0);
+    const line = (row) => make("div", { class: "beside" }, make("span", {}, row.what),
+      bar("meter", `${row.what}: ${count(row.tokens)} of ${count(all)}`, [["", row.tokens]], all),
+      make("div", { class: "under" }, `${plural(row.tokens, "token")} of ${plural(row.requests, "request")}; ${row.advice}`));
     find("#counts").hidden = !all;
-    find("#misses").replaceChildren(...misses.map(line));
+    find("#lost").replaceChildren(...lost.slice(0, FEW_ROWS).map(line));
   });
 }

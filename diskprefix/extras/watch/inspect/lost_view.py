@@ -1,0 +1,30 @@
+"""The output of `diskprefix inspect --lost`: the tokens that were computed again in the last day."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import click
+from msgspec.structs import asdict
+
+from diskprefix.cli.tooling import plain, print_json, print_table
+from diskprefix.extras.watch.lost_advice import advised
+from diskprefix.store.lost_tokens import of_last_day
+from diskprefix.store.savings import read_savings
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.units import counted
+
+
+def show_lost(snapshot: Snapshot, roots: Container[bytes], now: float, *, as_json: bool) -> None:
+    """Prints the tokens of `roots`, by cause, client, tool and line. `now` is in seconds since 1970."""
+    rows = [row for root, savings in read_savings(snapshot).items() if root in roots for row in savings.lost]
+    lost = advised([asdict(row) for row in of_last_day(rows, now)], {})
+    total = sum(row["tokens"] for row in lost)
+    if as_json:
+        print_json({"tokens": total, "lost": lost})
+        return
+    if lost:
+        numbers = [[f"{row['tokens']:,}", f"{row['requests']:,}"] for row in lost]
+        cells = [[*pair, plain(row["what"]), plain(row["advice"])] for pair, row in zip(numbers, lost, strict=True)]
+        print_table(["tokens", "requests", "lost", "what to do"], cells, right=("tokens", "requests"))
+    click.echo(f"{counted(total, 'token')} of the last 24 hours were computed again")
