@@ -477,7 +477,7 @@ SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field 
 
 PER_MODEL = frozenset(
     {
-*("device", "dtype", "weights", "kv_type", "kernels", "chat_template", "speculative", "draft_model"),
+        *("device", "dtype", "weights", "kv_type", "kernels", "chat_template", "speculative", "draft_model"),
         *("sampling", "chat_template_kwargs", "prefill_compression", "kv_memory", "disk_prefix_cache"),
         *("kv_cache_ttl", "kv_cache_min_tokens", "normalise"),
         *("kv_cache_gate", "max_sequences"),
