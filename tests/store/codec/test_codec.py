@@ -310,7 +310,7 @@ LIES = {
     "too much raw data": with_header(bytes(2049), raw_bytes=2048, codec=Codec.RAW),
     "no data": with_header(b"", raw_bytes=2048, codec=Codec.RAW),
     "an unknown codec": with_header(bytes(2048), raw_bytes=2048, codec=3),
-    "an unknown element": with_header(bytes(2048), raw_bytes=2048, codec=Codec.RAW, element=6),
+    "an unknown element": with_header(bytes(2048), raw_bytes=2048, codec=Codec.RAW, element=7),
     "no frame": with_header(b"no frame", raw_bytes=2048, codec=Codec.ZSTD),
     "an empty frame": with_header(b"", raw_bytes=2048, codec=Codec.ZSTD),
     "half a frame": with_header(frame(np.random.default_rng(2).bytes(2048))[:1000], raw_bytes=2048, codec=Codec.ZSTD),
