@@ -14,7 +14,6 @@ from rich.console import Console
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.planned import PlanRuntime, plan_layout
 from diskprefix.model.runtime import Rows
 from diskprefix.settings import Settings
 from tools.benchmarks.llama_cpp_worker import BATCH, Q8_0, Worker, loaded
@@ -47,16 +46,13 @@ def texts_of(folder: Path, count: int, characters: int) -> list[str]:
     return found
 
 
-def logits_of(model: LoadedModel, kv_type: str) -> Logits:
-    weights = model.weights
-    assert weights is not None, "the model has a plan"
-    layout = plan_layout(weights, model.config, kv_type)
-    runtime = PlanRuntime(weights, model.config, layout, 256)
-    runtime.prepare()
-    weights.finish()
+def logits_of(model: LoadedModel) -> Logits:
+    runtime = model.runtime
+    assert runtime is not None, "the model has a plan"
+    model.finish()
 
     def computed(ids: list[int]) -> Iterator[np.ndarray]:
-        sequence = KVSequence(PagePool(layout, block_size=256))
+        sequence = KVSequence(PagePool(runtime.layout, block_size=256))
         for at in range(0, len(ids), 256):
             part = np.array(ids[at : at + 256], np.int64)
             yield from runtime.run([Rows(sequence, part, len(part))]).logits
@@ -66,7 +62,7 @@ def logits_of(model: LoadedModel, kv_type: str) -> Logits:
 
 def logits_of_llama_cpp(file: str, cache_type: int | None, tokens: int) -> Logits:
     folder = llama_cpp_libraries(real.print_report)
-    worker = Worker(loaded(folder), file, tokens, "", flash_attention=True, cache_type=cache_type, most_sequences=1)
+    worker = Worker(loaded(folder), file, tokens, "", flash_attention=True, cache_type=cache_type, sequences=1)
 
     def computed(ids: list[int]) -> Iterator[np.ndarray]:
         worker.llama.llama_memory_clear(worker.memory, True)
@@ -105,10 +101,10 @@ def compared(
         with step(console, f"{name}, {form}"):
             if form in FORMS or not prompts:
                 weights, kv_type = FORMS.get(form, ("auto", "auto"))
-                model = load_model(Settings(model=file, weights=weights), real.print_report)
+                model = load_model(Settings(model=file, weights=weights, kv_type=kv_type), real.print_report)
                 prompts = prompts or [model.tokenizer.encode(text)[:tokens] for text in texts]
             if form in FORMS:
-                computed = logits_of(model, kv_type)
+                computed = logits_of(model)
             else:
                 computed = logits_of_llama_cpp(file, LLAMA_CPP[form], tokens)
             perplexity, likely = measured(computed, prompts)

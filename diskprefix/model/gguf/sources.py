@@ -38,11 +38,6 @@ class TensorSource:
     values: Values | None = None
     columns: Columns | None = None
 
-    @property
-    def is_whole(self) -> bool:
-        """True if each tensor is, row by row, a matrix as the operators take it: in place, or of all experts."""
-        return self.values is None and self.rows in (same, below_each_other)
-
 
 Sources: TypeAlias = Mapping[str, str | TensorSource | tuple[str | TensorSource, ...]]
 """Parameters, without `.weight` and `.bias`, and what each is made of: a tensor as it is, a `TensorSource`, or the

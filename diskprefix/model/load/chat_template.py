@@ -40,12 +40,11 @@ def read_template(path: Path | None) -> str | None:
 
 
 def fault_of_template(template: str) -> str | None:
-    """Returns the line of a chat template that does not compile, and why; None if all does. Nothing of it is run."""
+    """Returns the line of a chat template that does not compile, and why; None if all does. It writes nothing."""
     from jinja2 import TemplateSyntaxError
 
     try:
-        # `raw`: Python's source is enough.
-        _environment().compile(template, raw=True)
+        _compiled(template)
     except TemplateSyntaxError as error:
         return f"line {error.lineno}: {first_line(error)}"
     except RecursionError:
