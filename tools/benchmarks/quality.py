@@ -103,10 +103,7 @@ def compared(
                 weights, kv_type = FORMS.get(form, ("auto", "auto"))
                 model = load_model(Settings(model=file, weights=weights, kv_type=kv_type), real.print_report)
                 prompts = prompts or [model.tokenizer.encode(text)[:tokens] for text in texts]
-            if form in FORMS:
-                computed = logits_of(model)
-            else:
-                computed = logits_of_llama_cpp(file, LLAMA_CPP[form], tokens)
+            computed = logits_of(model) if form in FORMS else logits_of_llama_cpp(file, LLAMA_CPP[form], tokens)
             perplexity, likely = measured(computed, prompts)
         expected = expected or likely
         agreement = sum(a == b for a, b in zip(likely, expected, strict=True)) / len(expected)
