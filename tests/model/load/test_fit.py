@@ -136,7 +136,8 @@ def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(
     name: str, dtype: torch.dtype, kv_type: str
 ) -> None:
     model = tiny_model(name, dtype)
-    layout = layout_of(model.config, "bfloat16", kv_type) if kv_type == "q8" else rehearse(model)
+    named = str(dtype).removeprefix("torch.")
+    layout = layout_of(model.config, named, kv_type) if kv_type == "q8" else rehearse(model)
     pool = PagePool(layout, block_size=256)
     state = state_of(name, model.config.to_dict(), dtype.itemsize).of_type(kv_type)
     for num_tokens in (500, 1024, 1025, 5000, 20_000):
