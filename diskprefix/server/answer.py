@@ -253,7 +253,7 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = 
     def begin() -> tuple[ParsedRequest, Rendered | None, M | None]:
         notes = partial(arrival.serving.engine.cache.notes, arrival.cache.tenant)
         parsed = arrival.dialect.read(arrival.body, arrival.serving.renderer.vocab_size, notes)
-        if arrival.body.prewarms:
+        if arrival.body.prompt_cache_options is not None and arrival.body.prompt_cache_options.prewarm:
             parsed = parsed.without_reply()
         if parsed.more_prompts or _has_pictures(parsed.prompt):
             return parsed, None, None

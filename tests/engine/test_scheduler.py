@@ -174,6 +174,8 @@ def test_a_prompt_without_a_reply_gives_way_to_all_others(packs: bool) -> None:
         assert [chunk.sequence for chunk in world.step()] == [other]
     assert [chunk.sequence for chunk in world.step()] == [ahead]
     assert ahead.num_computed == 2 * IDLE_ROWS
+    world.scheduler.is_awaited = True
+    assert [chunk.num_rows for chunk in world.step()] == [MAX_ROWS]
 
 
 def rows_that_pass(length: int, short: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -216,6 +217,9 @@ class ScriptedCache:
         self.is_waited_for = threading.Event()
         self.noted: dict[tuple[Tenant, NoteKind, str], bytes] = {}
         self.on_forget: list[Callable[[], None]] = []
+
+    def expires_at(self, _ttl_s: float | None) -> float:
+        return math.inf
 
     def owner(self, tenant: Tenant) -> Hashable:
         return tenant

@@ -72,13 +72,6 @@ def render_template(
     return _until_end(text, end) if continue_final_message else text
 
 
-def variables_of(template: str) -> set[str]:
-    """Returns the names that a template reads and does not set."""
-    from jinja2.meta import find_undeclared_variables
-
-    return find_undeclared_variables(_environment().parse(template))
-
-
 @cache
 def _environment() -> BoundedSandbox:
     from diskprefix.model.load.template_sandbox import BoundedSandbox
