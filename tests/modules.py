@@ -13,12 +13,12 @@ from diskprefix.model.self_check import check, known_reason
 from tests.model.tensor_weights import weights_of
 
 
-def layout_of(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
+def layout_of(model: PreTrainedModel, identity: str = "", kv_type: str = "auto") -> tuple[Layout, str]:
     """Returns the layout of a model, and why it is not exact at every token, "" if it is."""
     reason = known_reason(model.config, str(model.dtype).removeprefix("torch."), model.device.type)
     if not reason:
         weights = weights_of(model)
-        layout = plan_layout(weights, model.config)
+        layout = plan_layout(weights, model.config, kv_type)
         try:
             check(weights, model.config, layout, identity)
         except NotExact as found:

@@ -118,8 +118,8 @@ class Runner:
         if exact_at == "grid":
             self.layout = _layout(model)
         else:
-            described = f"{name} {model.config} {model.dtype}"
-            self.layout, self.grid_reason = layout_of(model, described)
+            described = f"{name} {model.config} {model.dtype} {settings.kv_type}"
+            self.layout, self.grid_reason = layout_of(model, described, settings.kv_type)
             assert exact_at in (None, self.layout.exact_at), self.grid_reason
         self.runtime = runtime_of(model, self.layout, settings.block_size)
         self.on_prompts = on_prompts

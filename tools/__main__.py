@@ -35,7 +35,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "restart": Tool("benchmarks.restart", "Cold, and after kill -9: same prompt, next turn, other question."),
         "together": Tool("benchmarks.together", "Several requests at once, overtaking, pacing, guessed tokens."),
         "step": Tool("benchmarks.step", "The time of each operator in a step, and of the Python around it."),
-        "quality": Tool("benchmarks.quality", "Quantised weights: perplexity and agreement."),
+        "quality": Tool("benchmarks.quality", "Quantised weights and KV: perplexity and agreement."),
         "pictures": Tool("benchmarks.pictures", "Screenshots after kill -9, known and other ones, beside texts."),
         "hostile": Tool("faults.hostile.program", "Good clients beside 56 that try to stop the daemon."),
     },

@@ -18,7 +18,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.model.bits import build_of
 from diskprefix.model.load.fingerprint import fingerprint_of_modules
 from diskprefix.model.load.kernel_settings import computed_by
-from diskprefix.model.load.loader import LoadedModel, load_model
+from diskprefix.model.load.loader import LoadedModel, load_model, require_own_type
 from diskprefix.model.plan_fingerprint import fingerprint_of_plan
 from diskprefix.model.planned import NotExact, PlanRuntime
 from diskprefix.model.runtime import Runtime
@@ -73,6 +73,7 @@ def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
             return _by_plan(loaded, loaded.runtime, settings)
         except NotExact as found:
             reason = str(found)
+            require_own_type(settings, reason)
         # The memory of the plan is needed. Plans refer to themselves, and a start collects nothing.
         loaded = replace(loaded, runtime=None, reason=reason, finish=lambda: None)
         gc.collect()

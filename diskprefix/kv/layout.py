@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
-from diskprefix.kv.numbers import item_bytes
+from diskprefix.kv.numbers import item_bytes, num_items
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutGroup, LayoutState, LayoutText
 
 LayerKind: TypeAlias = Literal["full", "sliding", "linear", "linear+full", "linear+sliding", "none"]
@@ -58,8 +58,13 @@ class TensorSpec:
         return self.heads, self.head_dim, self.dtype, self.window
 
     @property
+    def items(self) -> int:
+        """The number of items in a row of one head."""
+        return num_items(self.head_dim, self.dtype)
+
+    @property
     def bytes_per_token(self) -> int:
-        return self.heads * self.head_dim * item_bytes(self.dtype)
+        return self.heads * self.items * item_bytes(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class StateSpec:
 @dataclass(frozen=True)
 class Group:
     """A group of per-token tensors of one form, stacked: a payload holds them as [len(specs), heads, num_tokens,
-    head_dim]."""
+    items]."""
 
     specs: tuple[TensorSpec, ...]
 
@@ -95,6 +100,10 @@ class Group:
     @property
     def head_dim(self) -> int:
         return self.specs[0].head_dim
+
+    @property
+    def items(self) -> int:
+        return self.specs[0].items
 
     @property
     def dtype(self) -> str:
@@ -113,7 +122,7 @@ class Group:
 
     def described(self) -> LayoutGroup:
         tensors = tuple(f"{spec.layer}.{spec.part}" for spec in self.specs)
-        return LayoutGroup(self.heads, self.head_dim, self.dtype, tensors, self.window)
+        return LayoutGroup(self.heads, self.items, self.dtype, tensors, self.window)
 
 
 @dataclass(frozen=True)

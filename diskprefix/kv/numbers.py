@@ -1,5 +1,5 @@
 """Numbers of a model in arrays. A dtype is its name. numpy lacks bfloat16 and the types of eight bits: arrays have the
-bits of such numbers as unsigned integers."""
+bits of such numbers as unsigned integers, and `Eights` of `native/source/interface.h` as bytes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from diskprefix.kv.sizes import EIGHTS
 from diskprefix.store.pieces import DTYPES
 
 Array = npt.NDArray[Any]
-_AS_BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+_AS_BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8", "q8": "V34"}
 _NAN = 0x7FC0
 """The bits of NaN in bfloat16, as torch has them."""
 
 
 def item_bytes(dtype: str) -> int:
-    """Returns the bytes of one number. Raises `KeyError` for a type that is not stored."""
+    """Returns the bytes of one item: of a number, or with q8 of 32. Raises `KeyError` for a type that is not stored."""
     return DTYPES[dtype][0]
+
+
+def num_items(count: int, dtype: str) -> int:
+    """Returns the number of items that so many numbers of a row take."""
+    return -(-count // EIGHTS) if dtype == "q8" else count
 
 
 def array_dtype(dtype: str) -> np.dtype[Any]:

@@ -32,7 +32,7 @@ _SLAB_BYTES = 64 << 20
 
 @dataclass(eq=False, slots=True)
 class Page:
-    """The memory of one block of per-token tensors, [tensors, heads, block_size, head_dim], or of the states of one
+    """The memory of one block of per-token tensors, [tensors, heads, block_size, items], or of the states of one
     position, [tensors, *shape]. Groups are numbered as in payloads (`store.pieces`)."""
 
     group: int
@@ -89,7 +89,7 @@ class PagePool:
         """The kept blocks whose pages got or lost a user. `KeptBlocks.sums` counts them again."""
         self._free_bytes = free_bytes
         self._forms = [
-            *(((len(of.specs), of.heads, block_size, of.head_dim), array_dtype(of.dtype)) for of in layout.groups),
+            *(((len(of.specs), of.heads, block_size, of.items), array_dtype(of.dtype)) for of in layout.groups),
             *(((len(of.specs), 1, *of.shape), array_dtype(of.dtype)) for of in layout.states),
         ]
         self._num_rows = [

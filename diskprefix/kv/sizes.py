@@ -12,6 +12,10 @@ MAX_TAKEN_BACK = 64
 """The maximum number of last tokens that may be taken back. A window keeps their pages."""
 
 
+EIGHTS, EIGHTS_BYTES = 32, 34
+"""The numbers in one item of q8, and its bytes."""
+
+
 def num_pages(num_tokens: int, block_size: int, window: int | None = None) -> int:
     """Returns the maximum number of pages of one group that a sequence of so many tokens has. Pages that a window has
     passed are given back."""

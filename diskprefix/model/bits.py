@@ -13,6 +13,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 
+from diskprefix.kv.sizes import EIGHTS_BYTES
 from diskprefix.memo import Memo
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.families.draft_decoder import draft
@@ -21,7 +22,17 @@ from diskprefix.model.load.kernel_settings import code_digest, processor
 from diskprefix.model.operands import PlannedRun
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.slots import Slots
-from diskprefix.model.tiny_models import MODELS, NAMES, PAGE_TOKENS, VOCAB, TinyModel, TinyWeights, below, made_up
+from diskprefix.model.tiny_models import (
+    MODELS,
+    NAMES,
+    PAGE_TOKENS,
+    VOCAB,
+    TinyModel,
+    TinyWeights,
+    below,
+    in_dtype,
+    made_up,
+)
 from diskprefix.native import address_of, calls
 from diskprefix.native.build import LIBRARY
 from diskprefix.native.compute_threads import num_threads
@@ -30,7 +41,8 @@ from diskprefix.native.library import Operators
 _START = 270
 STEPS = 37, 1
 """The first token that is computed is behind a tile of attention. Steps of few rows have other kernels."""
-FORMS = {"float32": calls.FLOAT32, "bfloat16": calls.BFLOAT16, "quants": calls.BFLOAT16}
+FORMS = {"float32": calls.FLOAT32, "bfloat16": calls.BFLOAT16, "quants": calls.BFLOAT16, "q8": calls.BFLOAT16}
+"""The type of numbers. With quants, matrices are quantised; with q8, keys and values are."""
 
 _measured = Memo("bits", version=1, max_records=64)
 
@@ -66,13 +78,13 @@ def computed(
     """Returns the logits and hidden states of some steps, row after row, and the memory behind them."""
     dtype = FORMS[form]
     item_bytes = 4 if dtype == calls.FLOAT32 else 2
-    config, of_tables, of_states = model.placed(item_bytes)
+    config, of_tables, of_states = model.placed(item_bytes, "q8" if form == "q8" else "auto")
     plan = ComputePlan(operators, dtype, max(steps), VOCAB, PAGE_TOKENS)
     weights = TinyWeights(operators, model, dtype, has_quants=form == "quants")
     slots = Slots(weights, config.norm, config.epsilon, NAMES)
     decoder(plan, config, slots, with_hidden=True)
     num_pages = -(-(_START + sum(steps)) // PAGE_TOKENS)
-    tables = [made_up((num_pages, size // item_bytes), n, dtype).copy() for n, size in enumerate(of_tables)]
+    tables = [_memory(num_pages, size, n, form) for n, size in enumerate(of_tables)]
     pages = [np.array([address_of(page) for page in table], np.uint64) for table in tables]
     states = [np.zeros(size, np.uint8) for size in of_states]
     at_states, ids, rows = [address_of(state) for state in states], below(VOCAB, sum(steps), 4), list[bytes]()
@@ -91,6 +103,17 @@ def computed(
             outs = [drafts.copied(out, count) for out in (drafts.logits, drafts.hidden)]
         rows += [one.tobytes() for of_row in zip(*outs, strict=True) for one in of_row]
     return rows, [memory.tobytes() for memory in (*tables, *states)]
+
+
+def _memory(num_pages: int, page_bytes: int, seed: int, form: str) -> np.ndarray:
+    """Returns made-up keys and values of the tokens before the first step, [pages, ..]."""
+    dtype = FORMS[form]
+    if form != "q8":
+        return made_up((num_pages, page_bytes // (4 if dtype == calls.FLOAT32 else 2)), seed, dtype).copy()
+    memory = made_up((num_pages, page_bytes), seed, None).copy()
+    scales = in_dtype(made_up((memory.size // EIGHTS_BYTES, 1), seed) * 2.0**-7, dtype)
+    memory.reshape(-1, EIGHTS_BYTES)[:, :2] = scales.view(np.uint8)
+    return memory
 
 
 def _digest(*parts: bytes) -> str:

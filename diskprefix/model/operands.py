@@ -182,8 +182,8 @@ class WeightedNorm:
 
 @dataclass(frozen=True)
 class Location:
-    """The rows of one layer in the pages of a table, of `heads` with `dim` numbers of `item_bytes` each: bytes before
-    them, and numbers from head to head and from token to token."""
+    """The rows of one layer in the pages of a table, of `heads` with `dim` numbers: bytes before them, and items of
+    `item_bytes` from head to head and from token to token. An item is a number, or `of_item` numbers of 8 bits."""
 
     table: int
     offset: int
@@ -192,18 +192,19 @@ class Location:
     item_bytes: int
     head_stride: int
     token_stride: int
+    of_item: int = 1
 
     def behind(self, count: int) -> Location:
         """Returns the rows from number `count` of each on."""
-        return replace(self, offset=self.offset + count * self.item_bytes, dim=self.dim - count)
+        return replace(self, offset=self.offset + count // self.of_item * self.item_bytes, dim=self.dim - count)
 
     def has_room(self, heads: int, dim: int, item_bytes: int) -> bool:
         """Returns whether its rows have these heads, with so many numbers at least. Operators do not check it."""
-        return (self.heads, self.item_bytes) == (heads, item_bytes) and dim <= self.dim
+        return self.heads == heads and (self.of_item > 1 or self.item_bytes == item_bytes) and dim <= self.dim
 
     @property
     def call(self) -> calls.PagedRowsCall:
-        return calls.PagedRowsCall(0, self.offset, self.head_stride, self.token_stride)
+        return calls.PagedRowsCall(0, self.offset, self.head_stride, self.token_stride, self.of_item > 1)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.numbers import array_dtype, converted, item_bytes
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.kv.sizes import EIGHTS
 from diskprefix.kv.step import Run
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.drafts import DraftLayer, DraftRow
@@ -201,11 +202,12 @@ def places_of(layout: Layout, page_tokens: int, layer: int) -> dict[str, Locatio
     """Returns where the parts of a layer are in pages, by their names in the layout."""
     found = {}
     for table, group in enumerate(layout.groups):
-        of_head, size = page_tokens * group.head_dim, item_bytes(group.dtype)
+        of_head, size = page_tokens * group.items, item_bytes(group.dtype)
         for index, spec in enumerate(group.specs):
             if spec.layer == layer:
-                offset, dim = index * group.heads * of_head * size, group.head_dim
-                found[spec.part] = Location(table, offset, group.heads, dim, size, of_head, dim)
+                offset, of_item = index * group.heads * of_head * size, EIGHTS if group.dtype == "q8" else 1
+                form = group.heads, group.head_dim, size, of_head, group.items, of_item
+                found[spec.part] = Location(table, offset, *form)
     return found
 
 
@@ -227,7 +229,8 @@ def states_of(layout: Layout, layer: int) -> dict[tuple[str, int], StateLocation
     }
 
 
-def plan_layout(weights: Weights, config: Any) -> Layout:
-    """Returns the layout of a model that has a plan. `config` is transformers' of the whole model."""
-    found = layout_of(config, weights.dtype, with_draft_layer=weights.has_draft_layer)
+def plan_layout(weights: Weights, config: Any, kv_type: str = "auto") -> Layout:
+    """Returns the layout of a model that has a plan. `config` is transformers' of the whole model. Raises
+    `SettingsError` for rows that `--kv-type` does not take."""
+    found = layout_of(config, weights.dtype, kv_type, with_draft_layer=weights.has_draft_layer)
     return replace(found, exact_at="token", packs=True)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from diskprefix.kv.numbers import converted
+from diskprefix.kv.sizes import EIGHTS, EIGHTS_BYTES
 from diskprefix.model.config import (
     DecoderConfig,
     DeltaConfig,
@@ -89,9 +90,10 @@ class TinyModel:
     config: DecoderConfig
     shapes: Mapping[str, tuple[int, ...]]
 
-    def placed(self, item_bytes: int) -> tuple[DecoderConfig, list[int], list[int]]:
+    def placed(self, item_bytes: int, kv_type: str = "auto") -> tuple[DecoderConfig, list[int], list[int]]:
         """Returns the options with places, and the bytes of a page of each table and of each group of states. Each
         layer with memory has a table of its own."""
+        size, of_item = (EIGHTS_BYTES, EIGHTS) if kv_type == "q8" else (item_bytes, 1)
         tables, states, layers = list[int](), list[int](), list[LayerConfig]()
         draft_layer = self.config.draft_layer
         for layer in (*self.config.layers, *([] if draft_layer is None else [draft_layer])):
@@ -105,9 +107,10 @@ class TinyModel:
                 parts = parts if latent is None else {"latent": (1, latent.latent_dim + latent.rotary_dim)}
                 offset = 0
                 for part, (heads, dim) in parts.items():
-                    of_head = PAGE_TOKENS * dim
-                    places[part] = Location(len(tables), offset, heads, dim, item_bytes, of_head, dim)
-                    offset += heads * of_head * item_bytes
+                    of_row = dim // of_item
+                    form = heads, dim, size, PAGE_TOKENS * of_row, of_row, of_item
+                    places[part] = Location(len(tables), offset, *form)
+                    offset += heads * PAGE_TOKENS * of_row * size
                 tables.append(offset)
             of_layer = {}
             for part, (shape, num_bytes) in _STATES_OF.get(layer.mixer, {}).items():

@@ -69,7 +69,16 @@ class AnglesCall(ctypes.Structure):
 class PagedRowsCall(ctypes.Structure):
     """`Rows` of the interface."""
 
-    _fields_ = _fields("*pages offset head_stride token_stride")
+    _fields_ = _fields("*pages offset head_stride token_stride in_eights")
+
+
+class RunCall(ctypes.Structure):
+    _fields_ = (
+        *_fields("start num_rows page_tokens"),
+        ("keys", PagedRowsCall),
+        ("values", PagedRowsCall),
+        *_fields("*spans num_spans"),
+    )
 
 
 class HeadsCall(ctypes.Structure):

@@ -29,8 +29,10 @@ DTYPES = {
     "int64": (8, Element.BYTES, "I64"),
     "uint8": (1, Element.BYTES, "U8"),
     "int8": (1, Element.BYTES, "I8"),
+    "q8": (34, Element.Q8, "U8"),
 }
-"""torch's name of a dtype → its bytes, its element in pieces, safetensors' name."""
+"""torch's name of a dtype → its bytes, its element in pieces, safetensors' name. An element of q8 has 32 numbers of 8
+bits and their scale."""
 
 Payload: TypeAlias = Sequence[memoryview]
 """The raw bytes of each piece, C-contiguous. An index may make a copy each time."""

@@ -83,6 +83,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "served_model_name": "me",
         "chat_template": "/template.jinja",
         "weights": "native",
+        "kv_type": "q8",
         "kernels": "torch",
         "front": "on",
         "memory_limit": "6GiB",

@@ -32,7 +32,7 @@ def load_pictured(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
     folder, lengths = Path(job.folder) / "model", job.lengths
     if not folder.exists():
         PICTURED[job.name](folder)
-    loaded = load_model(Settings(model=str(folder), dtype=job.dtype), print)
+    loaded = load_model(Settings(model=str(folder), dtype=job.computes_in), print)
     config, reader = loaded.config, loaded.processor
     if reader is None or reader.problem is not None:
         pictures = [_without_processor(number) for number in range(len(FILES))]

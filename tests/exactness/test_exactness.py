@@ -82,6 +82,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row
     others = jobs_of(OTHERS, ("bfloat16",), folder, 2)
     short = others + jobs_of(FEW, ("float32",), folder, 2) + jobs_of(DRAFTS, ("bfloat16",), folder, 2)
     longer = [replace(job, lengths=LONGER) for job in jobs_of(FEW, ("bfloat16",), folder, 8)]
+    short += jobs_of((*EACH_KIND, *DRAFTS), ("q8",), folder, 2)
     pictured = jobs_of(WITH_PICTURES, ("bfloat16",), folder, 2)
     jobs = longer + pictured + [replace(job, lengths=SHORT) for job in short]
     return {(row.architecture, row.dtype): row for row in run_jobs(jobs, folder, 2, lambda _line: None)}
@@ -97,7 +98,7 @@ def test_what_cannot_be_restored_says_why(found: dict[tuple[str, str], Row]) -> 
 
 @pytest.mark.slow
 def test_the_verified_table_says_what_a_run_finds(found: dict[tuple[str, str], Row]) -> None:
-    few = [row for (name, _), row in found.items() if name in FEW]
+    few = [row for (name, dtype), row in found.items() if name in FEW and dtype in DTYPES]
     table = exactness.verified_table(few)["architectures"]
     assert table == {name: verified()["architectures"][name] for name in table}
 
@@ -371,6 +372,26 @@ def test_it_goes_red_when_a_part_of_a_draft_layer_is_not_restored(
     row = in_this_process("qwen3_5+draft", tmp_path, at_grid=False)
     assert row.bitwise == (not part)
     assert all("the logits of the reply differ" in case.reason for case in row.cases if case.reason)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("without", [False, True])
+def test_it_goes_red_when_a_scale_of_q8_is_not_restored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without: bool
+) -> None:
+    fill = KVSequence.fill
+
+    def other_scale(self: KVSequence, position: int, num_tokens: int, group: int, *others: Any) -> None:
+        fill(self, position, num_tokens, group, *others)
+        page = self.tables[group].pages[position // self.pool.block_size]
+        assert page is not None
+        assert page.tensor.dtype == np.dtype("V34")
+        if without:
+            page.rows[0, 1] ^= 0x40
+
+    monkeypatch.setattr(KVSequence, "fill", other_scale)
+    row = in_this_process("llama", tmp_path, at_grid=False, dtype="q8")
+    assert row.bitwise != without, row.reason
 
 
 @pytest.mark.usefixtures("one_thread")

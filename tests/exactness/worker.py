@@ -62,13 +62,13 @@ def load(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
     """The model, what makes prompts for it, text for a real one, else any tokens, and the pictures in these."""
     if job.name in PICTURED:
         return load_pictured(job)
-    dtype = getattr(torch, job.dtype)
+    dtype = getattr(torch, job.computes_in)
     if job.model is None:
         model = tiny_model(job.name, dtype)
     elif not (Path(job.model) / "tokenizer.json").is_file():
         model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).eval()
     else:
-        loaded = load_model(Settings(model=job.model, device=job.device, dtype=job.dtype), print)
+        loaded = load_model(Settings(model=job.model, device=job.device, dtype=job.computes_in), print)
         return modules_of(loaded), _text(loaded.tokenizer), {}
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     return model, lambda seed, count: as_token_ids(np.random.default_rng(seed).integers(3, vocab_size, count)), {}
@@ -92,6 +92,7 @@ def make_runner(job: Job, model: PreTrainedModel, pictures: Pictures) -> Runner:
         kv_cache_min_tokens=lengths.block,
         kv_cache_interval=lengths.interval,
         kv_cache_budget=4 << 30,
+        kv_type="q8" if job.dtype == "q8" else "auto",
     )
     runner = Runner(model, settings, f"{job.name} {job.dtype}", exact_at="grid" if job.at_grid else None)
     runner.pictures = pictures

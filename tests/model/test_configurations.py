@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from diskprefix.errors import SettingsError
 from diskprefix.grid.state_layout import read_layout
 from diskprefix.kv.layout import TensorSpec
 from diskprefix.model.families.memory_layout import layout_of
@@ -72,6 +73,29 @@ def test_layouts_and_positions_are_those_of_the_modules(name: str, fields: dict[
         assert rotary[kind].factor == pytest.approx(factor)
         # Powers are rounded once, torch's are nearly so.
         np.testing.assert_array_max_ulp(ours, frequencies.float().numpy(), maxulp=4)
+
+
+def test_keys_and_values_in_8_bits_are_items_of_32_numbers() -> None:
+    sizes = {}
+    for name, fields in (("llama", {"head_dim": 96}), ("llama", {"head_dim": 80}), ("deepseek_v3", {}), ("mamba2", {})):
+        config = tiny_model(name, torch.bfloat16, **fields).config
+        wide, narrow = (layout_of(config, "bfloat16", kv_type) for kv_type in ("auto", "q8"))
+        assert narrow.states == wide.states
+        assert (narrow.describe() == wide.describe()) == (name == "mamba2")
+        sizes[name, *fields.values()] = wide.bytes_per_token, narrow.bytes_per_token
+    # Two layers, of two heads or of a latent of 32 numbers with a rotary key of 8.
+    assert sizes == {
+        ("llama", 96): (1536, 8 * 3 * 34),
+        ("llama", 80): (1280, 8 * 3 * 34),
+        ("deepseek_v3",): (160, 2 * 2 * 34),
+        ("mamba2",): (0, 0),
+    }
+
+
+def test_latents_that_fill_no_item_are_refused() -> None:
+    config = tiny_model("deepseek_v3", torch.bfloat16, kv_lora_rank=24).config
+    with pytest.raises(SettingsError, match=r"^--kv-type q8 has no place for latents of 24 numbers: 32 share a scale$"):
+        layout_of(config, "bfloat16", "q8")
 
 
 @pytest.mark.parametrize("name", WITH_DRAFT_LAYER)

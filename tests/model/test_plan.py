@@ -59,6 +59,8 @@ BY_PARTS = """
     nemotron_h falcon_h1 granitemoehybrid
 """
 """Those that have all parts between them."""
+IN_8_BITS = "llama gemma3 gemma4 gpt_oss mimo_v2_flash deepseek_v3 qwen3_next falcon_h1"
+"""Those of which keys and values are computed in 8 bits too."""
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 
@@ -66,9 +68,9 @@ def tokens(name: str = "one") -> torch.Tensor:
     return torch.randint(0, VOCAB, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(len(name)))
 
 
-def exact(model: PreTrainedModel) -> Layout:
+def exact(model: PreTrainedModel, kv_type: str = "auto") -> Layout:
     """Makes a model exact, by its plan, and returns its layout."""
-    layout, reason = layout_of(model)
+    layout, reason = layout_of(model, kv_type=kv_type)
     assert not reason
     return layout
 
@@ -116,6 +118,13 @@ def require_logits(model: PreTrainedModel) -> None:
     expected = oracle(model, tokens())
     ((logits, _),) = computed(model, exact(model), one=[NUM_TOKENS])
     assert error(logits, expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "minicpm3", "falcon_h1"])
+def test_keys_and_values_in_8_bits_change_logits_little(name: str) -> None:
+    model = tiny_model(name, torch.float32)
+    ((logits, _),) = computed(model, exact(model, "q8"), one=[NUM_TOKENS])
+    assert 1e-4 < error(logits, oracle(model, tokens())) < 0.1
 
 
 MULTIPLIERS = {
@@ -197,12 +206,14 @@ def test_a_plan_in_bfloat16_errs_no_more_than_transformers_does(name: str) -> No
     [
         *((name, "bfloat16") for name in FAMILIES),
         *((name, form) for form in ("float32", "Q8_0") for name in BY_PARTS.split()),
+        *((name, "q8") for name in IN_8_BITS.split()),
     ],
 )
 def test_a_token_has_the_same_bits_in_any_step(name: str, form: str) -> None:
+    kv_type, form = ("q8", "bfloat16") if form == "q8" else ("auto", form)
     is_packed = form.startswith("Q")
     model = quantised_tiny_model(name, form) if is_packed else tiny_model(name, getattr(torch, form))
-    layout = exact(model)
+    layout = exact(model, kv_type)
     (alone,) = computed(model, layout, one=[NUM_TOKENS])
     (other,) = computed(model, layout, other=[44])
     # Rows without logits are left out behind the last memory.

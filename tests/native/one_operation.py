@@ -11,11 +11,11 @@ import torch
 
 from diskprefix.model.quants import forms
 from diskprefix.model.quants.quant_form import QuantForm
-from diskprefix.native import attention_operator, calls, packing
+from diskprefix.native import calls, packing
 from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
-from tests.arrays import array_of, tensor_of
+from tests.arrays import array_of
 
 DTYPES = {torch.float32: calls.FLOAT32, torch.bfloat16: calls.BFLOAT16}
 
@@ -38,10 +38,44 @@ def run(operators: Operators, kind: int, call: ctypes.Structure, num_rows: int, 
 
 
 def attention(
-    operators: Operators, query: torch.Tensor, runs: Sequence[bytes], *, sinks: torch.Tensor | None = None, **form: Any
+    operators: Operators,
+    query: torch.Tensor,
+    runs: Sequence[calls.RunCall],
+    *,
+    kv_heads: int,
+    value_dim: int,
+    sinks: torch.Tensor | None = None,
+    **form: Any,
 ) -> torch.Tensor:
-    of_sinks = None if sinks is None else array_of(sinks)
-    return tensor_of(attention_operator.attention(operators, array_of(query), runs, sinks=of_sinks, **form))
+    """Returns [rows, heads, value_dim] for queries [heads, rows, key_dim]."""
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    heads, rows, key_dim = query.shape
+    out = torch.empty((rows, heads, value_dim), dtype=query.dtype)
+    call = calls.AttentionCall(
+        dtype=DTYPES[query.dtype], num_heads=heads, num_kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim,
+        num_runs=len(runs), query=query.data_ptr(), query_head_stride=query.stride(0),
+        query_row_stride=query.stride(1), out=out.data_ptr(), sinks=0 if sinks is None else sinks.data_ptr(),
+        num_threads=num_threads(), **form,
+    )  # fmt: skip
+    assert not operators.attention(bytes(call), b"".join(map(bytes, runs)))
+    return out
+
+
+def in_eights(operators: Operators, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [tokens, heads, dim] as memory in 8 bits, uint8 [heads, tokens, bytes]."""
+    num_rows, heads, dim = rows.shape
+    out = torch.full((heads, num_rows, -(-dim // 32) * 34), 255, dtype=torch.uint8)
+    page = (ctypes.c_void_p * 1)(out.data_ptr())
+    table = (ctypes.c_void_p * 1)(ctypes.addressof(page))
+    memory = calls.PagedRowsCall(0, 0, num_rows * -(-dim // 32), -(-dim // 32), 1)
+    call = calls.HeadsCall(
+        dtype=DTYPES[rows.dtype], num_heads=heads, dim=dim, row_stride=heads * dim, rows=rows.data_ptr(), to=memory
+    )
+    operation, sequence = calls.Operation(calls.HEADS, 0, ctypes.addressof(call)), calls.PlanRun(0, num_rows)
+    sequence.tables = ctypes.addressof(table)
+    step = calls.PlanStep(num_rows, 0, 1, num_rows, 0, ctypes.addressof(sequence), num_threads())
+    assert not operators.run(bytes(calls.Operations(1, ctypes.addressof(operation))), bytes(step))
+    return out
 
 
 def matrix(weights: torch.Tensor, size: tuple[int, int], *, bias: torch.Tensor | None = None, **form: Any) -> Matrix:

@@ -16,7 +16,7 @@ from diskprefix.native.attention_operator import attention_to_all
 from diskprefix.native.compute_threads import use_threads
 from diskprefix.native.library import Operators
 from tests.arrays import array_of, tensor_of
-from tests.native.one_operation import attention
+from tests.native.one_operation import attention, in_eights
 from tests.native.pages import Pages
 from tests.native.variants import WITH_PAIRS, of_this_cpu
 
@@ -292,3 +292,49 @@ def test_scores_of_any_size_give_finite_weights() -> None:
     layer = Layer.of(replace(SMALL, dtype=torch.float32))
     layer.keys.mul_(1e18)
     assert (layer.cut([LENGTH]).double() - plain(layer)).abs().max() < 1e-5
+
+
+def scales_and_codes(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory in 8 bits as float32: [heads, tokens, items, 1] and [heads, tokens, items, 32]."""
+    items = memory.reshape(*memory.shape[:2], -1, 34)
+    return items[..., :2].contiguous().view(torch.bfloat16).float(), items[..., 2:].view(torch.int8).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_numbers_in_8_bits_are_the_nearest_multiples_of_a_scale(
+    operators: Operators, dim: int, dtype: torch.dtype
+) -> None:
+    rows = torch.randn((5, 2, dim), generator=torch.Generator().manual_seed(1))
+    rows[1] *= 1e-6
+    rows[2, 0, :32] = 0.0
+    rows[3, 1, 40], rows[4, 0, 3] = float("nan"), float("-inf")
+    rows = rows.to(dtype)
+    scales, codes = scales_and_codes(in_eights(operators, rows))
+    expected = torch.nn.functional.pad(rows.transpose(0, 1).float(), (0, -dim % 32)).reshape(2, 5, -1, 32)
+    is_none = ~expected.isfinite().all(-1, keepdim=True)
+    assert torch.equal(scales.isnan(), is_none)
+    assert int(is_none.sum()) == 2
+    error = (expected - codes * scales).abs() / scales.clamp(min=1e-30)
+    assert float(error[(~is_none).expand_as(error)].max()) <= 0.5001
+    assert float(codes[(~is_none & (scales > 0)).expand_as(codes)].abs().max()) == 127
+
+
+@pytest.mark.parametrize("page_tokens", [256, 48])
+def test_attention_reads_numbers_in_8_bits_as_their_products(operators: Operators, page_tokens: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for key_dim, value_dim in ((64, 96), (80, 16)):
+            layer = Layer.of(replace(SMALL, key_dim=key_dim, value_dim=value_dim, dtype=dtype))
+            in_8_bits = [in_eights(operators, one.transpose(0, 1).contiguous()) for one in (layer.keys, layer.values)]
+            memory = [torch.mul(*scales_and_codes(one)).flatten(-2).to(dtype) for one in in_8_bits]
+            layer = replace(layer, keys=memory[0][..., :key_dim], values=memory[1][..., :value_dim])
+            for run in (Run(LENGTH - 1, 1), Run(250, 3), Run(200, 300)):
+                pages = Pages([one[:, : run.end] for one in in_8_bits], page_tokens)
+                queries = layer.queries[:, run.start : run.end]
+                found = attention(
+                    *(operators, queries, [pages.run(run.start, run.num_rows)]),
+                    kv_heads=layer.case.kv_heads,
+                    value_dim=value_dim,
+                    scale=layer.case.scale,
+                )
+                assert bits(found) == bits(layer.attended(run))

@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 
 from diskprefix.model import plan
-from diskprefix.native import (
-    attention_operator,
-    build,
-    calls,
-    library,
-    matrix,
-    packing,
-)
+from diskprefix.native import build, calls, library, matrix, packing
 
 HEADERS = {path.name: re.sub(r"//.*", "", path.read_text(encoding="utf-8")) for path in build.SOURCES.glob("*.h")}
 NUMBERS = dict(re.findall(r"\b([A-Z][A-Z_0-9]+) = (\d+)\b", " ".join(HEADERS.values())))
@@ -71,8 +64,6 @@ def test_a_structure_has_the_fields_of_the_header(kind: type[ctypes.Structure]) 
 @pytest.mark.parametrize(
     ("packed", "name"),
     [
-        (attention_operator._CALL, "Attention"),
-        (attention_operator._RUN, "Run"),
         (matrix._MATRIX, "Matrix"),
         (packing._PACKING, "Packing"),
     ],

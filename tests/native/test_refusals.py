@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from diskprefix.native.attention_operator import ONE_PAGE, PagedRows, attention, contiguous, run_of
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
 from diskprefix.native.packing import pack
 
 HALF = np.uint16
-NO_ROWS = PagedRows(0, 0, 0, 0)
 
 
 def zeros(*shape: int, dtype: type = HALF) -> np.ndarray:
@@ -26,11 +23,6 @@ def matrix(rows: int = 32, columns: int = 64) -> Matrix:
 
 
 REFUSED: dict[str, Callable[[Operators], object]] = {
-    "memory whose numbers are apart": lambda _: contiguous(zeros(2, 8, 16).swapaxes(1, 2)),
-    "a run without rows": lambda _: run_of(0, 0, ONE_PAGE, NO_ROWS, NO_ROWS),
-    "a picture that ends behind its run": lambda _: run_of(4, 2, ONE_PAGE, NO_ROWS, NO_ROWS, spans=array("q", [3, 7])),
-    "pages without tokens": lambda _: run_of(0, 1, 0, NO_ROWS, NO_ROWS),
-    "heads that make no groups": lambda found: attention(found, zeros(3, 1, 8), [], kv_heads=2, value_dim=8, scale=1.0),
     "a matrix that lies turned": lambda _: Matrix(zeros(64, 32).T, (32, 64)),
     "a form of quants that has no code": lambda _: Matrix(
         zeros(2, 2, 16, dtype=np.uint8), (32, 64), bits=7, group=32, numbers=[0.0]

@@ -40,7 +40,7 @@ from tests.faults.isolated import run_isolated
 from tests.modules import layout_of, runtime_of
 from tests.server.chat_model import write_tokenizer
 from tools.benchmarks.file_models import CASES, DENSE, VOCAB, Case
-from tools.benchmarks.llama_cpp_worker import Worker, loaded, quantise
+from tools.benchmarks.llama_cpp_worker import FLOAT32, Worker, loaded, quantise
 from tools.benchmarks.shapes import Q4_K_M
 from tools.measuring.environments import NotInstalled, install_once, llama_cpp_libraries
 from tools.measuring.options import FOLDER, JSON
@@ -179,7 +179,7 @@ def ask_llama_cpp(libraries: Path, folder: Path, form: str) -> str:
     library, file = loaded(libraries), folder / f"{form}.gguf"
     if not file.exists():
         quantise(library, folder / "f32.gguf", file, Q4_K_M)
-    worker = Worker(library, str(file), NUM_TOKENS, str(folder), flash_attention=False, exact_cache=True)
+    worker = Worker(library, str(file), NUM_TOKENS, str(folder), flash_attention=False, cache_type=FLOAT32)
     worker.decode([(token, i, 0, True) for i, token in enumerate(token_ids())])
     logits = torch.stack([torch.from_numpy(worker.logits(row).copy()) for row in range(NUM_TOKENS)])
     torch.save(logits, folder / f"llama.cpp-{form}.pt")

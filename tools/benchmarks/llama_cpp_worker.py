@@ -24,6 +24,7 @@ RESERVE = 256
 WITHOUT_FLASH_ATTENTION = 0
 FLOAT32 = 0
 """`GGML_TYPE_F32`."""
+Q8_0 = 8
 
 
 class ModelSettings(Structure):
@@ -140,7 +141,7 @@ class Worker:
         folder: str,
         *,
         flash_attention: bool,
-        exact_cache: bool = False,
+        cache_type: int | None = None,
         sequences: int = MOST_SEQUENCES,
     ) -> None:
         self.llama = llama
@@ -157,8 +158,8 @@ class Worker:
         settings.kv_unified = False
         if not flash_attention:
             settings.flash_attn_type = WITHOUT_FLASH_ATTENTION
-        if exact_cache:
-            settings.cache_types[:] = [FLOAT32, FLOAT32]
+        if cache_type is not None:
+            settings.cache_types[:] = [cache_type, cache_type]
         settings.n_threads = settings.n_threads_batch = THREADS
         self.context = llama.llama_init_from_model(model, settings)
         if self.context is None:

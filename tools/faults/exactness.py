@@ -40,9 +40,9 @@ from tools.models.real import real_model
 SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 REAL: dict[str, tuple[tuple[str, ...], Lengths]] = {
-    "smollm2": (DTYPES, Lengths.scaled(7900, block=256)),
-    "qwen2.5-coder-0.5b": (("bfloat16",), Lengths.scaled(8000, block=256)),
-    "gemma3-270m": (("bfloat16",), Lengths.scaled(20_500, block=256)),
+    "smollm2": ((*DTYPES, "q8"), Lengths.scaled(7900, block=256)),
+    "qwen2.5-coder-0.5b": (("bfloat16", "q8"), Lengths.scaled(8000, block=256)),
+    "gemma3-270m": (("bfloat16", "q8"), Lengths.scaled(20_500, block=256)),
 }
 """The dtypes and the lengths of the prompts: the first has 8 192 positions."""
 Rows: TypeAlias = list[SeveralRow]
@@ -211,7 +211,10 @@ def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]
 )
 @click.option("--only", metavar="NAMES", help="Comma-separated architectures or real models instead of all.")
 @click.option(
-    "--dtype", type=click.Choice([*SHORT_DTYPES, *DTYPES]), multiple=True, help="May be given twice.  [default: both]"
+    "--dtype",
+    type=click.Choice([*SHORT_DTYPES, *DTYPES, "q8"]),
+    multiple=True,
+    help="Repeatable. q8 is bfloat16 with keys and values in 8 bits.  [default: both of torch]",
 )
 @click.option("--real", is_flag=True, help="The real models too, at real lengths: about fifteen minutes more.")
 @click.option("--reply", type=click.IntRange(min=1), default=64, show_default=True, help="Greedy tokens per prompt.")
@@ -244,8 +247,8 @@ def main(
     tiny, real_names = chosen_names(only, real=real)
     console, started = Console(stderr=True), time.monotonic()
     if form == "several":
-        if real_names or write_table is not None:
-            raise click.UsageError("--form several is for tiny models, and writes no table")
+        if real_names or write_table is not None or "q8" in dtypes:
+            raise click.UsageError("--form several is for tiny models in the dtypes of torch, and writes no table")
         several = [name for name in tiny if name in ARCHITECTURES]
         _compare_several(several, dtypes, jobs, reply, console, as_json=as_json)
     with tempfile.TemporaryDirectory(prefix="diskprefix-exactness-") as workspace:

@@ -214,7 +214,7 @@ def needs(settings: Settings) -> ModelNeeds | None:
     only, and imports no torch. Raises `ModelError`."""
     path = path_of(settings.model)
     try:
-        return None if path is None else _needs(path, settings)
+        return None if path is None else _needs(path, settings).of_type(settings.kv_type)
     except ModelError:
         raise
     except Exception as error:

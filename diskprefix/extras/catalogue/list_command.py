@@ -92,7 +92,7 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
 @click.command("show", short_help="Show what a model is, needs, and is served with.")
 @click.argument("name", metavar="NAME|FILE|FOLDER", callback=nonempty)
 @click.option("--plan", is_flag=True, help="Show what a step computes: one layer of each kind.")
-@setting_options((*_PLACES, "weights"))
+@setting_options((*_PLACES, "weights", "kv_type"))
 @json_option
 def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
     """Show a model of `diskprefix list`, a .gguf file or the folder of a model: the memory that it needs by the
@@ -129,7 +129,7 @@ def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
     lines = {
         "model": f"{', '.join((known.name, *known.aliases))} ({known.origin})",
         "files": f"{known.path}, {format_size(row['file_bytes'])}",
-        "context": f"{fit.context:,} of {fit.needs.state.positions:,} tokens",
+        "context": fit.context_line,
         "type": row["architecture"],
         "template": "the model's own" if row["template"] else "none: give one with --chat-template",
         "settings": ", ".join(f"{key} = {value}" for key, value in row["settings"].items()) or "those of serve",

@@ -52,7 +52,7 @@ def step_of(settings: Settings) -> dict[str, Any]:
     if isinstance(found, str):
         return {"reason": found, "parts": []}
     weights, config = found
-    plan = PlanRuntime(weights, config, plan_layout(weights, config), settings.block_size).plan
+    plan = PlanRuntime(weights, config, plan_layout(weights, config, settings.kv_type), settings.block_size).plan
     return {"reason": "", "parts": parts_of(plan, weights)}
 
 

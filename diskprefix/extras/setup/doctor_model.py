@@ -78,7 +78,7 @@ def _listing_finding(settings: Settings) -> Finding:
     model = settings.model
     listing = None if model is None or model == EMBEDDED.name else listing_of(model)
     if listing is not None:
-        finding = _fit_finding(settings, listing.needs(settings.dtype))
+        finding = _fit_finding(settings, listing.needs(settings.dtype).of_type(settings.kv_type))
         return replace(finding, text=f"{finding.text}; it is not on this machine yet")
     name = "the embedded model" if model is None else repr(model)
     return Finding("model", "skipped", f"{name} is not on this machine yet: the first start downloads it")
@@ -97,9 +97,8 @@ def _fit_finding(settings: Settings, needs: ModelNeeds) -> Finding:
         return Finding("model", "ok", f"{text}; it will run on {settings.device}", table=table)
     if not fit.is_enough:
         return Finding("model", "problem", text, "; ".join(fit.advice(other_forms(settings))), table)
-    positions = needs.state.positions
-    text += f"; a context of {fit.context:,} of {positions:,} tokens"
-    if fit.context < min(positions, _SHORT_CONTEXT):
+    text += f"; a context of {fit.context_line}"
+    if fit.context < min(needs.state.positions, _SHORT_CONTEXT):
         return Finding("model", "note", text, "free memory or take fewer bits for a longer one; see --kv-memory", table)
     return Finding("model", "ok", text, table=table)
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, TypeVar
 
+from diskprefix.errors import SettingsError
 from diskprefix.kv.layout import Group, LayerKind, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
+from diskprefix.kv.sizes import EIGHTS
 from diskprefix.model.families.mixture_types import first_of
 from diskprefix.model.load.draft_layer import with_one_more
 
@@ -15,12 +17,13 @@ _FLOAT_LOGITS = ("mamba2", "nemotron_h")
 """Those whose logits are float32 in models of any type of numbers."""
 
 
-def layout_of(config: Any, dtype: str, *, with_draft_layer: bool = False) -> Layout:
-    """Returns the layout of a model with a plan that computes in `dtype`. `config` is that of the whole model."""
+def layout_of(config: Any, dtype: str, kv_type: str = "auto", *, with_draft_layer: bool = False) -> Layout:
+    """Returns the layout of a model with a plan that computes in `dtype`. `config` is that of the whole model. Raises
+    `SettingsError` for rows that `kv_type` does not take."""
     text = config.get_text_config(decoder=True)
     text = with_one_more(text) if with_draft_layer else text
     kinds = _kinds_of_layers(text)
-    layers = [_layer(text, number, kind, dtype) for number, kind in enumerate(kinds)]
+    layers = [_layer(text, number, kind, dtype, kv_type) for number, kind in enumerate(kinds)]
     tensors = [spec for _, of_layer, _ in layers for spec in of_layer]
     if with_draft_layer:
         tensors.append(TensorSpec(len(kinds) - 1, "hidden", 1, text.hidden_size, dtype))
@@ -44,7 +47,9 @@ def _kinds_of_layers(config: Any) -> list[str]:
     return ["none" if kind in ("moe", "mlp") else kind for kind in kinds[:own]] + ["none"] * (count - own)
 
 
-def _layer(config: Any, number: int, kind: str, dtype: str) -> tuple[LayerSpec, list[TensorSpec], list[StateSpec]]:
+def _layer(
+    config: Any, number: int, kind: str, dtype: str, kv_type: str
+) -> tuple[LayerSpec, list[TensorSpec], list[StateSpec]]:
     """Returns a layer, with its rows of tokens and its states."""
     has_states, has_rows = (
         kind in ("linear_attention", "conv", "hybrid"),
@@ -64,7 +69,10 @@ def _layer(config: Any, number: int, kind: str, dtype: str) -> tuple[LayerSpec, 
     # Keys and values of a single head are in one row, if they have other sizes.
     is_latent = rank is not None or (heads == 1 and key_dim != value_dim)
     parts = [("latent", key_dim + value_dim)] if is_latent else [("keys", key_dim), ("values", value_dim)]
-    rows = [TensorSpec(number, part, heads, dim, dtype, window) for part, dim in parts]
+    if kv_type == "q8" and is_latent and key_dim % EIGHTS:
+        raise SettingsError(f"--kv-type q8 has no place for latents of {key_dim} numbers: {EIGHTS} share a scale")
+    of_rows = dtype if kv_type == "auto" else kv_type
+    rows = [TensorSpec(number, part, heads, dim, of_rows, window) for part, dim in parts]
     latent_dim = key_dim if is_latent else 0
     if has_states:
         return LayerSpec("linear+full", None, 1, latent_dim), rows, states

@@ -6,11 +6,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diskprefix.errors import ModelError
+from diskprefix.errors import ModelError, SettingsError
 from diskprefix.kv.sizes import longest_within, num_pages
 from diskprefix.model.load.checkpoint import (
     StoredTensor,
@@ -30,6 +31,7 @@ from diskprefix.printable import first_line
 from diskprefix.units import format_size, whole_size
 
 if TYPE_CHECKING:
+    from diskprefix.kv.layout import Layout
     from diskprefix.model.gguf.architecture import Architecture
     from diskprefix.model.load.gguf import GgufModel
     from diskprefix.model.model_config import ModelConfig
@@ -60,6 +62,13 @@ class TokenState:
     window: int = 0
     fixed: int = 0
     positions: int = _UNNAMED_POSITIONS
+    in_q8: tuple[int, int] = field(default=(0, 0), compare=False)
+    """`per_token` and `windowed` with `--kv-type q8`."""
+
+    def of_type(self, kv_type: str) -> TokenState:
+        """Returns the state with keys and values of a `--kv-type`."""
+        per_token, windowed = self.in_q8 if kv_type == "q8" else (self.per_token, self.windowed)
+        return replace(self, per_token=per_token, windowed=windowed)
 
     def num_bytes(self, num_tokens: int) -> int:
         """Returns the bytes of the pages of a sequence."""
@@ -81,6 +90,10 @@ class ModelNeeds:
     state: TokenState
     takes_pictures: bool = False
 
+    def of_type(self, kv_type: str) -> ModelNeeds:
+        """Returns the needs with keys and values of a `--kv-type`."""
+        return replace(self, state=self.state.of_type(kv_type))
+
     @property
     def weights_bytes(self) -> int:
         return sum(self.weights.values())
@@ -100,6 +113,13 @@ class Fit:
     def context(self) -> int:
         """The tokens of the longest sequence that is served."""
         return self.needs.state.tokens_in(self.kv_limit)
+
+    @property
+    def context_line(self) -> str:
+        """The context for people, and a longer one that `--kv-type q8` makes of the same memory."""
+        found = f"{self.context:,} of {self.needs.state.positions:,} tokens"
+        in_q8 = self.needs.state.of_type("q8").tokens_in(self.kv_limit)
+        return f"{found}, {in_q8:,} with --kv-type q8" if self.needs.state.in_q8[0] and in_q8 > self.context else found
 
     @property
     def needed_bytes(self) -> int:
@@ -230,16 +250,25 @@ def state_of(name: str, config: Mapping[str, Any], dtype_bytes: int, *, with_dra
 def _state_by_layout(config: ModelConfig, dtype_bytes: int, *, with_draft_layer: bool) -> TokenState:
     from diskprefix.model.families.memory_layout import layout_of
 
+    def bytes_of(layout: Layout) -> tuple[int, int]:
+        return layout.bytes_per_token, sum(group.bytes_per_token for group in layout.groups if group.window is not None)
+
     layout = layout_of(config, _floating(dtype_bytes), with_draft_layer=with_draft_layer)
-    windowed = [group for group in layout.groups if group.window is not None]
-    of_windows = sum(group.bytes_per_token for group in windowed)
+    every, windowed = bytes_of(layout)
+    in_q8 = (0, 0)
+    # Latents of some sizes have no place there.
+    with suppress(SettingsError):
+        in_8_bits = layout_of(config, _floating(dtype_bytes), "q8", with_draft_layer=with_draft_layer)
+        of_all, of_windows = bytes_of(in_8_bits)
+        in_q8 = of_all - of_windows, of_windows
     text: Any = config.get_text_config()
     return TokenState(
-        per_token=layout.bytes_per_token - of_windows,
-        windowed=of_windows,
-        window=max((group.window or 0 for group in windowed), default=0),
+        per_token=every - windowed,
+        windowed=windowed,
+        window=max((group.window or 0 for group in layout.groups), default=0),
         fixed=layout.state_bytes,
         positions=getattr(text, "max_position_embeddings", None) or _UNNAMED_POSITIONS,
+        in_q8=in_q8,
     )
 
 

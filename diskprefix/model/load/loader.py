@@ -118,6 +118,7 @@ class _ModelSource:
     device: str
     weights: str
     """`auto` if the quants of a `.gguf` file are kept, or else `native`."""
+    kv_type: str
     reason: str
     """Why it has no plan."""
 
@@ -129,9 +130,11 @@ class _ModelSource:
     def needs(self) -> ModelNeeds:
         name = f"{self.path.name} as {self.dtype} on {self.device}"
         if self.gguf is not None:
-            return needs_of_file_model(self.gguf, name, self.weights, item_bytes(self.dtype))
-        uses = self.kind.has_draft_layer
-        return replace(needs_of_folder(self.path, self.files, self.dtype, uses_draft_layer=uses), name=name)
+            found = needs_of_file_model(self.gguf, name, self.weights, item_bytes(self.dtype))
+        else:
+            uses = self.kind.has_draft_layer
+            found = replace(needs_of_folder(self.path, self.files, self.dtype, uses_draft_layer=uses), name=name)
+        return found.of_type(self.kv_type)
 
     def digest(self) -> str:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
@@ -167,7 +170,8 @@ class _ModelSource:
         from diskprefix.model.planned import PlanRuntime, plan_layout
 
         try:
-            runtime = PlanRuntime(weights, self.config, plan_layout(weights, self.config), page_tokens)
+            layout = plan_layout(weights, self.config, self.kv_type)
+            runtime = PlanRuntime(weights, self.config, layout, page_tokens)
             runtime.prepare()
         except Exception as error:
             if isinstance(error, DiskPrefixError | OSError) or is_out_of_memory(error):
@@ -326,7 +330,7 @@ def _source(
     with clock("source"):
 
         def before_fetch(listing: HubListing) -> None:
-            check(listing.needs(settings.dtype))
+            check(listing.needs(settings.dtype).of_type(settings.kv_type))
 
         path, name = _find(settings.model, progress, flag=flag, before_fetch=before_fetch)
         is_file = path.is_file()
@@ -371,9 +375,18 @@ def _source(
             dtype=dtype,
             device=device,
             weights=weights,
+            kv_type=settings.kv_type,
             reason=known_reason(config, dtype, device.partition(":")[0]),
         )
+        if source.reason:
+            require_own_type(settings, source.reason)
         return source.for_modules() if source.reason else source
+
+
+def require_own_type(settings: Settings, reason: str) -> None:
+    """Raises `SettingsError` for a `--kv-type` of a model that has no plan, for a `reason`."""
+    if settings.kv_type != "auto":
+        raise SettingsError(f"--kv-type {settings.kv_type} is for models with a plan, this one has none: {reason}")
 
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> Tokenizer:

@@ -23,17 +23,68 @@ constexpr int64_t BLOCK = 32;               // rows of a product
 constexpr int64_t MIN_CHUNK = 64;           // keys and values are packed once for a chunk of rows
 constexpr int64_t MAX_CHUNK = 512;
 constexpr int64_t STRIDE = KEY_TILE + 16;   // of scores and weights, not a power of two
+constexpr int64_t PART = 64;                // tokens of 8 bits that are widened at a time, so that they stay in the cache
 constexpr int64_t ALONE = 8;                // with fewer tiles than this in all, one thread is faster
 constexpr float NOTHING = -1e30f;           // the maximum of no scores: finite, as infinities have no difference
 constexpr float HIDDEN = -__builtin_inff();
 constexpr float NO_NUMBER = __builtin_nanf("");
 
 // The row of a token and a head, null if its page is not there.
-template <class Stored>
-Stored* row_of(const Run& run, const Rows& rows, int64_t head, int64_t token) {
+template <class Element>
+Element* row_of(const Run& run, const Rows& rows, int64_t head, int64_t token) {
   char* page = rows.pages[token / run.page_tokens];
   const int64_t at = head * rows.head_stride + token % run.page_tokens * rows.token_stride;
-  return page ? (Stored*)(page + rows.offset) + at : nullptr;
+  return page ? (Element*)(page + rows.offset) + at : nullptr;
+}
+
+typedef int8_t Codes __attribute__((vector_size(LANES)));
+
+// Puts numbers into 8 bits. All 32 with a scale are none if one of them is not finite.
+template <class Type>
+inline void put_eights(const typename Type::Stored* from, int64_t count, Eights* to) {
+  for (; count > 0; count -= 32, from += 32, ++to) {
+    Floats numbers[32 / LANES];
+    Ints largest = {};
+    for (int64_t i = 0; i < 32; i += LANES) {
+      numbers[i / LANES] = some_of<Type>(from + i, most(0, count - i));
+      const Ints size = (Ints)numbers[i / LANES] & 0x7fffffff;
+      largest = size > largest ? size : largest;
+    }
+    // As integers, infinity and what is no number are the largest.
+    int32_t top = 0;
+    for (int lane = 0; lane < LANES; ++lane) top = top > largest[lane] ? top : largest[lane];
+    uint16_t scales[LANES];
+    BFloat16::put(scales, top < 0x7f800000 ? (Floats)all_ints(top) / all(127.0f) : all(NO_NUMBER));
+    const float scale = BFloat16::one(to->scale = scales[0]), inverse = scale < 1e-36f ? 0.0f : 1.0f / scale;
+    for (int64_t i = 0; i < 32; i += LANES) {
+      // What is added to 1.5 × 2^23 is rounded to a whole number.
+      const Ints codes = (Ints)(numbers[i / LANES] * all(inverse) + all(12582912.0f)) - 0x4b400000;
+      store(to->codes + i, __builtin_convertvector(codes, Codes));
+    }
+  }
+}
+
+// The opposite of `put_eights`.
+template <class Type>
+inline void widen_eights(const Eights* from, int64_t count, typename Type::Stored* to) {
+  for (; count >= 32; count -= 32, ++from, to += 32) {
+    __builtin_prefetch((const char*)from + PREFETCH_BYTES, 0, 2);
+    const Floats scale = all(BFloat16::one(from->scale));
+    for (int64_t i = 0; i < 32; i += 2 * LANES) {
+      const Floats low = __builtin_convertvector(wide_ints(from->codes + i), Floats) * scale;
+      const Floats high = __builtin_convertvector(wide_ints(from->codes + i + LANES), Floats) * scale;
+#if defined(HAS_PAIRS)
+      if constexpr (std::is_same<Type, BFloat16>::value) Pairs::put_factors(to + i, low, high);
+      else
+#endif
+      Type::put(to + i, low), Type::put(to + i + LANES, high);
+    }
+  }
+  if (count > 0) {
+    typename Type::Stored some[32];
+    widen_eights<Type>(from, 32, some);
+    memcpy(to, some, count * sizeof *some);
+  }
 }
 
 // Behind the last token that a row sees.
@@ -271,10 +322,22 @@ class Computation {
     int64_t stride;
   };
 
-  // The rows of the first tokens of a tile: as they lie in a page, or copied to `gathered` if they lie in several pages.
+  // The rows of the first tokens of a tile: as they lie in a page, or copied to `gathered` if they lie in several pages or
+  // are in 8 bits.
   // Rows of missing pages, which nobody sees, are zeros there: a weight of 0 does not hide what is no number.
   static HeadRows rows_of_tile(const Run& run, const Rows& rows, int64_t head, int64_t start, int64_t present, int64_t dim,
                                Stored* gathered) {
+    if (rows.in_eights) {
+      Stored* to = gathered;
+      for (int64_t first = 0, count; first < present; first += count) {
+        count = least(present - first, run.page_tokens - (start + first) % run.page_tokens);
+        const Eights* from = row_of<Eights>(run, rows, head, start + first);
+        for (int64_t token = 0; token < count; ++token, to += dim)
+          if (from) widen_eights<Type>(from + token * rows.token_stride, dim, to);
+          else memset(to, 0, dim * sizeof(Stored));
+      }
+      return {gathered, dim};
+    }
     if (start % run.page_tokens + present <= run.page_tokens)
       return {row_of<Stored>(run, rows, head, start), rows.token_stride};
     for (int64_t token = 0; token < present; ++token) {
@@ -285,23 +348,35 @@ class Computation {
     return {gathered, dim};
   }
 
+  // Calls `body` for tokens of a tile: all of them, or if they are in 8 bits parts that stay in the cache.
+  template <class Body>
+  static void in_parts(const Rows& rows, int64_t count, const Body& body) {
+    const int64_t part = rows.in_eights ? PART : KEY_TILE;
+    for (int64_t first = 0; first < count; first += part) body(first, least(part, count - first));
+  }
+
   // The tile has the number `tile` among those of the task.
   void attend_to(const Task& task, int64_t tile, const Scratch& scratch) const {
     const Run& run = runs_[task.run];
     const int64_t start = (task.first_tile + tile) * KEY_TILE;
     const int64_t present = least(KEY_TILE, end_of(task) - start), num_keys = up_to(present, KEYS);
-    const auto [keys, key_stride] = rows_of_tile(run, run.keys, task.head, start, present, call_.key_dim, scratch.gathered);
+    const auto rows_from = [&](const Rows& rows, int64_t first, int64_t count, int64_t dim) {
+      return rows_of_tile(run, rows, task.head, start + first, count, dim, scratch.gathered);
+    };
     const int64_t as_they_lie = has_few(task) ? present / KEYS * KEYS : 0;
-    if (as_they_lie)
-      Product::multiply_tokens(scratch.turned, task.num_rows, inner_, keys, key_stride, as_they_lie, scratch.scores, STRIDE);
-    if (as_they_lie < num_keys)
-      Product::pack_turned(keys + as_they_lie * key_stride, key_stride, present - as_they_lie, num_keys - as_they_lie,
-                           call_.key_dim, inner_, scratch.keys);
-    const auto [values, value_stride] =
-        rows_of_tile(run, run.values, task.head, start, present, call_.value_dim, scratch.gathered);
+    in_parts(run.keys, as_they_lie, [&](int64_t first, int64_t count) {
+      const auto [keys, stride] = rows_from(run.keys, first, count, call_.key_dim);
+      Product::multiply_tokens(scratch.turned, task.num_rows, inner_, keys, stride, count, scratch.scores + first, STRIDE);
+    });
+    if (as_they_lie < num_keys) {
+      const auto [keys, stride] = rows_from(run.keys, as_they_lie, present - as_they_lie, call_.key_dim);
+      Product::pack_turned(keys, stride, present - as_they_lie, num_keys - as_they_lie, call_.key_dim, inner_, scratch.keys);
+    }
     const bool packs_values = !has_few(task) || !takes_values<Product>(call_.value_dim);
-    if (packs_values)
-      Product::pack_plain(values, value_stride, present, num_keys, call_.value_dim, columns_, scratch.values);
+    if (packs_values) {
+      const auto [values, stride] = rows_from(run.values, 0, present, call_.value_dim);
+      Product::pack_plain(values, stride, present, num_keys, call_.value_dim, columns_, scratch.values);
+    }
     for (int64_t row = 0; row < task.num_rows; row += BLOCK) {
       const int64_t num_rows = least(BLOCK, task.num_rows - row), end = scratch.visible[row + num_rows - 1].end;
       const int64_t seen = up_to(least(present, end - start), KEYS);
@@ -313,8 +388,11 @@ class Computation {
       if (packs_values)
         Product::multiply(weights, WEIGHTS, scratch.values, num_keys, columns_, found.taken, columns_, num_rows, seen, columns_);
       else if constexpr (Product::VALUES > 0)
-        Product::multiply_values(weights, WEIGHTS, num_rows, values, value_stride, present, call_.value_dim, found.taken,
-                                 columns_);
+        in_parts(run.values, present, [&](int64_t first, int64_t count) {
+          const auto [values, stride] = rows_from(run.values, first, count, call_.value_dim);
+          Product::multiply_values(weights + first, WEIGHTS, num_rows, values, stride, count, call_.value_dim, found.taken,
+                                   columns_, first > 0);
+        });
       if (!task.of_tiles) scratch.state.from(row).merge(found, num_rows);
     }
   }

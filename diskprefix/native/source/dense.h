@@ -114,7 +114,7 @@ class DenseProducts {
     }
     if constexpr (Multiply::VALUES > 0)
       if (!call_.is_turned)
-        Multiply::multiply_values(left, stride, count, matrix, call_.line_stride, call_.inner, present, sums, columns);
+        Multiply::multiply_values(left, stride, count, matrix, call_.line_stride, call_.inner, present, sums, columns, false);
   }
 
   void put(const float* sums, int64_t stride, int64_t head, int64_t first, int64_t count, int64_t column, int64_t present) const {

@@ -16,9 +16,16 @@ void share(int64_t num_threads, int64_t count, int64_t grain, Work work, void* c
 
 // The rows of one layer, [kv_heads, tokens, dim], in the pages of a sequence. The row of token t is in page t /
 // page_tokens: `offset` bytes behind its start, and head × `head_stride` + (t % page_tokens) × `token_stride` elements.
+// With `in_eights` an element is an `Eights` of 32 numbers.
 struct Rows {
   char* const* pages;
-  int64_t offset, head_stride, token_stride;
+  int64_t offset, head_stride, token_stride, in_eights;
+};
+
+// Numbers of 8 bits: each is its code × `scale`, a bfloat16, rounded to the type of the model.
+struct Eights {
+  uint16_t scale;
+  int8_t codes[32];
 };
 
 // Positions from `begin` to `end` of a sequence.

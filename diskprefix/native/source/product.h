@@ -192,15 +192,15 @@ struct VectorProduct {
     rows_by_tokens<VectorProduct, FEW_ROWS>(rows, num_rows, inner, tokens, stride, num_tokens, out, out_stride);
   }
 
-  // out [rows, columns] = weights [rows, tokens] × values [tokens, columns] as they lie in memory, for `FEW_ROWS` or less. Each
-  // number has the bits that `multiply` gives it.
+  // out [rows, columns] = weights [rows, tokens] × values [tokens, columns] as they lie in memory, for `FEW_ROWS` or less, or
+  // with `adds` more. Each number has the bits that `multiply` gives it.
   static void multiply_values(const float* weights, int64_t weights_stride, int64_t num_rows, const Stored* values,
-                              int64_t stride, int64_t num_tokens, int64_t, float* out, int64_t columns) {
+                              int64_t stride, int64_t num_tokens, int64_t, float* out, int64_t columns, bool adds) {
     for (int64_t begin = 0; begin < num_tokens; begin += TOKENS) {
       const auto some = num_rows == 1 ? blocks<VectorProduct, 1, LANES, float, Stored>
                                       : blocks<VectorProduct, FEW_ROWS, LANES / FEW_ROWS, float, Stored>;
       some(weights + begin, weights_stride, values + begin * stride, LANES, stride, out, columns, num_rows,
-           least(TOKENS, num_tokens - begin), columns, begin > 0);
+           least(TOKENS, num_tokens - begin), columns, adds || begin > 0);
     }
   }
 
@@ -352,24 +352,25 @@ struct PairProduct : Pairs {
   // out [rows, columns] = weights [rows, tokens] × values [tokens, dim] as they lie in memory, for `FEW_ROWS` or less. Each
   // number has the bits that `multiply` gives it.
   static void multiply_values(const uint16_t* weights, int64_t weights_stride, int64_t num_rows, const uint16_t* values,
-                              int64_t stride, int64_t num_tokens, int64_t dim, float* out, int64_t columns) {
-    rows_by_values<FEW_ROWS>(weights, weights_stride, num_rows, values, stride, num_tokens, dim, out, columns);
+                              int64_t stride, int64_t num_tokens, int64_t dim, float* out, int64_t columns, bool adds) {
+    rows_by_values<FEW_ROWS>(weights, weights_stride, num_rows, values, stride, num_tokens, dim, out, columns, adds);
   }
 
   template <int R>
   static void rows_by_values(const uint16_t* weights, int64_t weights_stride, int64_t num_rows, const uint16_t* values,
-                             int64_t stride, int64_t num_tokens, int64_t dim, float* out, int64_t columns) {
+                             int64_t stride, int64_t num_tokens, int64_t dim, float* out, int64_t columns, bool adds) {
     if constexpr (R > 1)
       if (num_rows < R)
-        return rows_by_values<R - 1>(weights, weights_stride, num_rows, values, stride, num_tokens, dim, out, columns);
+        return rows_by_values<R - 1>(weights, weights_stride, num_rows, values, stride, num_tokens, dim, out, columns, adds);
     constexpr int MAX_VECTORS = R == 1 ? 16 : R <= 3 ? 8 : R <= 6 ? 4 : 2;  // vectors, so that the sums are in registers
     for (int64_t first = 0; first < columns;) {
       const bool is_wide = dim - first >= MAX_VECTORS * LANES;
       if (is_wide)
-        values_block<R, MAX_VECTORS>(weights, weights_stride, values + first, stride, num_tokens, width_of(INNER), out + first, columns, MAX_VECTORS);
+        values_block<R, MAX_VECTORS>(weights, weights_stride, values + first, stride, num_tokens, width_of(INNER), out + first, columns,
+                                     MAX_VECTORS, adds);
       else
         values_block<R, 2>(weights, weights_stride, values + first, stride, num_tokens, width_of(dim - first), out + first, columns,
-                           least(2, (columns - first) / LANES));
+                           least(2, (columns - first) / LANES), adds);
       first += is_wide ? MAX_VECTORS * LANES : INNER;
     }
   }
@@ -377,9 +378,11 @@ struct PairProduct : Pairs {
   // Of the vectors the first `present` are stored.
   template <int R, int C>
   static void values_block(const uint16_t* weights, int64_t weights_stride, const uint16_t* values, int64_t stride,
-                           int64_t num_tokens, Width width, float* out, int64_t out_stride, int64_t present) {
+                           int64_t num_tokens, Width width, float* out, int64_t out_stride, int64_t present, bool adds) {
     const Pairing pairing;
     Floats sums[R][C] = {};
+    for (int row = 0; adds && row < R; ++row)
+      for (int column = 0; column < present; ++column) sums[row][column] = loaded<Floats>(out + row * out_stride + LANES * column);
     for (int64_t token = 0; token < num_tokens; token += 2) {
       const uint16_t *even = values + token * stride, *odd = even + stride;
       const Width others = token + 1 < num_tokens ? width : 0;

@@ -76,8 +76,11 @@ inline void put_heads(const Heads& call, const Run* runs, int64_t begin, int64_t
       if (call.half)
         rotate<Type>(head + call.rotary_first, (const Stored*)call.cosines + row * call.half,
                      (const Stored*)call.sines + row * call.half, call.half, call.is_paired);
-      if (runs)
-        memcpy(row_of<Stored>(runs[run], runs[run].keys, number, runs[run].start + row - before), head, call.dim * sizeof(Stored));
+      if (!runs) continue;
+      const Rows& to = runs[run].keys;
+      const int64_t token = runs[run].start + row - before;
+      if (to.in_eights) put_eights<Type>(head, call.dim, row_of<Eights>(runs[run], to, number, token));
+      else memcpy(row_of<Stored>(runs[run], to, number, token), head, call.dim * sizeof(Stored));
     }
   }
 }

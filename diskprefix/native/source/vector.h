@@ -95,6 +95,19 @@ inline bool has_any(Mask mask) {
 }
 #endif
 
+// LANES numbers of 8 bits. Compilers convert them one by one.
+inline Ints wide_ints(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  Ints numbers;
+  for (int lane = 0; lane < LANES; ++lane) numbers[lane] = from[lane];
+  return numbers;
+#endif
+}
+
 inline Ints lane_numbers() {
   Ints numbers;
   for (int lane = 0; lane < LANES; ++lane) numbers[lane] = lane;

@@ -57,6 +57,7 @@ class Element(IntEnum):
     FP32 = 3
     FP8_E4M3 = 4
     FP8_E5M2 = 5
+    Q8 = 6
 
 
 _CODECS = frozenset(Codec)
@@ -141,7 +142,10 @@ def decode_piece(stored: memoryview, piece: Piece, seed: int | None, out: Bytes)
 
 
 def is_finite(raw: memoryview, element: Element) -> bool:
-    """Returns whether no value is infinite or NaN. Values of other types than bf16, fp16 and fp32 count as finite."""
+    """Returns whether no value is infinite or NaN. Values of fp8 count as finite, and so do bytes."""
+    if element == Element.Q8:
+        # 32 codes are finite if their scale is.
+        raw, element = np.ndarray(len(raw) // 34, np.uint16, raw, strides=(34,)).copy().data, Element.BF16
     if element not in _EXPONENTS:
         return True
     signed, unsigned, infinity = _EXPONENTS[element]
@@ -153,7 +157,8 @@ def is_finite(raw: memoryview, element: Element) -> bool:
 
 def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, int, bytes | memoryview]:
     """Returns the codec, the number of bits of a code in planes, and the data."""
-    if codec == Codec.RAW or not raw:
+    # Codes of 8 bits have hardly less entropy, and decoding them would take longer than reading them.
+    if codec == Codec.RAW or not raw or (codec == Codec.PLANES and piece.element == Element.Q8):
         return Codec.RAW, 0, raw
     form = _FORMATS.get(piece.element)
     if codec == Codec.ZSTD or piece.element == Element.BYTES or (form and piece.row_bytes % form.item_bytes):

@@ -14,6 +14,7 @@ from diskprefix.errors import ModelError
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sizes import longest_within
+from diskprefix.model.families.memory_layout import layout_of
 from diskprefix.model.load.alternatives import other_forms, require_fit
 from diskprefix.model.load.checkpoint import number_type, require_plain_weights, tensors_in
 from diskprefix.model.load.fit import (
@@ -129,16 +130,29 @@ def test_the_longest_sequence_is_the_one_that_fits(state: TokenState) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("kv_type", ["auto", "q8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(name: str, dtype: torch.dtype) -> None:
+def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(
+    name: str, dtype: torch.dtype, kv_type: str
+) -> None:
     model = tiny_model(name, dtype)
-    pool = PagePool(rehearse(model), block_size=256)
-    state = state_of(name, model.config.to_dict(), dtype.itemsize)
+    named = str(dtype).removeprefix("torch.")
+    layout = layout_of(model.config, named, kv_type) if kv_type == "q8" else rehearse(model)
+    pool = PagePool(layout, block_size=256)
+    state = state_of(name, model.config.to_dict(), dtype.itemsize).of_type(kv_type)
     for num_tokens in (500, 1024, 1025, 5000, 20_000):
         num_bytes = state.num_bytes(num_tokens)
         assert num_bytes == pool.sequence_bytes(num_tokens)
         for left in (num_bytes - 1, num_bytes):
             assert longest_within(left, pool.sequence_bytes, state.positions, 256) == state.tokens_in(left)
+
+
+def test_the_context_of_q8_is_told_where_it_is_longer() -> None:
+    for positions, words in ((1024, "1,024 of 1,024 tokens"), (8192, "2,048 of 8,192 tokens, 3,840 with --kv-type q8")):
+        state = TokenState(64, positions=positions, in_q8=(34, 0))
+        assert fitted(ModelNeeds(name="x", state=state), 0, 64 * 2048).context_line == words
+        assert "q8" not in fitted(ModelNeeds(name="x", state=state).of_type("q8"), 0, 64 * 2048).context_line
+    assert fitted(ModelNeeds(name="x", state=TokenState(64)), 0, 64 * 2048).context_line == "2,048 of 131,072 tokens"
 
 
 def test_kv_memory_and_context_follow_from_what_is_free() -> None:

@@ -372,6 +372,11 @@ def test_a_device_that_is_not_there_is_refused_with_its_param(
         load(folder, device=device)
 
 
+def test_a_type_of_keys_and_values_is_refused_without_a_plan(folder: Path) -> None:
+    with pytest.raises(SettingsError, match=r"^--kv-type q8 is for models with a plan, this one has none: .*float16$"):
+        load(folder, dtype="float16", kv_type="q8")
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -310,7 +310,7 @@ LIES = {
     "too much raw data": with_header(bytes(2049), raw_bytes=2048, codec=Codec.RAW),
     "no data": with_header(b"", raw_bytes=2048, codec=Codec.RAW),
     "an unknown codec": with_header(bytes(2048), raw_bytes=2048, codec=3),
-    "an unknown element": with_header(bytes(2048), raw_bytes=2048, codec=Codec.RAW, element=6),
+    "an unknown element": with_header(bytes(2048), raw_bytes=2048, codec=Codec.RAW, element=7),
     "no frame": with_header(b"no frame", raw_bytes=2048, codec=Codec.ZSTD),
     "an empty frame": with_header(b"", raw_bytes=2048, codec=Codec.ZSTD),
     "half a frame": with_header(frame(np.random.default_rng(2).bytes(2048))[:1000], raw_bytes=2048, codec=Codec.ZSTD),
@@ -453,6 +453,14 @@ def test_a_value_that_is_not_finite_is_found_in_any_place(element: Element, wron
     assert is_finite(of_element(element, values), element)
     values[place] = wrong
     assert not is_finite(of_element(element, values), element)
+
+
+def test_codes_whose_scale_is_not_finite_are_found() -> None:
+    items = np.full((5, 34), 255, np.uint8)
+    items[:, :2] = np.frombuffer(b"\x01\x3c", np.uint8)
+    assert is_finite(view_of(items), Element.Q8)
+    items[3, :2] = np.frombuffer(b"\x80\x7f", np.uint8)
+    assert not is_finite(view_of(items), Element.Q8)
 
 
 @pytest.mark.parametrize("element", [Element.BYTES, Element.FP8_E4M3, Element.FP8_E5M2])
