@@ -105,7 +105,7 @@ def test_the_tiny_models_have_all_operators_and_forms(operators: Operators) -> N
         kinds |= {kind for kind, _, _ in plan._calls}
         forms |= {one.form for _, kept in plan.made_of for one in _leaves(kept) if isinstance(one, Matrix)}
     # Those of float32 have experts of another kind.
-    assert kinds == set(range(calls.STATE_SPACE + 1)) - {calls.DENSE_EXPERTS}
+    assert kinds == set(range(calls.HEAD_PRODUCT + 1)) - {calls.DENSE_EXPERTS}
     # These two are packed over the grid of their kinds alone.
     assert forms >= {*FILE_FORMS.values()} - {FILE_FORMS["IQ1_S"], FILE_FORMS["IQ2_XXS"]}
 

@@ -97,16 +97,10 @@ class Architecture:
     """The source of the parameters that are not of the model of text."""
 
     @cached_property
-    def moved(self) -> Collection[str]:
-        """Tensors of which rows are moved for some parameter, or numbers are changed. Names are within a layer."""
-        found = [one for one in _sources_in(NAMES) if len(one.tensors) == 1] + [*_sources_in(self.sources)]
-        return {name for one in found if not one.is_whole for name in one.tensors}
-
-    @cached_property
     def changed(self) -> Collection[str]:
         """Those whose numbers are changed, so that no quants of theirs can be computed with."""
         found = _sources_in({**NAMES, **self.sources})
-        return {name for one in found if one.values is not None for name in one.tensors}
+        return {name for one in found if one.values is not None and not one.is_of_heads for name in one.tensors}
 
     def parts_of(self, parameters: Iterable[str], tensors: Mapping[str, FileTensor]) -> dict[str, SourcedParameter]:
         """Returns what each parameter is made of. Raises `ModelError` if a tensor is missing, or not used."""

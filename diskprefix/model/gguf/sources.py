@@ -37,11 +37,8 @@ class TensorSource:
     rows: Rows = same
     values: Values | None = None
     columns: Columns | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """True if each tensor is, row by row, a matrix as the operators take it: in place, or of all experts."""
-        return self.values is None and self.rows in (same, below_each_other)
+    is_of_heads: bool = False
+    """True if each tensor has a matrix of each head, which operators may take as it is."""
 
 
 Sources: TypeAlias = Mapping[str, str | TensorSource | tuple[str | TensorSource, ...]]
