@@ -60,15 +60,16 @@ def serve(settings: Settings) -> None:
 
 
 def load_engine(settings: Settings, progress: Report) -> Engine:
-    """Loads the model and opens its prefix cache. Raises `ModelError`, `SettingsError` or `CacheError`."""
+    """Opens the prefix cache of a model, and begins to read its weights: `finish_load` of the engine returns when they
+    are in memory. Raises `ModelError`, `SettingsError` or `CacheError`."""
     started = time.perf_counter()
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
     from diskprefix.cache.resources import open_store
     from diskprefix.engine.loop import Engine
     from diskprefix.engine.measured_model import load_draft, measured
-    from diskprefix.model.load.loader import load_model
-    from diskprefix.model.load.memory import explain_out_of_memory, trim_heap
+    from diskprefix.model.load.loader import begin_load
+    from diskprefix.model.load.memory import explain_out_of_memory
 
     imported = time.perf_counter()
     with ExitStack() as opened, explain_out_of_memory(_NO_MEMORY_LEFT):
@@ -78,7 +79,8 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         recorder = hooks.open_recorder(settings, lambda: opening.result().secret)
         if recorder is not None:
             opened.callback(recorder.close)
-        loaded = load_model(settings, progress)
+        measurement = measured(begin_load(settings, progress), settings)
+        loaded = measurement.loaded
         store = opening.result()
         loaded_at = time.perf_counter()
         if loaded.device == "cpu":
@@ -86,7 +88,6 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             if buffer_bytes < settings.kv_cache_write_buffer:
                 log.info("[disk-cache] the write buffer is %s, for want of memory", format_size(buffer_bytes))
             settings = replace(settings, kv_cache_write_buffer=buffer_bytes)
-        measurement = measured(loaded, settings)
         layout = measurement.layout
         if recorder is not None:
             recorder.describe(
@@ -107,7 +108,6 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         draft = None if settings.draft_model is None else load_draft(settings, loaded, cache, progress)
         engine = Engine(loaded, measurement.runtime, cache, recorder=recorder, identity=identity, draft=draft)
         engine.warm_up()
-        trim_heap()
         opened.pop_all()
     imports_s = loaded.timings["imports"] + imported - started
     engine.startup_timings = loaded.timings | {"imports": imports_s, "warm_up": time.perf_counter() - loaded_at}

@@ -42,9 +42,11 @@ class Recorder(Protocol):
         reply: TokenIds,
         prefill_ms: float,
         remembered: bool,
+        is_ahead: bool = False,
     ) -> None:
         """Records a finished request, which arrived at `when` (seconds since 1970). `reply` has the tokens that were
-        computed after the prompt. `remembered`: the prompt was computed to its end and has no pictures."""
+        computed after the prompt. `remembered`: the prompt was computed to its end and has no pictures. `is_ahead`:
+        nobody sent the prompt, which is computed while nobody waits."""
 
     def close(self) -> None:
         """Writes pending records and ends."""

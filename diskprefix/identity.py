@@ -5,10 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 _OF_BUILD = frozenset({"bits", "code", "torch_version", "transformers_version", "gguf_version", "numpy_version"})
 """The fields that an upgrade changes."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Everything that changes the numbers of a model, by name. The root lacks the fields in `left_out`."""
+
+    named: Mapping[str, str]
+    left_out: frozenset[str]
+
+    def identity(self, block_size: int, layout_version: int, layout: str, salt: str = "") -> str:
+        """Returns `identity_text` of the fields that count."""
+        counting = {name: value for name, value in self.named.items() if name not in self.left_out}
+        return identity_text(counting, block_size, layout_version, layout, salt)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns every field, for `/props`. Fields of canonical JSON are unpacked."""
+        return {name: json.loads(one) if one[:1] == "{" else one or None for name, one in self.named.items()}
 
 
 def identity_text(

@@ -323,6 +323,13 @@ class Settings:
         "clock, schema-keys, tool-order. off, report (name it) or on (undo the change), for all or by name.",
         metavar="[NAME=]MODE,…",
     )
+    ahead: str = _cache(
+        "auto",
+        "Compute the history of a conversation as the next question will have it, while nobody waits: a template may "
+        "drop thoughts there. N is the most seconds of a processor in an hour, auto 3600. On battery nothing is.",
+        is_common=True,
+        metavar="off|auto|N",
+    )
     record: Path | None = _cache(
         None,
         "Append hashes and lengths of each request to this file, for diskprefix simulate. It has no text.",
@@ -426,6 +433,13 @@ class Settings:
         return self.speculative in ("auto", "mtp")
 
     @property
+    def ahead_s(self) -> int:
+        """The seconds of a processor in an hour that are spent ahead of requests. Raises `SettingsError`."""
+        if not re.fullmatch("off|auto|[1-9][0-9]{0,8}", self.ahead):
+            raise SettingsError(f"--ahead: {self.ahead!r} is not off, auto or a number of seconds")
+        return int({"off": "0", "auto": "3600"}.get(self.ahead, self.ahead))
+
+    @property
     def write_budget_bytes(self) -> int:
         """The bytes of `kv_cache_write_budget` for 24 hours; 0 for no limit. Raises `SettingsError`."""
         text, flag = self.kv_cache_write_budget, "--kv-cache-write-budget"
@@ -455,7 +469,7 @@ class Settings:
             if is_number and not minimum <= value <= maximum:
                 shown = format_size if setting.kind == "size" else str
                 raise SettingsError(f"{flag}: {value} is out of range ({shown(minimum)} to {shown(maximum)})")
-        _ = self.sampling_values, self.write_budget_bytes, self.template_variables
+        _ = self.sampling_values, self.write_budget_bytes, self.template_variables, self.ahead_s
         if self.draft_model is not None and self.speculative == "off":
             raise SettingsError("--draft-model: it guesses nothing with --speculative off")
         threshold = str(self.prefill_compression)
@@ -474,7 +488,7 @@ PER_MODEL = frozenset(
         *("device", "dtype", "weights", "kernels", "chat_template", "speculative", "draft_model"),
         *("sampling", "chat_template_kwargs", "prefill_compression", "kv_memory", "disk_prefix_cache"),
         *("kv_cache_ttl", "kv_cache_min_tokens", "normalise"),
-        *("kv_cache_gate", "max_sequences"),
+        *("kv_cache_gate", "max_sequences", "ahead"),
     }
 )
 """The settings that a model in `models.toml` may have for itself."""

@@ -273,15 +273,17 @@ class Prompt:
     """A tokenised prompt with its structure.
 
     `boundaries` are the safe cut positions, ascending, each one past a marker that the template wrote; text without
-    markers has none. `system_end` is the boundary after the system message and the tools, 0 if there is none. `text` is
-    the preview for people. `pictures` are in the order of their tokens, whose ids are `tokens.picture_ids`. `marks` are
-    the client's, ascending. `source` is None if its lines are not needed. `replayed` counts the replies whose sampled
-    tokens are in the prompt.
+    markers has none. `system_end` is the boundary after the system message and the tools, `question_end` the one after
+    the last message of the user, 0 if there is none: behind it, a template may write the same messages otherwise once
+    the next question follows. `text` is the preview for people. `pictures` are in the order of their tokens, whose ids
+    are `tokens.picture_ids`. `marks` are the client's, ascending. `source` is None if its lines are not needed.
+    `replayed` counts the replies whose sampled tokens are in the prompt.
     """
 
     token_ids: TokenIds
     boundaries: tuple[int, ...] = ()
     system_end: int = 0
+    question_end: int = 0
     text: str = ""
     pictures: tuple[Picture, ...] = ()
     marks: tuple[Mark, ...] = ()

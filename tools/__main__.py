@@ -36,7 +36,6 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "together": Tool("benchmarks.together", "Several requests at once, overtaking, pacing, guessed tokens."),
         "step": Tool("benchmarks.step", "The time of each operator in a step, and of the Python around it."),
         "quality": Tool("benchmarks.quality", "Quantised weights: perplexity and agreement."),
-        "pages": Tool("benchmarks.pages", "Memory of sequences: a shared prefix, too little memory, restores."),
         "pictures": Tool("benchmarks.pictures", "Screenshots after kill -9, known and other ones, beside texts."),
         "hostile": Tool("faults.hostile.program", "Good clients beside 56 that try to stop the daemon."),
     },
@@ -48,6 +47,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "powerloss": Tool("faults.powerloss", "Every state of the disk after a power failure.", NO_THREADS),
         "interleavings": Tool("faults.interleavings", "The whole daemon, its threads in every order.", NO_THREADS),
         "corruption": Tool("faults.corruption", "Damaged files, each opened and used twice.", NO_THREADS),
+        "witness": Tool("benchmarks.witness", "Published programs of others: cache-pressure, Open Responses' tests."),
         "fuzz": Tool("faults.fuzz", "Made-up requests to every route: no 500, no hang."),
     },
     "Models": {

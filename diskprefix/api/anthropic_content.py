@@ -8,7 +8,16 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from diskprefix.api.fields import MAX_PARTS, Body, Markable, OneOf, empty_as, optional, require_content
+from diskprefix.api.fields import (
+    MAX_PARTS,
+    Body,
+    Markable,
+    OneOf,
+    empty_as,
+    mark_beside_text,
+    optional,
+    require_content,
+)
 from diskprefix.chat.messages import (
     CacheMark,
     ContentPart,
@@ -247,14 +256,12 @@ class AnthropicMessageBody(Body):
         blocks = [block for block, _ in said]
         thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]
         calls = (block for block in blocks if isinstance(block, ToolUseBlock))
-        # The marks of text are on its parts. Of the others, the last one is on the message.
-        marks = [block.mark for block in blocks if isinstance(block, Markable) and not isinstance(block, TextBlock)]
         return Message(
             role=self.role,
             content=tuple(part for block, block_path in said for part in parts_of(block, block_path)),
             tool_calls=tuple(ToolCall(call.id, call.name, call.input) for call in calls),
             reasoning="\n".join(thoughts) or None,
-            mark=next((mark for mark in reversed(marks) if mark is not None), None),
+            mark=mark_beside_text(blocks),
             path=path,
         )
 

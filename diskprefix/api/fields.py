@@ -7,7 +7,7 @@ have tags that begin with `~`, which are left out of the `param` of an error.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, get_args, get_origin
@@ -267,6 +267,12 @@ class Markable(Body):
         return None if mark is None else mark.mark
 
 
+def mark_beside_text(parts: Iterable[object]) -> CacheMark | None:
+    """Returns the last mark on a content part that is no text. It counts as one on the message."""
+    marks = (part.mark for part in parts if isinstance(part, Markable) and "text" not in str(getattr(part, "type", "")))
+    return next((mark for mark in reversed([*marks]) if mark is not None), None)
+
+
 def _no_mark(value: object) -> object:
     if value is not None:
         raise PydanticCustomError(REFUSED, "is not allowed here; mark a message, a content part or a tool")
@@ -410,11 +416,6 @@ class CacheFields(Body):
         "As `prefix_cache.ttl`: an hour (on disk all the same), or a day."
     )
     cache_salt: Salt = optional("As `prefix_cache.salt`; the name that vLLM gives it.")
-
-    @property
-    def prewarms(self) -> bool:
-        """True if the prompt is computed and kept, and there is no reply."""
-        return self.prompt_cache_options is not None and bool(self.prompt_cache_options.prewarm)
 
 
 class SamplingFields(Body):

@@ -20,6 +20,7 @@ from diskprefix.api.fields import (
     Typed,
     Unmarkable,
     detail_of,
+    mark_beside_text,
     optional,
     require_content,
 )
@@ -149,7 +150,7 @@ class MessageBody(Markable):
             ),
             tool_call_id=self.tool_call_id,
             reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,
-            mark=self.mark,
+            mark=self.mark or mark_beside_text([] if isinstance(content, str | None) else content),
             path=path,
         )
 

@@ -322,6 +322,8 @@ def _begun_calls(
 
     def try_to_make() -> str:
         try:
+            if not output_format.holds_calls:
+                raise InvalidRequest("this model's chat template writes calls in a form that the grammar does not hold")
             return make_source()
         except DiskPrefixError as error:
             _log_once("calls are not constrained: %s", [error.message])

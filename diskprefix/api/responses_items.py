@@ -22,6 +22,7 @@ from diskprefix.api.fields import (
     OneOf,
     detail_of,
     empty_as,
+    mark_beside_text,
     optional,
     require_content,
 )
@@ -37,7 +38,7 @@ class TextContent(TextPartBody):
     type: Literal["input_text", "output_text"]  # type: ignore[assignment]
 
 
-class ImageContent(Body):
+class ImageContent(Markable):
     """An image that is sent inside the request, for models that take images."""
 
     type: Literal["input_image"] = Field(description="`input_image`.")
@@ -76,8 +77,9 @@ class MessageItem(Markable):
     )
 
     def neutral(self, path: str) -> Message:
-        content = _parts(self.content or (), f"{path}.content")
-        return Message(role=self.role, content=content, mark=self.mark, path=path)
+        content = self.content or ()
+        mark = self.mark or mark_beside_text([] if isinstance(content, str) else content)
+        return Message(role=self.role, content=_parts(content, f"{path}.content"), mark=mark, path=path)
 
 
 def full_name(name: str, namespace: str | None) -> str:

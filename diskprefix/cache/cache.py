@@ -305,7 +305,7 @@ class PrefixCache:
             "process_disk_written_bytes": self.store.meter.total_bytes,
             "disk_written_bytes": written.total,
             "disk_written_last_day_bytes": written.last_day(self.store.clock()),
-            **{name: self.counters[name] for name in ("stalled_reads", "outdated")},
+            **{name: self.counters[name] for name in ("stalled_reads", "outdated", "ahead_tokens")},
             "write_budget_bytes": written.budget_bytes,
             "unaffordable": self.counters["unaffordable"],
             "dropped": self.writer.dropped,

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from diskprefix.cache.cache import PrefixCache
+from diskprefix.cache.choosing import selection_ahead
 from diskprefix.cache.context import RequestContext
 from diskprefix.cache.fetch import Fetch
 from diskprefix.cache.matching import RestoreResult
@@ -143,6 +144,13 @@ class CachedRequest:
             with self._context.guarded("not all of the prompt is saved"):
                 self._saver.save_sliding_blocks(sequence)
 
+    def choose_ahead(self, sequence: KVSequence) -> None:
+        """Selects all of a prompt that nobody has asked for yet, unless the write budget is scarce. Like `choose`."""
+        self._is_chosen, selection = True, None
+        if self._bypass is None and self._saver.may_save_unselected(sequence):
+            selection = selection_ahead(self.prompt, self.options.scope, self.cache.layout.state_kind)
+        self._saver.begin(self.restored, selection)
+
     def after_step(self, sequence: KVSequence) -> None:
         """Queues the selected blocks that the prefill has completed, and the checkpoint if one is selected here."""
         if not self._saves:
@@ -207,7 +215,7 @@ class CachedRequest:
             if self._saves and self._saver.may_save_unselected(sequence):
                 with self._context.guarded("idle state is not saved"):
                     self._saver.save_partial(sequence, self.nodes, min_ttl_s=0.0)
-        self._end_save()
+        self.leave()
 
     def close(self) -> CacheReport:
         """Releases what the request holds, counts it, and returns the report."""
@@ -216,7 +224,7 @@ class CachedRequest:
         restored = self.restored
         if self._lacks_reason:
             self._miss_reason = self._context.why_missed(restored, self.selection, broken)
-        self._end_save()
+        self.leave()
         if self._bypass is None:
             self._context.upload(self.nodes, self.selection, restored)
         self.cache.counters["prompt_tokens"] += len(self.prompt.token_ids)
@@ -256,7 +264,8 @@ class CachedRequest:
         """Returns whether state is saved: the request uses the cache, the store works, and nothing has failed."""
         return self._bypass is None and self.cache.store.problem is None and not self._saver.save.has_failed
 
-    def _end_save(self) -> None:
+    def leave(self) -> None:
+        """Releases what the request holds, without counting it."""
         self.cache.writer.finish(self._saver.save)
         self._pins.close()
 

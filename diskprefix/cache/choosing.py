@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from diskprefix.cache.policy.seen import SeenPrompts, Sighting
-from diskprefix.cache.policy.select import Rules, select
+from diskprefix.cache.policy.select import AT_CHECKPOINTS, Rules, StateKind, select
 from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.values import DEFAULT_WINDOW, CacheOptions, Mark, Prompt, Selection
+from diskprefix.values import DEFAULT_WINDOW, CacheOptions, Mark, Prompt, Scope, Selection
 
 
 def sighting_of(seen: SeenPrompts, prompt: Prompt, options: CacheOptions, block_names: Sequence[bytes]) -> Sighting:
@@ -20,6 +20,20 @@ def selection_of(sighting: Sighting, rules: Rules, prompt: Prompt, options: Cach
     """Returns the part of a prompt to keep. The store has its first `stored` tokens."""
     selection = select(options.scope, prompt, rules, sighting, restored=stored)
     return selection if options.save or options.scope.kind == "off" else selection.keeping_nothing("read_only")
+
+
+def selection_ahead(prompt: Prompt, scope: Scope, state: StateKind) -> Selection:
+    """Returns all of a prompt that nobody has sent yet, for a model that is exact at every token."""
+    num_tokens, has_states = len(prompt.token_ids), state in AT_CHECKPOINTS
+    return Selection(
+        scope=scope,
+        prompt_tokens=num_tokens,
+        reason="continues",
+        selected=num_tokens,
+        aligned=num_tokens,
+        checkpoints=(num_tokens,) if has_states else (),
+        anchors=(prompt.system_end, prompt.question_end) if has_states else (),
+    )
 
 
 def ttl_at(position: int, marks: Sequence[Mark], ttl_s: float | None) -> float | None:

@@ -14,21 +14,28 @@ import numpy.typing as npt
 
 from diskprefix.chat.draft import PromptDraft
 from diskprefix.chat.template import ChatTemplate
-from diskprefix.chat.template_input import common_chars, probe_of
+from diskprefix.chat.template_input import TemplateInput, common_chars, probe_of, question_probes_of
 from diskprefix.tokens import TokenIds, raw_boundaries
 
 Offsets: TypeAlias = Sequence[tuple[int, int]] | npt.NDArray[np.int32]
 """Token index → (start, end) in characters of the rendered text; end is exclusive. (0, 0) is a token without text."""
 
 
-def bound(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Finds the boundaries of the prompt and the end of its system part."""
+def bound(template: ChatTemplate, finds_question: bool, draft: PromptDraft) -> PromptDraft:
+    """Finds the boundaries of the prompt, the end of its system part and, if asked for, of the user's last message."""
     template_input, written = draft.rendering.template_input, draft.rendering.written
     markers = template.markers_of(template_input.tools)
     boundaries = template_boundaries(draft.written_ids, draft.offsets, markers.values(), draft.rendering.text, written)
-    probe = template.try_render(probe_of(template_input), "reply")
-    end = system_end(boundaries, draft.offsets, written, probe) if probe else 0
-    return draft.with_prompt(boundaries=boundaries, system_end=end)
+
+    def last_end(probes: Sequence[TemplateInput]) -> int:
+        rendered = (template.try_render(probe, "reply") for probe in probes)
+        ends = (last_agreed(boundaries, draft.offsets, written, probe) if probe else 0 for probe in rendered)
+        return min(ends, default=0)
+
+    question_end = last_end(question_probes_of(template_input)) if finds_question else 0
+    return draft.with_prompt(
+        boundaries=boundaries, system_end=last_end([probe_of(template_input)]), question_end=question_end
+    )
 
 
 def template_boundaries(
@@ -61,12 +68,12 @@ def text_boundaries(
     return boundaries if any(position > first for position in boundaries) else ()
 
 
-def system_end(boundaries: Sequence[int], offsets: Offsets, rendered: str, probe_rendered: str) -> int:
-    """Returns the last of `boundaries` before the first message that is not a system message; 0 if there is none.
+def last_agreed(boundaries: Sequence[int], offsets: Offsets, rendered: str, probe_rendered: str) -> int:
+    """Returns the last of `boundaries` before the first message in which a probe differs; 0 if there is none.
 
-    `boundaries` and `offsets` belong to `rendered`. `probe_rendered` is the rendering of `probe_of`: the text up to the
-    first difference does not depend on the later messages. If the template writes the system message inside the first
-    user turn, the result is the start of that turn.
+    `boundaries` and `offsets` belong to `rendered`. The text up to the first difference does not depend on the later
+    messages. If the template writes the system message inside the first user turn, `probe_of` gives the start of that
+    turn.
     """
     agreed_chars = common_chars(rendered, probe_rendered)
     return max(takewhile(lambda end: offsets[end - 1][1] <= agreed_chars, boundaries), default=0)

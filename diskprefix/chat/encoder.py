@@ -223,6 +223,7 @@ class Encoder:
         self.processor = processor
         self._vocab_size = vocab_size
         self._max_positions, self._positions_limit = max_positions, positions_limit
+        self._probed_chars = max_positions * _PROBED_CHARS_PER_POSITION
         self._parts = TextParts(tokenizer)
         self.added = added_tokens(tokenizer)
         """Token ids that the tokenizer puts before and after a text."""
@@ -230,7 +231,6 @@ class Encoder:
     def warm_up(self) -> None:
         """Computes the values that the first prompt needs."""
         self.encode("warm up", param="")
-        _ = self._longest_token
 
     def encode(
         self,
@@ -299,14 +299,14 @@ class Encoder:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def _least(self, text: str) -> int:
-        """Returns a lower bound of the number of tokens. Encoding megabytes of blanks takes a minute and gigabytes."""
-        return len(text) // self._longest_token
+        """Returns a lower bound of the number of tokens. Encoding megabytes of blanks takes a minute and gigabytes, but
+        the vocabulary is not read for a text that is not long."""
+        return len(text) // self._longest_token if len(text) > self._probed_chars else 0
 
     def _probe(self, text: str, param: str) -> None:
         """Raises `ContextTooLong` if the beginning of a long text alone has too many tokens."""
-        limit = self._max_positions * _PROBED_CHARS_PER_POSITION
-        if len(text) > limit:
-            begins = self._tokenizer.encode(text[:limit], add_special_tokens=False)
+        if len(text) > self._probed_chars:
+            begins = self._tokenizer.encode(text[: self._probed_chars], add_special_tokens=False)
             # Twice as many, because the last tokens of a cut text differ from those of the whole text.
             if len(begins) >= 2 * self._max_positions:
                 raise self._too_long(f"more than {len(begins) // 2}", param)

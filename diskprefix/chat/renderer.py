@@ -17,15 +17,16 @@ from diskprefix.chat.encoder import Encoder, encode
 from diskprefix.chat.fill_in import FillIn, fill_in_tags
 from diskprefix.chat.known_parts import KnownParts, OwnedParts
 from diskprefix.chat.marks import mark
-from diskprefix.chat.messages import Conversation, JsonObject
+from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart
 from diskprefix.chat.normalisers import Normalisers, normalise
 from diskprefix.chat.output.choose_format import OutputFormat, PlainText, choose_format
 from diskprefix.chat.replay import Origin, RecordStore, Replayed
 from diskprefix.chat.splice import recall, splice
 from diskprefix.chat.template import ChatTemplate, place, render
 from diskprefix.chat.template_input import PART_SEPARATOR, MessageForm, TemplateInput, require_few_arguments
+from diskprefix.errors import InvalidRequest
 from diskprefix.printable import printable_only
-from diskprefix.tokens import as_token_ids
+from diskprefix.tokens import as_token_ids, common_prefix_length
 from diskprefix.values import Picture, Prompt, SourceText
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class PromptRenderer:
     """Renders and tokenises the prompts of one model. Thread-safe.
 
     Multimodal models have a `processor`. `compress` shortens conversations that have too many tokens. The model ends
-    its replies with one of `end_ids`.
+    its replies with one of `end_ids`. `finds_question`: prompts tell where the user's last message ends, which takes
+    one or two renderings more.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class PromptRenderer:
         normalisers: Normalisers = Normalisers(),  # noqa: B008 (immutable)
         compress: Compress | None = None,
         end_ids: Collection[int] = (),
+        finds_question: bool = True,
         template_variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
         self._normalisers = normalisers
         self._compress = compress
+        self._finds_question = finds_question
         self._processor = processor
         self._encoder = Encoder(
             tokenizer,
@@ -107,6 +111,23 @@ class PromptRenderer:
             return Replayed(draft.prompt)
         return Replayed(draft.prompt, Origin.of(draft.conversation_hash, draft.rendering.text))
 
+    def ahead(
+        self, conversation: Conversation, reply: Message, replies: RecordStore | None, known: OwnedParts | None = None
+    ) -> Prompt | None:
+        """Returns the tokens that are certain to begin the next question's prompt: with `reply` as the client sends it
+        back, they do not depend on the question. Returns None if the template takes no question there."""
+        messages = (*conversation.messages, reply)
+        questions = (Message(role="user", content=(TextPart(text, ""),), path="") for text in "xy")
+        try:
+            one, other = (
+                self.replay(replace(conversation, messages=(*messages, question)), replies, known).prompt
+                for question in questions
+            )
+        except InvalidRequest:
+            return None
+        end = one.last_safe(common_prefix_length(one.token_ids, other.token_ids))
+        return Prompt(one.token_ids[:end], system_end=one.system_end) if end > one.system_end else None
+
     def text_of(self, conversation: Conversation) -> str:
         """Returns the text that the template writes, without images. Raises `InvalidRequest` as `replay`."""
         require_few_arguments(conversation)
@@ -121,7 +142,7 @@ class PromptRenderer:
             partial(place_pictures, self._template, self._processor),
             partial(read_pictures, self._processor),
             *self._writing_steps(),
-            partial(bound, self._template),
+            partial(bound, self._template, self._finds_question),
             partial(mark, self._template),
             partial(describe, any(mode != "off" for mode in self._normalisers.modes.values())),
         ]

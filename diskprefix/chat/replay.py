@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -199,12 +199,20 @@ class Replayed(NamedTuple):
 
 
 class ReplyMemory:
-    """Records the replies to one request. `end_ids` are the tokens that end a reply."""
+    """Records the replies to one request. `end_ids` are the tokens that end a reply. `then` is called with each reply
+    as a client sends it back."""
 
-    def __init__(self, turns: RecordStore, origin: Origin, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        turns: RecordStore,
+        origin: Origin,
+        end_ids: frozenset[int],
+        then: Callable[[Message], None] = lambda _: None,
+    ) -> None:
         self._turns = turns
         self._origin = origin
         self._end_ids = end_ids
+        self._then = then
 
     def remember(self, turn: Turn, call_ids: Sequence[str], token_ids: Sequence[int]) -> None:
         """Records a reply and its sampled tokens. Ignores an empty one: any empty message would be taken for it."""
@@ -217,3 +225,5 @@ class ReplyMemory:
         record = sampled.encode()
         for id_ in conversation.ids(call_ids):
             self._turns.put(id_, record)
+        calls = tuple(ToolCall(id_, *call) for id_, call in zip(call_ids, turn.calls, strict=True))
+        self._then(with_turn(Message(role="assistant", tool_calls=calls, path=""), turn))

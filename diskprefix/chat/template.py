@@ -27,7 +27,7 @@ from diskprefix.chat.template_input import (
     visit_texts,
 )
 from diskprefix.errors import InvalidRequest, SettingsError
-from diskprefix.model.load.chat_template import SET_BY_THE_DAEMON, render_template, variables_of
+from diskprefix.model.load.chat_template import SET_BY_THE_DAEMON, render_template
 from diskprefix.printable import shown
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ _GROWING = (
     ((_USER, _CALL, _RESULT), (_USER, _CALL, _RESULT, _CALL, _RESULT)),
 )
 """Pairs of a conversation and the same conversation after more turns."""
-_ABOUT_THOUGHTS = re.compile("think|thought|reason")
+_SWITCH = re.compile(r"\b(?=\w*(?:think|thought|reason))\w*(?:preserve|keep|clear|drop|truncate)\w*")
+"""A name that a variable for the thoughts of earlier turns may have."""
 _THINKING = {"enable_thinking": True, "thinking": True}
 _THOUGHT = {"reasoning_content": _ANSWER}
 _THOUGHTFUL = ((_USER, _REPLY | _THOUGHT, _USER), (_USER, _CALL | _THOUGHT, _RESULT, _REPLY, _USER))
@@ -220,9 +221,9 @@ class ChatTemplate:
             return bool(texts) and all(_ANSWER in text for text in texts)
 
         if template not in self._switches:
-            names = sorted(name for name in variables_of(template) if _ABOUT_THOUGHTS.search(name))
-            switches = ({name: value} for name, value in product(names, (True, False)) if name not in _THINKING)
-            self._switches[template] = {} if keeps({}) else next(filter(keeps, switches), {})
+            names = sorted(set(_SWITCH.findall(template)))
+            switches = ({name: value} for name, value in product(names, (True, False)))
+            self._switches[template] = {} if not names or keeps({}) else next(filter(keeps, switches), {})
         return self._switches[template]
 
     @cached_property

@@ -152,6 +152,18 @@ def probe_of(template_input: TemplateInput) -> TemplateInput:
     return template_input._replace(messages=with_other_user_message(leading, template_input.messages[len(leading) :]))
 
 
+def question_probes_of(template_input: TemplateInput) -> list[TemplateInput]:
+    """Returns the input up to the user's last message, and the same with another reply and another question behind it;
+    nothing without such a message."""
+    messages = template_input.messages
+    end = max((k for k, message in enumerate(messages, start=1) if message["role"] == "user"), default=0)
+    if not end:
+        return []
+    reply = {"role": "assistant", "content": other_first_character(messages[end]["content"] if messages[end:] else "")}
+    probes = messages[:end], with_other_user_message([*messages[:end], reply], ())
+    return [template_input._replace(messages=probe) for probe in probes if len(probe) != len(messages)]
+
+
 def other_first_character(content: str | Sequence[JsonObject]) -> str:
     """Returns a character with which the content's text does not begin, even without leading blanks."""
     return "y" if "".join(texts_of(content)).lstrip().startswith("x") else "x"

@@ -185,6 +185,7 @@ class ActiveRequests:
                 arrived=self._num_arrived + index + 1,
                 prompt_tokens=len(prompt),
                 packs=served.packs,
+                gives_way=request.sampling.max_tokens == 0 and request.reading is None,
                 grid=len(prompt) if layout.unsupported else self._cache.settings.block_size,
                 spans=() if pictures is None else pictures.spans,
                 sampler=Sampler(request.sampling, running.known_ids, index, constraint),

@@ -9,10 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -51,8 +50,8 @@ class ConstraintCompiler:
         self.on_ready: Callable[[], None] = lambda: None
         """A function that is called on another thread when a mask is ready."""
         self._trials = Trials(self._tokenizer_text)
-        self._compiled: dict[str, LLMatcher] = {}
-        """The matchers of the constraints that were used last, since an agent sends its tools again and again."""
+        # An agent sends its tools again and again.
+        self._compiled = lru_cache(_MAX_COMPILED)(lambda grammar: matcher_of(self.tokenizer, grammar))
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -61,7 +60,7 @@ class ConstraintCompiler:
             if self._tokenizer is None:
                 from llguidance import LLTokenizer
 
-                # It takes as long to start, and this holds Python's lock for a second.
+                # It makes such a tokenizer too, which takes up to a second and holds Python's lock.
                 self._trials.start()
                 try:
                     text, num_tokens, eos = self._tokenizer_text()
@@ -91,12 +90,9 @@ class ConstraintCompiler:
         """Returns a matcher at its beginning. Raises `InvalidRequest` for a constraint that `check` refuses. One that
         `check` has not seen may take any time and memory."""
         grammar = grammar_of(constraint, "constraint")
-        compiled = self._compiled.pop(grammar, None) or matcher_of(self.tokenizer, grammar)
+        compiled = self._compiled(grammar)
         if compiled.is_error():
             raise explained(constraint, "constraint", compiled.get_error())
-        self._compiled[grammar] = compiled
-        for oldest in [*self._compiled][:-_MAX_COMPILED]:
-            self._compiled.pop(oldest, None)
         # The copy shares what is computed of the constraint.
         return compiled.deep_copy()
 
@@ -142,11 +138,6 @@ class _Beginning:
             constraint = replace(constraint, source=constraint.make_source())
         return self._compiler.matcher(constraint)
 
-    def prepare(self) -> None:
-        """Compiles the constraint."""
-        with suppress(DiskPrefixError):
-            _ = self.matcher
-
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Runs `work` on the thread, after all work that was submitted before."""
         future = self._thread.submit(work)
@@ -181,12 +172,6 @@ class ConstrainedReply:
     def another(self) -> ConstrainedReply:
         """Returns another reply to the same request, at its beginning."""
         return ConstrainedReply(self._compiler, self._constraint, self._beginning)
-
-    def prepare(self) -> None:
-        """Does nothing: the constraint is compiled from the beginning on."""
-
-    def record(self, text: str) -> None:
-        """Records the text that a token completed."""
 
     @property
     def is_ready(self) -> bool:
@@ -293,7 +278,7 @@ class ConstrainedCalls:
         """Has the grammar made before a call begins."""
         if not self._is_prepared:
             self._is_prepared = True
-            self._beginning.submit(self._beginning.prepare)
+            self._beginning.submit(lambda: self._beginning.matcher)
 
     @property
     def is_ready(self) -> bool:
@@ -316,6 +301,7 @@ class ConstrainedCalls:
         return True
 
     def record(self, text: str) -> None:
+        """Records the text that a token completed."""
         if self._next is None and (begun := self._begun_behind(text)):
             self._next = self._beginning.submit(partial(self._begin, begun))
 
@@ -335,9 +321,11 @@ class ConstrainedCalls:
             if opened < 0 or (found and found.start() < opened):
                 break
             self._in_thought, self._tail = True, self._tail[opened:]
-        begun = self._tail[found.start() :] if found else ""
-        self._tail = "" if found else self._tail[-_MAX_BEGINNING:]
-        return begun
+        if found is None:
+            self._tail = self._tail[-_MAX_BEGINNING:]
+            return ""
+        tag, rest, self._tail = found[0], self._tail[found.end() :], ""
+        return f"{found.lastindex or tag}{rest}"
 
     def _begin(self, begun: str) -> Forbidden | None:
         try:

@@ -9,8 +9,6 @@ on.
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +19,10 @@ import numpy.typing as npt
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.engine.ahead_jobs import AheadJob, AheadJobs
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.fetches import RunningFetch
-from diskprefix.engine.running_request import Reply
+from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.errors import ContextTooLong, StoreUnavailable
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
@@ -36,12 +35,8 @@ from diskprefix.values import CacheOptions, Prompt
 
 log = logging.getLogger("diskprefix")
 
-_MAX_LACKING = 8
-"""The most conversations that are remembered, to be computed when nothing else runs."""
 MIN_LACKING = 32
 """The least tokens that are worth computing ahead. The next turn computes fewer at once."""
-_AHEAD_ROWS = 64
-"""The rows of a step ahead, for which a new request waits. Larger steps are hardly faster."""
 
 
 class LoadedDraft(NamedTuple):
@@ -50,18 +45,6 @@ class LoadedDraft(NamedTuple):
     loaded: LoadedModel
     runtime: Runtime
     cache: PrefixCache
-
-
-@dataclass(frozen=True, eq=False)
-class LackingConversation:
-    """A conversation whose state the draft model lacks in part: `token_ids` are the prompt and the reply. The request
-    began in `epoch`. `expires_at` is on the clock of `time.monotonic`."""
-
-    prompt: Prompt
-    options: CacheOptions
-    epoch: Epoch
-    token_ids: TokenIds
-    expires_at: float
 
 
 @dataclass(eq=False)
@@ -85,20 +68,18 @@ class DraftSequence:
 class DraftModel:
     """A draft model, its memory and its cache. For the engine's thread."""
 
-    def __init__(self, runtime: Runtime, cache: PrefixCache, pages: PageCache, max_positions: int) -> None:
-        self.cache, self.pages = cache, pages
+    def __init__(
+        self, runtime: Runtime, cache: PrefixCache, pages: PageCache, max_positions: int, ahead: AheadJobs
+    ) -> None:
+        self.runtime, self.cache, self.pages = runtime, cache, pages
         self.max_positions = max_positions
         self.sequences: dict[Reply, DraftSequence] = {}
         """The replies that the model guesses."""
-        self._runtime = runtime
+        self._ahead = ahead
         self.begin_read: Callable[[RunningFetch], None]
         """Begins a fetch. Set by the engine's loop."""
         self._left: set[DraftSequence] = set()
         """Sequences that ended before their fetch."""
-        self._lacking: deque[LackingConversation] = deque(maxlen=_MAX_LACKING)
-        """The latest last."""
-        self._ahead: tuple[LackingConversation, DraftSequence] | None = None
-        """What is computed while nothing else runs."""
 
     def ready_sequence(self, reply: Reply) -> DraftSequence | None:
         """Returns the sequence of a reply; None while its state is fetched, or if there is no memory for it."""
@@ -107,8 +88,6 @@ class DraftModel:
             request = reply.running.request
             if reply.num_known >= self.max_positions or request.prompt.pictures:
                 return None
-            # The conversation that is computed ahead may be the same one.
-            self.stop_ahead()
             epoch = reply.running.cached.epoch
             sequence = self._start_sequence(request.prompt, request.cache, epoch, is_first=reply.index == 0)
             if sequence is None:
@@ -164,7 +143,7 @@ class DraftModel:
         """Computes more tokens of some sequences. Returns the next-token logits, [sequences, vocab]."""
         rows = [Rows(sequence.state, ids) for sequence, ids in step]
         groups = [rows] if self.cache.layout.packs else [[one] for one in rows]
-        return np.concatenate([one for group in groups for one in self._runtime.run(group).logits])
+        return np.concatenate([one for group in groups for one in self.runtime.run(group).logits])
 
     def record_prefill(self, sequence: DraftSequence, seconds: float) -> None:
         """Records that more known tokens were computed, and has complete blocks saved."""
@@ -174,16 +153,14 @@ class DraftModel:
             sequence.cached.after_step(sequence.state)
             _publish_if_complete(sequence)
 
-    def release(self, reply: Reply, *, keep: bool) -> None:
-        """Ends the sequence of a reply, if it has one. `keep`: the next turn may begin with its state, and lacking
-        tokens are computed when nothing else runs. Raises `DeviceLost`."""
+    def release(self, reply: Reply, *, keep: bool, pays: bool) -> None:
+        """Ends the sequence of a reply, if it has one. `keep`: the next turn may begin with its state, and if that
+        `pays`, lacking tokens are computed when nothing else runs. Raises `DeviceLost`."""
         request, sequence = reply.running.request, self.sequences.get(reply)
         token_ids = np.concatenate([request.prompt.token_ids, as_token_ids(reply.token_ids)])
-        if keep and reply.index == 0 and reply.guesser.rates:
+        if keep and pays and reply.index == 0 and reply.guesser.rates:
             num_computed = 0 if sequence is None or sequence.fetch is not None else sequence.state.num_tokens
-            epoch, expires_at = reply.running.cached.epoch, self.cache.expires_at(request.cache.ttl_s)
-            lacking = LackingConversation(request.prompt, request.cache, epoch, token_ids, expires_at)
-            self._note_lacking(lacking, num_computed)
+            self._compute_ahead(reply.running, token_ids, num_computed)
         if sequence is None:
             return
         try:
@@ -194,75 +171,14 @@ class DraftModel:
         del self.sequences[reply]
         self._end(sequence, token_ids, keep=keep, is_finished=reply.is_finished, name=request.id)
 
-    def _note_lacking(self, lacking: LackingConversation, num_computed: int) -> None:
-        """Remembers a conversation to compute when nothing else runs. Forgets its earlier turns."""
-        for other in list(self._lacking):
-            prompt = other.prompt.token_ids
-            is_same = (other.options.tenant, other.epoch) == (lacking.options.tenant, lacking.epoch)
-            if is_same and np.array_equal(prompt, lacking.token_ids[: len(prompt)]):
-                self._lacking.remove(other)
-        may_keep = lacking.options.save and lacking.options.scope.kind != "off" and not lacking.prompt.pictures
-        if may_keep and num_computed + MIN_LACKING <= len(lacking.token_ids) < self.max_positions:
-            self._lacking.append(lacking)
-
-    def work_ahead(self) -> int:
-        """Computes some lacking tokens of the latest conversation. Returns 0 if there is nothing to do, else their
-        number, at least 1."""
-        if self._ahead is None and not self._lacking:
-            return 0
-        try:
-            return self._compute_ahead()
-        except Exception as error:  # noqa: BLE001 (a draft model that fails fails no request)
-            _log_lost("a conversation", error)
-            self._lacking.clear()
-            ahead, self._ahead = self._ahead, None
-            if ahead is not None:
-                self._drop(ahead[1])
-            return 0
-
-    def _compute_ahead(self) -> int:
-        if self._ahead is None:
-            # A sequence whose fetch has not ended may be of the same conversation.
-            if self._left:
-                return 0
-            conversation = self._lacking[-1]
-            new = self._start_sequence(conversation.prompt, conversation.options, conversation.epoch, is_first=True)
-            self._lacking.pop()
-            if new is None:
-                return 1
-            self._ahead = conversation, new
-        conversation, sequence = self._ahead
-        if not self._is_fetched(sequence):
-            return 0
-        start, prompt_tokens = sequence.state.num_tokens, len(conversation.prompt.token_ids)
-        end = min(start + _AHEAD_ROWS, prompt_tokens if start < prompt_tokens else len(conversation.token_ids))
-        if end > start and self.make_room(sequence, end):
-            started = time.perf_counter()
-            self.compute([(sequence, conversation.token_ids[start:end].astype(np.int64))])
-            self.record_prefill(sequence, time.perf_counter() - started)
-            if end < len(conversation.token_ids):
-                return end - start
-        self._ahead = None
-        self._end(sequence, conversation.token_ids, keep=True, is_finished=True, name="a conversation")
-        return max(1, end - start)
-
-    def stop_ahead(self) -> None:
-        """Interrupts the conversation that is computed ahead, because a request has come. It goes on later."""
-        if self._ahead is not None:
-            (conversation, sequence), self._ahead = self._ahead, None
-            self._end(sequence, conversation.token_ids, keep=True, is_finished=False, name="a conversation")
-            self._lacking.append(conversation)
-
-    def drop_gone(self) -> None:
-        """Forgets lacking conversations that were purged or have expired."""
-        for lacking in [lacking for lacking in self._lacking if self._is_gone(lacking)]:
-            self._lacking.remove(lacking)
-        if self._ahead is not None and self._is_gone(self._ahead[0]):
-            (_, sequence), self._ahead = self._ahead, None
-            self._drop(sequence)
-
-    def _is_gone(self, lacking: LackingConversation) -> bool:
-        return lacking.epoch.purged_at != self.cache.namespaces.purged_at or lacking.expires_at <= time.monotonic()
+    def _compute_ahead(self, running: RunningRequest, token_ids: TokenIds, num_computed: int) -> None:
+        """Has the lacking tokens of a conversation computed when nothing else runs."""
+        options, prompt = running.request.cache, running.request.prompt
+        may_keep = options.save and options.scope.kind != "off" and not prompt.pictures
+        if may_keep and num_computed + MIN_LACKING <= len(token_ids) < self.max_positions:
+            owner = self.cache.owner(options.tenant)._replace(purged_at=running.cached.epoch.purged_at)
+            content, expires_at = prompt.token_ids.tobytes(), self.cache.expires_at(options.ttl_s)
+            self._ahead.add(AheadJob(self, lambda: Prompt(token_ids), options, owner, content, expires_at))
 
     def _end(self, sequence: DraftSequence, token_ids: TokenIds, *, keep: bool, is_finished: bool, name: str) -> None:
         """Ends a sequence, which has the first of these tokens; if it is being fetched, after the fetch."""

@@ -89,11 +89,6 @@ class Proposer:
     def drop(self, reply: Reply, *, keep: bool) -> None:
         """Forgets a reply. `keep`: the next turn may begin there."""
 
-    def work_ahead(self) -> int:
-        """Computes something for later replies, because nothing else runs. Returns its rows, 0 if there is nothing to
-        do."""
-        return 0
-
 
 class ChainProposer(Proposer, ABC):
     """Proposes chains of tokens. Subclasses compute one more token for each reply."""

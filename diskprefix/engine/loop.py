@@ -7,8 +7,10 @@ from functools import partial
 
 from diskprefix.cache.matching import RestoreResult
 from diskprefix.engine.active_requests import ActiveRequests
+from diskprefix.engine.ahead import Ahead
 from diskprefix.engine.fetches import Fetches, RunningFetch
 from diskprefix.engine.forward import StateLost, forward
+from diskprefix.engine.idle_work import IdleWork
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.picture_rows import PictureRowsSource
 from diskprefix.engine.recheck import Recheck
@@ -41,13 +43,17 @@ class Loop:
         self._fetches = Fetches(served.cache, served.pages, inbox.wake)
         self._early_logits: deque[tuple[Reply, Logits]] = deque()
         """The final logits of wholly stored prompts, which are loaded before anything else. Filled on any thread."""
-        self._recheck = Recheck(served, inbox.wake)
+        self._idle = IdleWork(served, inbox.wake)
+        self._idle.tasks = [Recheck(self._idle), Ahead(self._idle, served.ahead)]
+        served.ahead.on_job = inbox.wake
         if served.draft is not None:
             served.draft.begin_read = self._fetches.begin
         self._rows: PictureRowsSource | None = None
         """Gets the rows of pictures; None before the first one comes."""
         served.cache.on_forget.append(inbox.wake)
         served.constraints.on_ready = served.pages.pool.on_free = inbox.wake
+        if not served.in_memory.done():
+            served.in_memory.add_done_callback(lambda _: inbox.wake())
 
     def run(self) -> None:
         """Returns when the inbox is stopped. Raises `DeviceLost`."""
@@ -61,13 +67,12 @@ class Loop:
                 is_idle |= self._inbox.is_over
                 if is_idle and not self._inbox.is_over and self._works_ahead():
                     continue
-                times = [s for s in (self._served.expires_in_s(), self._fetches.check_in_s) if s is not None]
+                ahead_s = None if self._active.requests else self._idle.wait_s
+                times = [s for s in (self._served.expires_in_s(), self._fetches.check_in_s, ahead_s) if s is not None]
                 if is_idle and not self._inbox.wait(min(times, default=None)):
                     return
         finally:
-            if self._served.draft is not None:
-                self._served.draft.stop_ahead()
-            self._recheck.close()
+            self._idle.close()
             self._fetches.close()
             if self._rows is not None:
                 self._rows.close()
@@ -75,12 +80,11 @@ class Loop:
                 running.cached.close()
 
     def _works_ahead(self) -> bool:
-        """Computes something for later guesses, or again what an earlier version has stored, while there is no request.
-        Returns False if there is nothing to do."""
-        if self._active.requests or self._inbox.queue_depth:
+        """Computes something while there is no request. Returns False if there is nothing to do."""
+        if self._active.requests or self._inbox.queue_depth or not self._served.in_memory.done():
             return False
         self._inbox.heartbeat.beat(MAX_ROWS)
-        return self._served.speculation.work_ahead() > 0 or self._recheck.work()
+        return self._idle.work()
 
     # Between two steps.
 
@@ -89,7 +93,7 @@ class Loop:
         # First, so that what comes later ends the next wait.
         waiting = self._inbox.waiting()
         if waiting:
-            self._recheck.stop()
+            self._idle.stop()
         active = self._active
         self._served.drop_gone()
         for running in [one for one in active.requests if one.ticket.cancelled and not one.is_fetching]:
@@ -234,7 +238,11 @@ class Loop:
     # One step.
 
     def _next_step(self) -> list[Chunk[Reply]]:
+        if not self._served.in_memory.done():
+            # Wholly stored prompts get their first tokens meanwhile. If the load fails, a step raises its error.
+            return []
         self._served.speculation.plan(self._scheduler.next_replies())
+        self._scheduler.is_awaited = self._inbox.queue_depth > 0
         return self._scheduler.schedule(self._served.pace.max_prompt_rows(self._scheduler.crowd))
 
     def _compute(self, step: list[Chunk[Reply]]) -> bool:

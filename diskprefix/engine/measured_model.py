@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
+from diskprefix.identity import Fingerprint
 from diskprefix.kv.layout import Layout
 from diskprefix.model.bits import build_of
-from diskprefix.model.load.fingerprint import Fingerprint
+from diskprefix.model.load.fingerprint import fingerprint_of_modules
 from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.plan_fingerprint import PlanFingerprint
-from diskprefix.model.planned import NotExact, PlanRuntime, plan_layout
+from diskprefix.model.plan_fingerprint import fingerprint_of_plan
+from diskprefix.model.planned import NotExact, PlanRuntime
 from diskprefix.model.runtime import Runtime
 from diskprefix.model.self_check import check
 from diskprefix.native.library import REMEDY, are_missing, described, operators
@@ -41,7 +43,7 @@ class MeasuredModel:
     loaded: LoadedModel
     layout: Layout
     runtime: Runtime
-    fingerprint: Fingerprint | PlanFingerprint
+    fingerprint: Fingerprint
     reason: str
     build: str = ""
     """What computes, if that is not in the fingerprint."""
@@ -66,35 +68,35 @@ class MeasuredModel:
 
 def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     """Finds out where a model is exact. Raises the errors of torch when memory runs out, and those of `load_model`."""
-    if loaded.weights is not None:
+    if loaded.runtime is not None:
         try:
-            return _by_plan(loaded, settings)
+            return _by_plan(loaded, loaded.runtime, settings)
         except NotExact as found:
             reason = str(found)
-        # Without the weights of the plan, of which the memory is needed.
-        loaded = replace(loaded, weights=None).as_modules(reason)
+        # The memory of the plan is needed. Plans refer to themselves, and a start collects nothing.
+        loaded = replace(loaded, runtime=None, reason=reason, finish=lambda: None)
+        gc.collect()
+        read = cache(loaded.read_modules)
+        loaded = replace(loaded, model=read(), encoder=None if loaded.encoder is None else read)
     return _by_modules(loaded, settings)
 
 
-def _by_plan(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
+def _by_plan(loaded: LoadedModel, runtime: PlanRuntime, settings: Settings) -> MeasuredModel:
     """Raises `NotExact` if the plan does not pass its check."""
-    weights, compiled = loaded.weights, operators()
-    assert weights is not None, "the model has a plan"
+    compiled = operators()
     assert compiled is not None, "plans need them"
-    layout = plan_layout(weights, loaded.config)
-    runtime = PlanRuntime(weights, loaded.config, layout, settings.block_size)
-    fingerprint = PlanFingerprint.of(
+    fingerprint = fingerprint_of_plan(
         *(runtime.config, runtime.plan, compiled),
         weights_digest=loaded.weights_digest,
         dtype=loaded.dtype,
         mode=settings.fingerprint,
     )
-    check(weights, loaded.config, layout, str(fingerprint))
+    check(runtime.weights, loaded.config, runtime.layout, str(fingerprint), loaded.finish)
     log.info("[model] kernels: %s", described())
     if loaded.processor is not None and loaded.encoder is not None:
         versions = compiled.identity if settings.fingerprint == "strict" else ""
         loaded.processor.computed_by = partial(_runs_encoder, loaded.encoder, versions)
-    return MeasuredModel(loaded, layout, runtime, fingerprint, "", build_of(compiled))
+    return MeasuredModel(loaded, runtime.layout, runtime, fingerprint, "", build_of(compiled))
 
 
 def _runs_encoder(read: Callable[[], PreTrainedModel], versions: str) -> str:
@@ -109,7 +111,7 @@ def _by_modules(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     from diskprefix.grid.rehearsal import rehearse
 
     assert loaded.model is not None, "the model has no plan"
-    fingerprint = Fingerprint.of(loaded.model, loaded.weights_digest, settings.fingerprint)
+    fingerprint = fingerprint_of_modules(loaded.model, loaded.weights_digest, settings.fingerprint)
     layout = rehearse(loaded.model, str(fingerprint))
     reason = "its state is not cached" if layout.unsupported else loaded.reason
     log.info("[model] exact in steps of one grid: %s", reason)

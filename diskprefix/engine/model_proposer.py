@@ -46,17 +46,16 @@ class ModelProposer(ChainProposer):
         """Ends the draft model's sequence of a reply. `keep`: the next turn may begin there."""
         if reply.is_finished and reply.running.reply_limit:
             self._reply_tokens += self._WEIGHT * (len(reply.token_ids) - self._reply_tokens)
-        self.model.release(reply, keep=keep)
+        self._release(reply, keep=keep)
+
+    def _release(self, reply: Reply, *, keep: bool) -> None:
+        self.model.release(reply, keep=keep, pays=self.gain(self.rates, 1) >= MIN_SPEEDUP)
 
     def begin(self, reply: Reply) -> None:
         """Has stored state fetched while the prompt is computed."""
         rates = reply.guesser.rates.get(self.name)
         if rates is not None and self.gain(rates, 1) >= MIN_SPEEDUP:
             self._sequence(reply)
-
-    def work_ahead(self) -> int:
-        """Computes a part of what the draft model lacks of the latest conversation."""
-        return self.model.work_ahead() if self.gain(self.rates, 1) >= MIN_SPEEDUP else 0
 
     def _ready(self, replies: Sequence[Reply], num_decoding: int, most: int) -> list[Reply]:
         ready, behind = list[Reply](), list[Reply]()
@@ -113,7 +112,7 @@ class ModelProposer(ChainProposer):
     def _make_room(self, reply: Reply, num_tokens: int) -> bool:
         is_made = self.model.make_room(self.model.sequences[reply], num_tokens)
         if not is_made:
-            self.model.release(reply, keep=True)
+            self._release(reply, keep=True)
             self._give_up(reply)
         return is_made
 

@@ -55,8 +55,9 @@ class Constraint:
     choose from; "" for any JSON object.
 
     With `begins`, the reply is free but for constrained texts, which begin with a match of this pattern, though not in
-    a thought. `make_source` makes the source on another thread when such a text begins. If it raises a
-    `DiskPrefixError`, all of the reply is free.
+    a thought. If a group of it matched, the group's number stands in the source for what it matched. `make_source`
+    makes the source on another thread when such a text begins. If it raises a `DiskPrefixError`, all of the reply is
+    free.
     """
 
     kind: Literal["json_schema", "json_object", "lark", "choice"]

@@ -82,12 +82,12 @@ class Sampler:
 
     def prepare(self) -> None:
         """Prepares for a constraint, while the prompt is computed."""
-        if self._constraint is not None:
+        if isinstance(self._constraint, ConstrainedCalls):
             self._constraint.prepare()
 
     def record(self, text: str) -> None:
         """Records the text that the sampled token completed."""
-        if self._constraint is not None:
+        if isinstance(self._constraint, ConstrainedCalls):
             self._constraint.record(text)
 
     def logprobs(self, logits: Logits, token: int) -> tuple[TokenLogprob, ...]:

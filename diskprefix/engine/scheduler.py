@@ -6,6 +6,9 @@ fewest tokens left, so that a short request overtakes a long one. A waiting prom
 overtakes it: after four times its own length nothing new passes it. A step in which a prompt ends is filled with
 prompts that end too, but not with a part of one: that would only delay the first token.
 
+A prompt that `gives_way`, because nobody waits for a reply, is computed while there is no other sequence, in small
+steps.
+
 Sequences that do not pack take turns: the one that computed longest ago comes first, and all prompts count as one.
 
 The pace: a step with prompts takes longer than a step that only decodes, and each reply in it waits that long for its
@@ -28,6 +31,8 @@ TARGET_S = 0.05
 """The most seconds of a step with replies and prompts: the pause of a reply for the prompts of others."""
 MIN_ROWS = 16
 """The least rows of prompts beside replies, so that a prompt makes progress whatever is measured."""
+IDLE_ROWS = 32
+"""The most rows of a step that gives way to requests, which wait for it."""
 NO_LIMIT = 1 << 62
 _STEPS_BETWEEN, _LONG_S = 6, 1.0
 """The number of steps with prompts and replies between two that have twice the rows, or half of them where a step
@@ -49,6 +54,7 @@ class Sequence:
     arrived: int
     prompt_tokens: int
     packs: bool = True
+    gives_way: bool = False
     grid: int = 256
     num_known: int = 0
     num_computed: int = 0
@@ -116,6 +122,8 @@ class Scheduler(Generic[S]):
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
         self._max_rows = max_rows
         self.sequences: list[S] = []
+        self.is_awaited = False
+        """A request waits, perhaps for what a prompt that gives way computes."""
         self._rows_of: dict[Hashable, int] = {}
         """The prompt rows that each tenant had, of tenants that have prompts or had more rows than those."""
         self._num_steps = 0
@@ -145,7 +153,7 @@ class Scheduler(Generic[S]):
 
     def next_replies(self) -> list[S]:
         """Returns the sequences that decode in the next step, if it packs: all, or those whose turn it is."""
-        packed = [sequence for sequence in self.sequences if sequence.packs]
+        packed = [sequence for sequence in self._present if sequence.packs]
         prompts = [sequence for sequence in packed if not sequence.is_decoding]
         # If not all fit, they take turns too, and leave some rows to prompts.
         max_replies = self._max_rows - self._max_rows // 4 if prompts else self._max_rows
@@ -160,7 +168,7 @@ class Scheduler(Generic[S]):
         """
         self._count_turns()
         alone = self._next_alone()
-        packed = [sequence for sequence in self.sequences if sequence.packs]
+        packed = [sequence for sequence in self._present if sequence.packs]
         if alone is not None and (not packed or self._last_turn(alone) <= self._last_packed):
             return [Chunk(alone, alone.num_computed, alone.next_end(self._max_rows))]
         return self._packed(packed, max_prompt_rows)
@@ -184,6 +192,11 @@ class Scheduler(Generic[S]):
             chunk.sequence.last_step = self._num_steps
             chunk.sequence.num_computed = chunk.end - chunk.num_drafted
 
+    @property
+    def _present(self) -> list[S]:
+        """The sequences of the next step."""
+        return [sequence for sequence in self.sequences if not sequence.gives_way] or self.sequences
+
     def _count_turns(self) -> None:
         """Begins to count rows for new tenants with a prompt. A tenant neither saves up turns while it has no prompt,
         nor gets the first turn again by leaving for a moment."""
@@ -195,7 +208,7 @@ class Scheduler(Generic[S]):
 
     def _next_alone(self) -> S | None:
         """Returns the next sequence that does not pack."""
-        alone = [sequence for sequence in self.sequences if not sequence.packs]
+        alone = [sequence for sequence in self._present if not sequence.packs]
         turns = [sequence for sequence in alone if sequence.is_decoding]
         if prompts := [sequence for sequence in alone if not sequence.is_decoding]:
             turns.append(next(self._by_turns(prompts)))
@@ -209,7 +222,8 @@ class Scheduler(Generic[S]):
         decoding = self.next_replies()
         prompts = [sequence for sequence in sequences if not sequence.is_decoding]
         step = [Chunk(sequence, sequence.num_computed, sequence.num_known) for sequence in decoding]
-        room, has_end = self._max_rows - len(step), False
+        gives_way = not self.is_awaited and all(sequence.gives_way for sequence in sequences)
+        room, has_end = (IDLE_ROWS if gives_way else self._max_rows) - len(step), False
         if step and prompts and max_prompt_rows is not None:
             room = min(room, max_prompt_rows)
         for sequence in self._by_turns(prompts):

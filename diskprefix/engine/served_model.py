@@ -15,6 +15,7 @@ import numpy as np
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import save_idle
 from diskprefix.cache.encoded_pictures import EncodedPictures
+from diskprefix.engine.ahead_jobs import AheadJobs
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.draft_model import DraftModel, LoadedDraft
@@ -38,7 +39,7 @@ from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.families.model_types import pictures_problem
 from diskprefix.model.load.loader import LoadedModel
-from diskprefix.model.load.memory import kv_bytes
+from diskprefix.model.load.memory import kv_bytes, trim_heap
 from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.printable import first_line
 from diskprefix.units import counted, format_size
@@ -102,6 +103,9 @@ class ServedModel:
         self.clock = time.perf_counter
         """The clock that measures steps."""
         self.fit = loaded.fit
+        self._finish_load = loaded.finish
+        self.in_memory = loaded.in_memory
+        """Done when all weights are in memory. No step is computed before."""
         self._kv_limit = loaded.fit.kv_limit
         if draft is not None and cache.settings.kv_memory is None:
             self._kv_limit = min(self._kv_limit, draft.loaded.fit.kv_limit)
@@ -117,10 +121,13 @@ class ServedModel:
                 f"--kv-memory: {format_size(pool.limit_bytes)} has no room for a block of {pool.block_size} tokens; "
                 f"a context of {num_tokens:,} tokens takes {format_size(pool.sequence_bytes(num_tokens))}"
             )
+        is_exact = cache.layout.exact_at == "token" and not cache.layout.unsupported
+        self.ahead = AheadJobs(cache.settings.ahead_s if is_exact else 0.0)
+        cache.on_forget.append(lambda: self.ahead.forget(cache.is_gone))
         self.draft: DraftModel | None = None
         if draft is not None:
             pages = self._make_pages(draft.cache, cache.layout)
-            self.draft = DraftModel(draft.runtime, draft.cache, pages, _max_positions(draft.loaded.config))
+            self.draft = DraftModel(draft.runtime, draft.cache, pages, _max_positions(draft.loaded.config), self.ahead)
         self.speculation = self._make_speculation()
         self.startup_timings: dict[str, float] = {}
         """The seconds of each step of loading."""
@@ -154,9 +161,15 @@ class ServedModel:
         self.cache.warm_up(sequence)
         self.pages.end(sequence, keep=False)
 
+    def finish_load(self) -> None:
+        """Returns when all weights are in memory. Raises the errors of `begin_load`."""
+        self._finish_load()
+        trim_heap()
+
     def give_way(self) -> None:
         """Ends the work done ahead of the first request, because it has come. For any thread."""
         self.pages.give_way()
+        self.ahead.give_way()
         if self.draft is not None:
             self.draft.pages.give_way()
 
@@ -164,8 +177,6 @@ class ServedModel:
         """Forgets the state of sequences that have expired or were purged. For the engine's thread."""
         for cache, pages in self._caches():
             pages.forget_expired(cache.namespaces.purged_at)
-        if self.draft is not None:
-            self.draft.drop_gone()
 
     def expires_in_s(self) -> float | None:
         """Returns the seconds until `drop_gone` has something to forget, None if nothing expires."""
@@ -357,9 +368,11 @@ class ServedModel:
         )
 
     def _touch_memory(self) -> None:
+        if not (longest := self.cache.store.longest_prompt()):
+            # Nothing can be restored.
+            return
         try:
-            num_tokens = self.cache.store.longest_prompt() + _TURN_TOKENS
-            self.pages.make_ahead(_AHEAD_BYTES, min(num_tokens, self.max_positions))
+            self.pages.make_ahead(_AHEAD_BYTES, min(longest + _TURN_TOKENS, self.max_positions))
         except ContextTooLong as error:
             # Only a head start is lost. A request allocates the memory that it needs.
             log.info("[engine] no KV memory taken ahead: %s", error)

@@ -70,11 +70,6 @@ class Speculation:
         for proposer in self.proposers:
             proposer.drop(reply, keep=keep)
 
-    def work_ahead(self) -> int:
-        """Computes something for later replies, because nothing else runs. Returns its rows, 0 if there is nothing to
-        do."""
-        return next((rows for proposer in self.proposers if (rows := proposer.work_ahead())), 0)
-
     def _best_chain(self, reply: Reply, num_decoding: int) -> ChainProposer | None:
         """Returns the chain that makes a reply faster than its current guesses; None if there is none. A chain that
         does not pay is not asked until its rates have faded."""

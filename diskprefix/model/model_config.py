@@ -14,7 +14,7 @@ from typing import Any
 from diskprefix.errors import ModelError
 from diskprefix.model.families.derived_options import OLDER_LAYERS, derive
 from diskprefix.model.families.rotary_options import set_rotary
-from diskprefix.model.families.type_table import base_of, levels_of, options_of, other_names, text_of
+from diskprefix.model.families.type_table import base_of, has_trait, levels_of, options_of, other_names, text_of
 from diskprefix.printable import first_line, shown
 
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -26,8 +26,6 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "n": ((type(None),), "null"),
     "s": ((str,), "a text"),
 }
-_TIED_BY_TEXT = ("qwen2_5_vl", "qwen2_vl")
-"""Types of models with encoders whose part about text may say that the embeddings are the head."""
 _KINDS_OF_LAYERS = {
     *("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"),
 }
@@ -55,9 +53,9 @@ class ModelConfig:
         """Returns the configuration of a model from what a `config.json` says. Raises `ModelError` for options of other
         types, and for ones that exclude each other."""
         kind = given["model_type"]
-        parts = {name: given.get(name) for name in ("text_config", "vision_config")}
-        if text := text_of(kind, (parts["text_config"] or {}).get("model_type")):
-            return cls._whole(given, ModelConfig.of({**(parts["text_config"] or {}), "model_type": text}))
+        of_text = text_within(given)
+        if text := text_of(kind, of_text.get("model_type")):
+            return cls._whole(given, ModelConfig.of({**of_text, "model_type": text}))
         aliases = other_names(kind)
         own = deepcopy({name: default for name, (_, default) in options_of(kind).items()})
         extra = deepcopy({aliases.get(name, name): value for name, value in given.items()})
@@ -85,7 +83,7 @@ class ModelConfig:
         named = {aliases.get(name, name): value for name, value in given.items()}
         values = {name: named.get(name, default) for name, (_, default) in options_of(kind).items()}
         _check_types(kind, values)
-        if kind in _TIED_BY_TEXT and getattr(text, "tie_word_embeddings", False):
+        if has_trait(kind, "tied_by_text") and getattr(text, "tie_word_embeddings", False):
             values["tie_word_embeddings"] = True
         values |= {alias: values[name] for alias, name in aliases.items() if name in values}
         vision |= given.get("vision_config") or {}
@@ -127,6 +125,14 @@ class ModelConfig:
     def per_layer_config(self) -> LayerConfigs:
         """The configuration of each layer."""
         return LayerConfigs(self, self._per_layer)
+
+
+def text_within(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the options of the text of a model with encoders: those of older configurations stand among its own."""
+    if (found := given.get("text_config")) or not has_trait(given["model_type"], "flat"):
+        return found or {}
+    names = {*options_of(text_of(given["model_type"], None)), "rope_scaling", "rope_theta"}
+    return {name: value for name, value in given.items() if name in names}
 
 
 class LayerConfigs:

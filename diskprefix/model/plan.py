@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from array import array
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -71,7 +70,7 @@ class ComputePlan:
         self._free: dict[int, list[int]] = {}
         self._kept: list[Any] = []
         self._scratch: list[tuple[int, int]] | None = None
-        self._ids_below = defaultdict[int, np.ndarray](lambda: self._numbers(max_rows))
+        self._ids_below = dict[int, np.ndarray]()
         """The step's tokens for tables of so many rows."""
         self._logit_rows = self._numbers(max_rows)
         self._positions = self._numbers(_MAX_AXES * max_rows).reshape(_MAX_AXES, max_rows)
@@ -124,7 +123,8 @@ class ComputePlan:
 
     def embeddings(self, table: Matrix | DenseMatrix) -> Buffer:
         """Returns the rows of a table that the step's tokens have: the first one for tokens that it lacks."""
-        ids = self._ids_below[min(table.rows, self.vocab_size)]
+        num_ids = min(table.rows, self.vocab_size)
+        ids = self._ids_below[num_ids] = self._ids_below.get(num_ids, self._numbers(self.max_rows))
         out = self.rows(table.columns)
         if isinstance(table, Matrix):
             call = calls.LookupCall(ids=address_of(ids), matrix=table.address, out=out.address)
@@ -162,7 +162,10 @@ class ComputePlan:
         """Returns the norm of each row."""
         rows = self.narrowed(rows)
         out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
-        self._require(rows.width == rows.stride and norm.has(1, rows.width), "a norm of other rows")
+        self._require(
+            rows.width == rows.stride and norm.has(1, rows.width),
+            f"a norm of {norm.weight.shape[0]} numbers, of rows of {rows.width}",
+        )
         call = calls.NormCall(
             dtype=self.dtype, kind=norm.kind, width=rows.width, rows=rows.address, weight=norm.weight.address,
             out=out.address, epsilon=norm.epsilon,
@@ -176,9 +179,9 @@ class ComputePlan:
 
     def products(self, rows: Buffer, *matrices: Matrix | DenseMatrix) -> list[Buffer]:
         """Returns the products of each row with several matrices: those of packed ones are computed together."""
-        self._require(
-            all(matrix.columns == rows.width == rows.stride for matrix in matrices), "a product of other rows"
-        )
+        for matrix in matrices:
+            size = matrix.rows, matrix.columns
+            self._require(matrix.columns == rows.width == rows.stride, f"a product of {size} and rows of {rows.width}")
         outs = [
             self.rows(matrix.rows, is_of_logits=rows.is_of_logits, item_bytes=rows.item_bytes) for matrix in matrices
         ]

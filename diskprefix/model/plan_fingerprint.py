@@ -9,12 +9,12 @@ import ctypes
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 
-from diskprefix.identity import canonical, identity_text
+from diskprefix.identity import Fingerprint, canonical
 from diskprefix.model.bits import bits_of_build
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.load.kernel_settings import code_digest
@@ -29,52 +29,29 @@ _IN_MEMORY = ("places", "states")
 _SMALL_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanFingerprint:
-    """All that changes the numbers of a plan. In mode `portable` the root has our code in the place of the bits, so
-    machines with other kernels share it."""
-
-    weights_digest: str
-    configuration: str
-    """A digest of the options that are not at their defaults."""
-    forms: str
-    """A digest of the forms of the weights, and of the vectors and tables that were computed of them at the start."""
-    dtype: str
-    bits: str
-    code: str
-    mode: str = "strict"
-
-    @classmethod
-    def of(
-        cls,
-        config: DecoderConfig,
-        plan: ComputePlan,
-        operators: Operators,
-        *,
-        weights_digest: str,
-        dtype: str,
-        mode: str = "strict",
-    ) -> PlanFingerprint:
-        """Returns the fingerprint of a model with these options, and a plan of it."""
-        return cls(
-            weights_digest=weights_digest,
-            configuration=_digest(canonical(options(config)).encode()),
-            forms=_digest(*sorted({_described(one) for _, kept in plan.made_of for one in _leaves(kept)})),
-            dtype=dtype,
-            bits=bits_of_build(operators),
-            code=code_digest(),
-            mode=mode,
-        )
-
-    def identity(self, block_size: int, layout_version: int, layout: str, salt: str = "") -> str:
-        """Returns the text whose hash is the root; see `Fingerprint.identity`."""
-        named = self.as_dict()
-        del named["bits" if self.mode == "portable" else "code"]
-        return identity_text(named, block_size, layout_version, layout, salt)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns every field, for `/props`."""
-        return asdict(self)
+def fingerprint_of_plan(
+    config: DecoderConfig,
+    plan: ComputePlan,
+    operators: Operators,
+    *,
+    weights_digest: str,
+    dtype: str,
+    mode: str = "strict",
+) -> Fingerprint:
+    """Returns everything that changes the numbers of a plan with these options: `configuration` is a digest of those
+    that are not at their defaults, `forms` one of the forms of the weights, and of the vectors and tables that were
+    computed of them at the start. In mode `portable` the root has our code in the place of the bits, so machines with
+    other kernels share it."""
+    named = {
+        "weights_digest": weights_digest,
+        "configuration": _digest(canonical(options(config)).encode()),
+        "forms": _digest(*sorted({_described(one) for _, kept in plan.made_of for one in _leaves(kept)})),
+        "dtype": dtype,
+        "bits": bits_of_build(operators),
+        "code": code_digest(),
+        "mode": mode,
+    }
+    return Fingerprint(named, frozenset({"bits" if mode == "portable" else "code"}))
 
 
 def options(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -53,9 +53,11 @@ class PlanRuntime:
         found = config_of(config, weights.dtype, layout, page_tokens)
         self.config = first_layers(found) if is_of_first else found
         self._padded = padded_tokens(config)
-        self._weights, self._names = weights, SlotNames.of(config.get_text_config(decoder=True))
+        self.weights, self._names = weights, SlotNames.of(config.get_text_config(decoder=True))
         self._dtype, self._page_tokens = weights.dtype, page_tokens
         self._plans = dict[bool, ComputePlan]()
+        self.wait: Callable[[], None] = lambda: None
+        """Returns when all weights are in memory. Called before each step."""
 
     @property
     def plan(self) -> ComputePlan:
@@ -87,10 +89,11 @@ class PlanRuntime:
         assert compiled is not None, "a model of a plan is exact at every token"
         dtype, max_rows = DTYPES[self._dtype], max(num_rows, _ROWS)
         plan = ComputePlan(compiled, dtype, max_rows, self.config.vocab_size, self._page_tokens)
-        return plan, Slots(self._weights, self.config.norm, self.config.epsilon, self._names)
+        return plan, Slots(self.weights, self.config.norm, self.config.epsilon, self._names)
 
     def run(self, step: Sequence[Rows], *, needs_hidden: bool = False) -> StepOutput:
-        """Computes a step: all rows of all sequences together."""
+        """Computes a step: all rows of all sequences together. Raises what `wait` raises."""
+        self.wait()
         sequences, runs = begin_step(step)
         token_ids, pictures = np.concatenate([rows.token_ids for rows in step]), [rows.pictures for rows in step]
         counts = [rows.num_logits for rows in step]

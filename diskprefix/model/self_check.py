@@ -7,6 +7,7 @@ version, a machine or a file.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -49,8 +50,11 @@ def known_reason(config: Any, dtype: str, device: str) -> str:
     return without_plan(config)
 
 
-def check(weights: Weights, config: Any, layout: Layout, identity: str = "") -> None:
-    """Raises `NotExact` if the plan of a model is not exact at every token, and `MemoryError`.
+def check(
+    weights: Weights, config: Any, layout: Layout, identity: str = "", finish: Callable[[], None] = lambda: None
+) -> None:
+    """Raises `NotExact` if the plan of a model is not exact at every token, and `MemoryError`. `finish` is called
+    before a check: it returns when all weights are in memory.
 
     A check that passed is remembered for `identity`, the model's fingerprint, if it is given. One that failed is not,
     so that a wrong moment of one process does not decide for the next.
@@ -61,6 +65,7 @@ def check(weights: Weights, config: Any, layout: Layout, identity: str = "") -> 
     key = hashlib.sha256(named.encode()).hexdigest() if identity else ""
     if key and _passed.get(key) is True:
         return
+    finish()
     try:
         _check(PlanRuntime(weights, config, layout, _PAGE_TOKENS, is_of_first=True))
     except MemoryError:

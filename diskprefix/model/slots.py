@@ -13,7 +13,7 @@ from diskprefix.model.config import NormKind
 from diskprefix.model.families.slot_names import SlotNames
 from diskprefix.model.operands import DenseExperts, DenseMatrix, HeadMatrices, PackedExperts, Weight, WeightedNorm
 from diskprefix.model.quants.forms import matrix_of
-from diskprefix.model.weights import Weights
+from diskprefix.model.weights import Quants, Weights
 from diskprefix.native import address_of, calls
 from diskprefix.native.matrix import Matrix, fills_blocks
 
@@ -84,7 +84,7 @@ class Slots:
         self, path: str, bias: np.ndarray | None, dtype: str, *, is_turned: bool = False
     ) -> Matrix | DenseMatrix:
         weights = self._weights
-        quants = weights.quants(f"{path}.weight") if dtype == "bfloat16" else None
+        quants = self._quants(path) if dtype == "bfloat16" else None
         if quants is not None and quants.columns is None:
             return matrix_of(quants.packed, quants.form, bias)
         # Files have a matrix of one row as a vector.
@@ -98,10 +98,17 @@ class Slots:
     def regrouped(self, name: str) -> tuple[Matrix | DenseMatrix, tuple[int, int, int] | None]:
         """Returns the matrix of a product, and by which sizes its columns are in another order (see `FileMatrix`)."""
         path = self._path(name)
-        quants = self._weights.quants(f"{path}.weight") if self._weights.dtype == "bfloat16" else None
-        if quants is not None:
+        if (quants := self._quants(path)) is not None:
             return matrix_of(quants.packed, quants.form, self._bias(name)), quants.columns
         return self.matrix(name), None
+
+    def _quants(self, path: str) -> Quants | None:
+        """Returns the quants of a module for products, None if it has none."""
+        weights, name = self._weights, f"{path}.weight"
+        found = weights.quants(name) if weights.dtype == "bfloat16" else None
+        if found is not None:
+            weights.asked[name] = found.shape
+        return found
 
     def numbers(self, name: str) -> Weight | None:
         """Returns a vector in float32, None if there is none."""
@@ -140,6 +147,7 @@ class Slots:
         of_experts = {part: bias for halves in of_parts for part, bias in halves.items()}
         is_short = weights.dtype == "bfloat16"
         if found := weights.expert_quants(path, form) if is_short else {}:
+            weights.asked |= {f"{path}.{part}": quants.shape for part, quants in found.items()}
             packed = {
                 part: [
                     matrix_of(one, quants.form, of_experts[part][number] if of_experts else None)
@@ -178,11 +186,10 @@ class Slots:
 
     def table(self, name: str) -> Matrix | DenseMatrix:
         """Returns a matrix whose rows are looked up."""
-        weight, dtype = f"{self._path(name)}.weight", self._weights.dtype
-        quants = self._weights.quants(weight) if dtype == "bfloat16" else None
-        if quants is not None:
+        path = self._path(name)
+        if (quants := self._quants(path)) is not None:
             return matrix_of(quants.packed, quants.form, None)
-        return DenseMatrix(_weight(self._weights.tensor(weight), dtype))
+        return DenseMatrix(_weight(self._weights.tensor(f"{path}.weight"), self._weights.dtype))
 
     def expansions(
         self, name: str, heads: int, key_dim: int, value_dim: int

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from diskprefix.model.quants.quant_form import QuantForm
+from diskprefix.native import ROWS
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +24,12 @@ class Quants:
     packed: np.ndarray
     form: QuantForm
     columns: tuple[int, int, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weights."""
+        *experts, strips, units, _ = self.packed.shape
+        return *experts, strips * ROWS, units * self.form.unit_columns
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,8 @@ class Weights(ABC):
 
     def __init__(self, dtype: str, *, has_draft_layer: bool = False) -> None:
         self.dtype, self.has_draft_layer = dtype, has_draft_layer
+        self.asked = dict[str, tuple[int, ...]]()
+        """The shapes of what a plan has asked for, in order."""
         self._tensors: dict[str, np.ndarray] = {}
 
     @abstractmethod
@@ -73,6 +82,7 @@ class Weights(ABC):
         if key not in self._tensors:
             found = self._read(name)
             self._tensors[key] = np.ascontiguousarray(found.T) if is_turned else found
+        self.asked[name] = self._tensors[key].shape
         return self._tensors[key]
 
     def quants(self, _name: str) -> Quants | None:
@@ -89,9 +99,9 @@ class Weights(ABC):
         all of them have some."""
         return {}
 
-    def origin(self, name: str) -> str:
-        """Returns what the tensors of a parameter are called where they come from."""
-        return name
+    def misfit(self) -> str:
+        """Returns the last weights that were asked for, with their shapes, for a message."""
+        return ", ".join(f"{name} is {shape}" for name, shape in [*self.asked.items()][-8:])
 
     @abstractmethod
     def finish(self) -> None:

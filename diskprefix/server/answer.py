@@ -253,7 +253,7 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = 
     def begin() -> tuple[ParsedRequest, Rendered | None, M | None]:
         notes = partial(arrival.serving.engine.cache.notes, arrival.cache.tenant)
         parsed = arrival.dialect.read(arrival.body, arrival.serving.renderer.vocab_size, notes)
-        if arrival.body.prewarms:
+        if arrival.body.prompt_cache_options is not None and arrival.body.prompt_cache_options.prewarm:
             parsed = parsed.without_reply()
         if parsed.more_prompts or _has_pictures(parsed.prompt):
             return parsed, None, None
@@ -362,7 +362,8 @@ def _engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
         shown_special_tokens=output_format.special_tokens.union(ends),
         reports_progress=parsed.return_progress,
     )
-    memory = reply_memory(serving, arrival.cache, replayed)
+    asked = parsed.prompt if isinstance(parsed.prompt, Conversation) else None
+    memory = None if asked is None else reply_memory(serving, arrival.cache, asked, replayed)
     # Made here, in a thread: many names of tools take long.
     parsers = [output_format.parser(parsed.tools, prompt_end) for _ in range(num_choices)]
     return ReplyReader(parsers.pop, arrival.dialect.call_id_prefix, memory, many_calls=choice.many), generate

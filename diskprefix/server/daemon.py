@@ -64,8 +64,6 @@ class Daemon:
         self.on_ready: Callable[[Serving], None] = lambda _serving: None
         self.on_failure: Callable[[DiskPrefixError], None] = lambda _error: None
         """Called when the load fails, and when the accelerator is lost."""
-        self.at_load: list[Callable[[Serving], None]] = []
-        """Called with the `Serving`, in the thread that loads."""
         self._load_engine = load_engine
         self._made_at = time.perf_counter()
         self._stopping = False
@@ -193,15 +191,15 @@ class Daemon:
 
         try:
             serving = self._serve(report)
-            for call in self.at_load:
-                call(serving)
+            _call_soon(loop, self._loaded, serving)
+            # Prompts that are wholly stored are answered while the weights are read.
+            serving.engine.finish_load()
+            log.info("[start] all weights are in memory after %.1f s", self._elapsed_s())
         except DiskPrefixError as error:
             _call_soon(loop, self._failed, error)
         except Exception as error:
             log.exception("loading failed unexpectedly")
             _call_soon(loop, self._failed, DiskPrefixError(f"loading failed unexpectedly: {error}"))
-        else:
-            _call_soon(loop, self._loaded, serving)
 
     def _serve(self, progress: Progress) -> Serving:
         scope = parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")
@@ -222,6 +220,8 @@ class Daemon:
             normalisers=normalisers,
             compress=compress,
             end_ids=engine.end_ids,
+            # Where state can be cut anywhere, nothing depends on it.
+            finds_question=bool(engine.cache.layout.states),
             template_variables=self.settings.template_variables,
         )
         renderer.warm_up()

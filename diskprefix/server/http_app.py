@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -19,6 +20,9 @@ from diskprefix.server.guards import Auth, BrowserGuard
 from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.routes import AppRoute
 from diskprefix.settings import Settings
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 def create_app(settings: Settings, load_engine: EngineLoader, access: ApiKeys | OwnerToken | None = None) -> Starlette:
@@ -40,23 +44,36 @@ def create_app(settings: Settings, load_engine: EngineLoader, access: ApiKeys | 
         finally:
             await daemon.close()
 
+    routes = [*answer.routes, *stored_responses.routes, *model_routes.routes, *model_routes.token_routes]
+    known = {route.path for route in (*routes, *status.routes)} - {"/", "/dashboard"}
     app = Starlette(
-        routes=[
-            *(*answer.routes, *stored_responses.routes, *model_routes.routes, *model_routes.token_routes),
-            *(*status.routes, AppRoute("/openapi.json", _document), AppRoute("/docs", _document)),
-        ],
+        routes=[*routes, *status.routes, AppRoute("/openapi.json", _document), AppRoute("/docs", _document)],
         middleware=[
             Middleware(AccessLog, daemon=daemon),
             Middleware(BrowserGuard, host=settings.host, has_keys=settings.api_keys is not None),
             Middleware(Auth, access=access, in_flight=daemon.in_flight),
+            Middleware(ExtraRoutes, known=known),
         ],
         exception_handlers=HANDLERS,
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     app.state.daemon, app.state.access, app.state.documents = daemon, access, None
-    hooks.add_routes(app)
     return app
+
+
+class ExtraRoutes:
+    """ASGI middleware that imports the routes of extras when a path comes that is not `known`: a start is without
+    them."""
+
+    def __init__(self, app: ASGIApp, known: Collection[str]) -> None:
+        self._app, self._known, self._are_there = app, known, False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._are_there and scope["type"] == "http" and scope["path"] not in self._known:
+            self._are_there = True
+            hooks.add_routes(scope["app"])
+        await self._app(scope, receive, send)
 
 
 async def _document(request: Request) -> Response:

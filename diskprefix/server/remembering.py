@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from diskprefix.chat.known_parts import OwnedParts
+from diskprefix.chat.messages import Conversation, Message
 from diskprefix.chat.replay import Replayed, ReplyMemory
+from diskprefix.engine.ahead_jobs import AheadJob
 from diskprefix.store.note_record import NoteKind
-from diskprefix.tokens import TokenIds
-from diskprefix.values import CacheOptions
+from diskprefix.tokens import TokenIds, common_prefix_length
+from diskprefix.values import CacheOptions, Prompt
 
 if TYPE_CHECKING:
     from diskprefix.server.serving import Serving
@@ -48,9 +50,27 @@ def known_parts(serving: Serving, cache: CacheOptions) -> OwnedParts | None:
     )
 
 
-def reply_memory(serving: Serving, cache: CacheOptions, replayed: Replayed) -> ReplyMemory | None:
-    """Returns the memory for the replies to a request, None if they are not remembered."""
+def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, replayed: Replayed) -> ReplyMemory | None:
+    """Returns the memory for the replies to a conversation, None if they are not remembered. The prompt that the next
+    question will have is computed while nobody waits."""
     turns = stored_turns(serving, cache) if cache.save else None
     if turns is None or replayed.origin is None:
         return None
-    return ReplyMemory(replace(turns, prompt=replayed.prompt.token_ids), replayed.origin, serving.renderer.end_ids)
+
+    owner = serving.engine.cache.owner(cache.tenant)
+
+    def compute_ahead(reply: Message) -> None:
+        def make() -> Prompt | None:
+            prompt = serving.renderer.ahead(asked, reply, turns, known_parts(serving, cache))
+            own = replayed.prompt
+            if prompt is None or common_prefix_length(prompt.token_ids, own.token_ids) < own.question_end:
+                return prompt
+            return replace(prompt, question_end=own.question_end)
+
+        expires_at = serving.engine.cache.expires_at(cache.ttl_s)
+        serving.engine.ahead.add(AheadJob(serving.engine, make, cache, owner, tuple(asked.messages), expires_at))
+
+    # Pictures would stay in memory.
+    then = compute_ahead if cache.scope.most is None and not asked.has_pictures else lambda _: None
+    turns_of_prompt = replace(turns, prompt=replayed.prompt.token_ids)
+    return ReplyMemory(turns_of_prompt, replayed.origin, serving.renderer.end_ids, then)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 routes = Routes("responses")
 
 
-class StoredParameters(BaseModel):
+class StoredParameters(BaseModel, defer_build=True):
     """The parameters of all routes."""
 
     cache_salt: str | None = Field(

@@ -10,7 +10,7 @@ import pytest
 from diskprefix.api.fields import MAX_TTL_S, cache_options
 from diskprefix.api.openai import CompletionRequest
 from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.chat.messages import ImagePart
+from diskprefix.chat.messages import CacheMark, ImagePart
 from diskprefix.server.body import parse_json
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.values import SHARED, CacheOptions, Scope, Tenant
@@ -77,13 +77,15 @@ def test_reasoning_comes_back_by_either_name_and_needs_no_content(name: str) -> 
 
 
 def test_each_part_knows_its_path() -> None:
-    parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:"}}]
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    parts = [{"type": "text", "text": "see"}, image | MARK]
     conversation = chat(messages=[USER, {"role": "user", "content": parts}], tools=TOOLS).conversation
     assert [part.path for message in conversation.messages for part in message.content] == [
         "messages.0.content",
         "messages.1.content.0.text",
         "messages.1.content.1",
     ]
+    assert [message.mark for message in conversation.messages] == [None, CacheMark()], "a mark on a picture is on it"
     assert list(conversation.tool_paths) == ["tools.0.function.parameters", "tools.1.function.parameters"]
 
 

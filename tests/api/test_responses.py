@@ -80,10 +80,10 @@ def test_parts_keep_their_paths_and_marks() -> None:
         {
             "type": "message",
             "role": "user",
-            "cache_control": {"type": "ephemeral"},
             "content": [
                 {"type": "input_text", "text": "a", "cache_control": mark},
-                {"type": "input_image", "image_url": "data:x", "detail": "low"},
+                {"type": "input_image", "image_url": "data:x", "detail": "low"}
+                | {"prompt_cache_breakpoint": {"mode": "explicit"}},
                 {"type": "input_audio", "input_audio": {"data": "d", "format": "wav"}},
                 {"type": "input_file", "file_data": "x"},
                 {"type": "refusal", "refusal": "no"},

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diskprefix.chat.boundaries import system_end, template_boundaries
+from diskprefix.chat.boundaries import last_agreed, template_boundaries
 from diskprefix.chat.client_text import StandIns, TextRules, TokenTexts, with_stand_ins
 from diskprefix.chat.template import template_markers
 from diskprefix.chat.template_input import changed_texts
@@ -144,13 +144,13 @@ def test_a_token_that_the_tokenizer_added_is_a_boundary() -> None:
 
 
 def test_without_a_boundary_in_the_common_text_it_is_zero() -> None:
-    assert system_end((), [], "system: be kind", "system: be") == 0
-    assert system_end((2,), [(0, 1), (1, 4)], "a<s>", "a<s?") == 0
+    assert last_agreed((), [], "system: be kind", "system: be") == 0
+    assert last_agreed((2,), [(0, 1), (1, 4)], "a<s>", "a<s?") == 0
 
 
 def test_a_token_added_behind_the_text_does_not_end_the_system_message() -> None:
     offsets = [(0, 3), (3, 4), (4, 7), (7, 8), (0, 0)]
-    assert system_end((1, 3, 5), offsets, "<s>a<s>b", "<s>a") == 1
+    assert last_agreed((1, 3, 5), offsets, "<s>a<s>b", "<s>a") == 1
 
 
 @pytest.mark.parametrize(

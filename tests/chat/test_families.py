@@ -144,6 +144,15 @@ def test_tools_are_in_the_system_part_unless_the_template_writes_them_behind_it(
     assert "cities" not in system
 
 
+@tool_families
+def test_all_prompts_of_a_loop_and_of_the_next_question_share_the_end_of_the_question(family: Family) -> None:
+    first, loop, after = (prompt_of(family, messages, tools=True) for messages in (LOOP[:4], LOOP, AFTER))
+    assert loop.question_end == first.question_end <= min(shared(first, loop), shared(loop, after))
+    # Mistral writes the tools before the last question.
+    assert (QUESTION["content"] in text_of(family, loop, loop.question_end)) == (family.name != "mistral-nemo")
+    assert after.question_end > loop.question_end
+
+
 @families
 def test_a_conversation_that_goes_on_keeps_every_boundary(family: Family) -> None:
     asked = [prompt_of(family, CHAT[:end]) for end in (2, 4, 6)]

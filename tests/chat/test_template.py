@@ -215,7 +215,7 @@ def test_a_text_of_megabytes_is_refused_without_encoding_all_of_it(tokenizer: An
     longest = max(map(len, tokenizer.get_vocab()))
     for compress in (None, partial(fit, 32)):
         renderer = renderer_of(Counting(), max_positions=64, compress=compress)
-        for text in ("word " * 1_000_000, " " * longest * 64):
+        for text in ("word " * 1_000_000, " " * longest * 64 * 32):
             with pytest.raises(ContextTooLong, match="at least"):
                 rendered(renderer, conversation_of(("user", text), ("assistant", text), ("user", text)))
     assert sum(encoded_chars) < 1_000

@@ -164,7 +164,7 @@ def test_a_body_keeps_what_has_a_say_in_the_prompt() -> None:
     path, body = request_of(kept | replies | {"prefix_cache": {"salt": "s", "window": 3}})
     cache = {"salt": "s", "scope": "full"}
     assert path == CHAT
-    assert body == kept | {"max_tokens": 1, "temperature": 0, "prefix_cache": cache}
+    assert body == kept | {"prompt_cache_options": {"prewarm": True}, "prefix_cache": cache}
     wrong = request_of({"prompt": "x", "prefix_cache": "full"})[1]
     assert wrong["prefix_cache"] == "full", "it is left to the daemon to refuse"
 

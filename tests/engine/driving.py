@@ -64,13 +64,15 @@ def load(model: Path, kv: Path, *, block_size: int = BLOCK, **settings: Any) -> 
         "kv_cache_gate": "off",
         "speculative": "off",
     } | settings
-    return load_engine(Settings(model=str(model), kv_cache_dir=kv, block_size=block_size, **given), lambda _: None)
+    engine = load_engine(Settings(model=str(model), kv_cache_dir=kv, block_size=block_size, **given), lambda _: None)
+    engine.finish_load()
+    return engine
 
 
 def weight_of(engine: Engine, name: str) -> np.ndarray:
     """The memory of a parameter of an engine that computes by a plan."""
     runtime: Any = engine.runtime
-    found: np.ndarray = runtime._weights.tensor(name)
+    found: np.ndarray = runtime.weights.tensor(name)
     return found
 
 

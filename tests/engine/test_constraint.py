@@ -18,12 +18,13 @@ import torch
 from llguidance import LLParserLimits
 
 from diskprefix.engine import kept_schema
-from diskprefix.engine.constrained_reply import ConstraintCompiler, Forbidden, forbidden_by
+from diskprefix.engine.constrained_reply import ConstrainedCalls, ConstraintCompiler, Forbidden, forbidden_by
 from diskprefix.engine.constraint_grammar import repeated
 from diskprefix.engine.kept_schema import JsonSchema, with_any_of
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest
+from tests.chat.families.families import named, tokenizer_of
 from tests.model import tiny
 from tests.random_schemas import random_schema
 
@@ -242,6 +243,38 @@ def test_a_reply_is_free_but_for_its_calls(
     reply = write(compiler, replace(constraint, **changes), likely=likely)
     assert reply.is_ended
     assert re.fullmatch(written, reply.text, re.DOTALL)
+
+
+def test_a_grammar_of_calls_is_made_beside_the_prompt_and_not_before(compiler: ConstraintCompiler) -> None:
+    made: SimpleQueue[str] = SimpleQueue()
+
+    def make_source() -> str:
+        made.put(threading.current_thread().name)
+        return "start: /call [ab]/"
+
+    reply = compiler.begin_reply(Constraint(kind="lark", begins=re.compile("call"), make_source=make_source))
+    assert isinstance(reply, ConstrainedCalls)
+    assert reply.is_ready
+    assert made.empty()
+    for _ in range(2):
+        reply.prepare()
+    assert made.get(timeout=60).startswith("masks")
+    reply.record("call")
+    assert mask_of(reply) is not None
+    assert made.empty()
+
+
+def test_the_text_of_a_tokenizer_without_merges_has_its_tokens() -> None:
+    from llguidance import LLTokenizer
+
+    tokenizer = tokenizer_of(named("phi-3.5"))
+    text, num_tokens, eos = ConstraintCompiler(tokenizer, {2}, len(tokenizer))._tokenizer_text()
+    whole = tokenizer.backend_tokenizer.to_str()
+    assert len(text) < len(whole)
+    short, full = (LLTokenizer(one, n_vocab=num_tokens, eos_token=eos) for one in (text, whole))
+    assert all(short.decode_bytes([token]) == full.decode_bytes([token]) for token in range(0, num_tokens, 7))
+    for said in ("Zürich 日本語", " a\n\n</s>"):
+        assert short.decode_bytes(short.tokenize_bytes(said.encode())) == said.encode()
 
 
 def test_what_was_compiled_is_not_compiled_again(compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,6 +496,21 @@ def test_of_several_schemas_the_one_at_fault_is_named(compiler: ConstraintCompil
             strict=["tools.1.parameters"],
         )
     assert caught.value.param == "tools.1.parameters.properties.z"
+
+
+def test_the_server_of_trials_ends_when_nothing_comes_and_another_is_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving = "import sys; from diskprefix.engine import trial; trial._IDLE_S = 0.2; trial.serve(int(sys.argv[1]))"
+    monkeypatch.setattr("diskprefix.engine.trial._SERVER", serving)
+    compiler = ConstraintCompiler(tiny.tokenizer(), {EOS}, VOCAB)
+    for source in ('["ab"]', '["cd"]'):
+        compiler.check(Constraint(kind="choice", source=source), param="it")
+        server = compiler._trials._server
+        assert server is not None
+        assert server.wait(60) == 0
+    compiler.close()
+    assert not caplog.records
 
 
 def test_a_trial_whose_server_was_killed_is_made_again(compiler: ConstraintCompiler) -> None:

@@ -25,7 +25,7 @@ from diskprefix.errors import DeviceLost, InvalidRequest, ModelError, NonFiniteL
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load import loader
-from diskprefix.model.load.loader import load_model
+from diskprefix.model.load.loader import begin_load
 from diskprefix.store import opening
 from diskprefix.store.compact import require_unused
 from diskprefix.store.environment import Environment
@@ -59,7 +59,7 @@ def test_the_model_is_loaded_while_the_file_of_the_store_is_checked(
         check(env)
 
     def loaded(*arguments: Any, **options: Any) -> Any:
-        found = load_model(*arguments, **options)
+        found = begin_load(*arguments, **options)
         has_loaded.set()
         return found
 
@@ -69,7 +69,7 @@ def test_the_model_is_loaded_while_the_file_of_the_store_is_checked(
         os.truncate(tmp_path / "kv" / DATA, 2 * mmap.PAGESIZE)
     monkeypatch.setattr(opening, "_LARGE_BYTES", 0)
     monkeypatch.setattr(Environment, "require_survivable", check_later)
-    monkeypatch.setattr(loader, "load_model", loaded)
+    monkeypatch.setattr(loader, "begin_load", loaded)
     engine = load(folder, tmp_path / "kv")
     assert engine.cache.store.problem is None
     assert (tmp_path / "kv" / DAMAGED).exists() == is_damaged
@@ -89,7 +89,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_folder_free_once_the_check_has
 
     monkeypatch.setattr(opening, "_LARGE_BYTES", 0)
     monkeypatch.setattr(Environment, "require_survivable", check_later)
-    monkeypatch.setattr(loader, "load_model", failing)
+    monkeypatch.setattr(loader, "begin_load", failing)
     with pytest.raises(ModelError):
         load(folder, tmp_path / "kv")
     has_failed.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -21,7 +21,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
-from diskprefix.engine import speculation
+from diskprefix.engine import ahead_jobs, speculation
 from diskprefix.engine.draft_model import DraftModel
 from diskprefix.engine.fetches import Fetches
 from diskprefix.engine.guesser import Rates
@@ -36,7 +36,7 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.drafts import likeliest
-from diskprefix.model.runtime import Rows
+from diskprefix.model.runtime import Rows, StepOutput
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import Payload
 from diskprefix.store.purge import PurgeFilter
@@ -110,7 +110,8 @@ def fetching_by(executor: Executor) -> AbstractContextManager[Any]:
 
 
 @pytest.fixture(autouse=True)
-def fetches_at_once() -> Iterator[None]:
+def fetches_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ahead_jobs, "_QUIET_S", 0.0)
     with fetching_by(AtOnce()):
         yield
 
@@ -169,7 +170,7 @@ def fresh(engines: dict[str, Engine]) -> dict[str, Engine]:
     for engine in engines.values():
         engine.pages.forget_idle()
     drafter(engines["draft"]).pages.forget_idle()
-    drafter(engines["draft"])._lacking.clear()
+    engines["draft"].ahead._jobs.clear()
     proposer(engines["draft"]).rates = Rates(ModelProposer._FIRST)
     return engines
 
@@ -445,14 +446,14 @@ def test_many_tokens_that_it_was_not_asked_for_are_computed_before_it_guesses(
 
 def noting(engine: Engine, note: Callable[[int], None]) -> AbstractContextManager[Any]:
     """Within it, `note` gets the number of tokens of each step of the draft model, before that is computed."""
-    model = drafter(engine)
-    compute = model.compute
+    runtime = drafter(engine).runtime
+    compute = runtime.run
 
-    def noted(step: Any) -> Logits:
-        note(sum(len(ids) for _, ids in step))
+    def noted(step: Sequence[Rows]) -> StepOutput:
+        note(sum(len(rows.token_ids) for rows in step))
         return compute(step)
 
-    return patch.object(model, "compute", noted)
+    return patch.object(runtime, "run", noted)
 
 
 def computed_by(engine: Engine, plain: Engine, one: GenerateRequest) -> int:
@@ -518,7 +519,7 @@ def test_from_the_second_turn_on_guesses_begin_with_the_first_token(
     with patch.object(proposer(engine), "_pays", return_value=False), running(engine) as inbox:
         client = Client(inbox, first)
         wait_until_idle(inbox)
-        wait_for(lambda: not drafter(engine)._lacking and drafter(engine)._ahead is None)
+        wait_for(lambda: engine.ahead.wait_s is None)
     assert client.done.timings.drafted_tokens == 0
     if is_restarted:
         engine.close()
@@ -541,7 +542,7 @@ def test_from_the_second_turn_on_guesses_begin_with_the_first_token(
 
 
 def test_a_request_waits_for_one_step_of_what_is_computed_ahead(draft: Engine) -> None:
-    model, one = drafter(draft), request(tokens(900, 22), max_tokens=4)
+    one = request(tokens(900, 22), max_tokens=4)
     sizes, clients = list[int](), list[Client]()
     with running(draft) as inbox:
 
@@ -555,55 +556,25 @@ def test_a_request_waits_for_one_step_of_what_is_computed_ahead(draft: Engine) -
         with noting(draft, noted), patch.object(proposer(draft), "_pays", return_value=False):
             Client(inbox, one)
             wait_for(lambda: sum(sizes) >= 900)
-            wait_for(lambda: model._ahead is None)
+            wait_for(lambda: draft.ahead.wait_s is None)
     assert clients[0].done
     assert max(sizes) <= 256
     assert no_memory_is_busy(draft)
 
 
-def test_a_request_does_not_wait_for_what_is_fetched_ahead(draft: Engine) -> None:
-    model, later = drafter(draft), Later()
-    with fetching_by(later), patch.object(proposer(draft), "_pays", return_value=False), running(draft) as inbox:
-        Client(inbox, request(tokens(100, 24), max_tokens=4))
-        wait_until_idle(inbox)
-        with patch.object(inbox, "wait", wraps=inbox.wait) as waits:
-            inbox.wake()
-            wait_for(lambda: waits.called)
-        later.run()
-        wait_for(lambda: model._ahead is not None)
-        with patch.object(inbox, "wait", wraps=inbox.wait) as waits:
-            inbox.wake()
-            wait_for(lambda: waits.called)
-        other = Client(inbox, request(tokens(30, 25), max_tokens=4, scope="off"))
-        wait_until_idle(inbox)
-        assert other.done
-
-        def is_computed() -> bool:
-            later.run()
-            return not model._lacking and model._ahead is None
-
-        wait_for(is_computed)
-    assert max(node.end for node in model.pages.kept.sequence_ends()) > 100
-    assert no_memory_is_busy(draft)
-
-
 def test_what_was_purged_is_not_computed_ahead(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    engine = drafting(folders, tmp_path / "kv")
-    model, num_rows = drafter(engine), list[int]()
-    compute_ahead = model._compute_ahead
+    engine, num_steps = drafting(folders, tmp_path / "kv"), [0]
 
-    def purging() -> int:
-        num_rows.append(compute_ahead())
-        if len(num_rows) == 1:
-            engine.cache.purge(PurgeFilter())
-        return num_rows[-1]
+    def purging(_: int) -> None:
+        num_steps[0] += 1
+        engine.cache.purge(PurgeFilter())
 
-    with patch.object(model, "_compute_ahead", purging), patch.object(proposer(engine), "_pays", return_value=False):
+    with noting(engine, purging), patch.object(proposer(engine), "_pays", return_value=False):
         run_together(engine, [request(tokens(300, 26), max_tokens=4)])
         with running(engine) as inbox:
-            wait_for(lambda: not model._lacking and model._ahead is None)
+            wait_for(lambda: engine.ahead.wait_s is None)
             Client(inbox, request(tokens(30, 25), max_tokens=2, scope="off"))
-    assert sum(num_rows) < 100
+    assert num_steps == [1]
     assert no_memory_is_busy(engine)
     assert engine.cache.writer.flush(10.0)
     assert engine.cache.stats()["prompts"] == engine.cache.stats()["blocks"] == 0
@@ -623,7 +594,7 @@ def test_of_a_reply_during_which_all_is_purged_nothing_is_kept(
     with running(engine) as inbox:
         Client(inbox, request(tokens(200, 26), max_tokens=REPLY))
         wait_until_idle(inbox)
-        wait_for(lambda: not model._lacking and model._ahead is None)
+        wait_for(lambda: engine.ahead.wait_s is None)
     assert purged
     assert engine.cache.writer.flush(10.0)
     assert engine.cache.stats()["prompts"] == engine.cache.stats()["blocks"] == 0
@@ -631,18 +602,12 @@ def test_of_a_reply_during_which_all_is_purged_nothing_is_kept(
 
 
 def test_what_has_expired_is_not_computed_ahead(draft: Engine) -> None:
-    model = drafter(draft)
-    over = patch.object(model.cache, "lasts_s", return_value=0.0)
-    with (
-        over,
-        patch.object(proposer(draft), "_pays", return_value=False),
-        patch.object(model, "_compute_ahead", return_value=0) as worked,
-        running(draft) as inbox,
-    ):
-        Client(inbox, request(tokens(100, 27), max_tokens=4))
-        wait_until_idle(inbox)
-        wait_for(lambda: not model._lacking)
-    assert not worked.called
+    over, sizes = patch.object(drafter(draft).cache, "lasts_s", return_value=0.0), list[int]()
+    with over, noting(draft, sizes.append), patch.object(proposer(draft), "_pays", return_value=False):
+        run_together(draft, [request(tokens(100, 27), max_tokens=4)])
+        with running(draft):
+            wait_for(lambda: draft.ahead.wait_s is None)
+    assert not sizes
 
 
 def test_texts_whose_embeddings_are_asked_for_are_nothing_for_it(draft: Engine) -> None:
@@ -651,7 +616,7 @@ def test_texts_whose_embeddings_are_asked_for_are_nothing_for_it(draft: Engine) 
     with patch.object(drafter(draft), "_start_sequence") as begun:
         run_together(draft, [replace(one, reading=Reading(pooling="mean"))])
     assert not begun.called
-    assert not drafter(draft)._lacking
+    assert draft.ahead.wait_s is None
     assert proposer(draft)._reply_tokens == before
 
 
@@ -695,7 +660,7 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
     sequence = KVSequence(PagePool(kept.layout, block_size=BLOCK))
     ids = ids_of(pages, node).astype(np.int64)
     for start in range(0, len(ids), 256):
-        drafter(engine)._runtime.run([Rows(sequence, ids[start : start + 256])])
+        drafter(engine).runtime.run([Rows(sequence, ids[start : start + 256])])
     assert kept.content(4 * WINDOW - 4) == sequence.content(4 * WINDOW - 4, kept.num_tokens)
     pages.end(kept, keep=False)
 
@@ -714,7 +679,7 @@ def test_what_the_draft_model_lacks_of_a_cancelled_request_is_computed_when_noth
     with noting(draft, leaving), running(draft) as inbox:
         Client(inbox, replace(one, sampling=replace(one.sampling, max_tokens=200)))
         wait_until_idle(inbox)
-        wait_for(lambda: not model._lacking and model._ahead is None)
+        wait_for(lambda: draft.ahead.wait_s is None)
     assert len(sizes) > 1
     assert no_memory_is_busy(draft)
     model.pages.forget_idle()
@@ -738,7 +703,7 @@ def test_a_reply_does_not_wait_for_a_fetch_and_what_it_leaves_behind_is_given_ba
     plain: Engine, draft: Engine
 ) -> None:
     later, (expected,) = Later(), run_together(plain, [ONE])
-    with fetching_by(later), patch.object(ModelProposer, "work_ahead", lambda _: 0), running(draft) as inbox:
+    with fetching_by(later), patch.object(draft.ahead, "add"), running(draft) as inbox:
         found = Client(inbox, ONE)
         wait_until_idle(inbox)
         assert said(found) == said(expected)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diskprefix.engine import scheduler as module
-from diskprefix.engine.scheduler import MAX_ROWS, MIN_ROWS, Chunk, Pace, Scheduler
+from diskprefix.engine.scheduler import IDLE_ROWS, MAX_ROWS, MIN_ROWS, Chunk, Pace, Scheduler
 from diskprefix.engine.scheduler import Sequence as Tokens
 from tests.examples import examples
 
@@ -162,6 +162,20 @@ def test_a_short_prompt_overtakes_a_long_one() -> None:
     world.step()
     assert short not in world.replies
     assert long.num_computed <= 2 * MAX_ROWS
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_prompt_without_a_reply_gives_way_to_all_others(packs: bool) -> None:
+    world = World()
+    ahead = world.arrive(1000, gives_way=True)
+    assert [chunk.num_rows for chunk in world.step()] == [IDLE_ROWS]
+    other = world.arrive(300, 3, packs=packs)
+    while other in world.replies:
+        assert [chunk.sequence for chunk in world.step()] == [other]
+    assert [chunk.sequence for chunk in world.step()] == [ahead]
+    assert ahead.num_computed == 2 * IDLE_ROWS
+    world.scheduler.is_awaited = True
+    assert [chunk.num_rows for chunk in world.step()] == [MAX_ROWS]
 
 
 def rows_that_pass(length: int, short: int) -> int:

@@ -82,6 +82,7 @@ limits = {"block_size": 16, "kv_cache_min_tokens": 16, "kv_cache_gate": "off"}
 settings = Settings(model=sys.argv[1], kv_cache_dir=Path(sys.argv[2]), **limits)
 for _ in range(2):
     engine, events, is_over = load_engine(settings, lambda _: None), [], threading.Event()
+    engine.finish_load()
     inbox = Inbox(engine.serve)
     inbox.start()
 
@@ -212,7 +213,7 @@ def test_memory_is_taken_ahead_for_the_longest_prompt_and_a_turn_or_less_where_l
     monkeypatch.setattr(PagePool, "make_ahead", lambda _, num_tokens, _wanted: reserved.append(num_tokens))
     model.config.max_position_embeddings = 1 << 20
     parts = {"config": model.config, "dtype": model.dtype, "device": model.device, "encoder": None, "stops": []}
-    parts |= {"tokenizer": tiny.tokenizer(), "processor": None, "origin": None}
+    parts |= {"tokenizer": tiny.tokenizer(), "processor": None, "origin": None, "finish": None, "in_memory": None}
     loaded: Any = SimpleNamespace(**parts, name="tiny", fit=fit)
     store = SimpleNamespace(longest_prompt=lambda: 3000)
     cache: Any = SimpleNamespace(layout=layout, settings=Settings(), store=store, close=bool)
@@ -228,7 +229,7 @@ def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder
     def starved(*_args: Any, **_kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
 
-    for module, step in ((measured_model, "plan_layout"), (generate, "PageCache")):
+    for module, step in ((measured_model, "check"), (generate, "PageCache")):
         with monkeypatch.context() as patch:
             patch.setattr(module, step, starved)
             with pytest.raises(ModelError, match=r"^the model fits in memory, but nothing [^\n]+$"):

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from diskprefix.engine import measured_model
+from diskprefix.engine.ahead_jobs import AheadModel
+from diskprefix.engine.idle_work import IdleWork
 from diskprefix.engine.loop import Engine
-from diskprefix.engine.recheck import Recheck
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model import plan_fingerprint
 from diskprefix.native import build
@@ -121,33 +122,33 @@ def test_a_build_that_computes_other_bits_than_what_is_stored_drops_it(
 
 def _flipping_one_bit(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has each step of the recheck compute another bit."""
-    flipped, compute = list[int](), Recheck._compute
+    flipped, compute = list[int](), IdleWork.compute
 
-    def flip(self: Recheck, sequence: KVSequence, token_ids: TokenIds) -> None:
-        compute(self, sequence, token_ids)
+    def flip(self: IdleWork, model: AheadModel, sequence: KVSequence, token_ids: TokenIds) -> None:
+        compute(self, model, sequence, token_ids)
         page = (sequence.tables[0].pages or sequence.states)[-1]
         assert page is not None
         assert page.rows is not None
         page.rows[0, 0] ^= 1
         flipped.append(sequence.num_tokens)
 
-    monkeypatch.setattr(Recheck, "_compute", flip)
+    monkeypatch.setattr(IdleWork, "compute", flip)
     return flipped
 
 
 def test_a_request_goes_before_the_recheck(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     said(opened("one"))
     second = opened("two")
-    used, ran, compute = second.pages.pool.used_bytes, list[int](), Recheck._compute
+    used, ran, compute = second.pages.pool.used_bytes, list[int](), IdleWork.compute
     with running(second) as inbox:
 
-        def note(self: Recheck, sequence: KVSequence, token_ids: TokenIds) -> None:
+        def note(self: IdleWork, model: AheadModel, sequence: KVSequence, token_ids: TokenIds) -> None:
             if not ran:
                 inbox.submit(request(tokens(100, seed=5)), lambda _: None)
             ran.append(sequence.num_tokens)
-            compute(self, sequence, token_ids)
+            compute(self, model, sequence, token_ids)
 
-        monkeypatch.setattr(Recheck, "_compute", note)
+        monkeypatch.setattr(IdleWork, "compute", note)
         wait_for(lambda: not second.cache.must_recheck)
     assert ran[0] == ran[1], "it began again"
     second.pages.forget_idle()

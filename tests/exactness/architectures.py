@@ -20,8 +20,9 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import MtpLayer
 
-from diskprefix.model.load.draft_layer import with_draft_layer
+from diskprefix.model.load.draft_layer import with_one_more
 from tests.model.tensor_weights import QUANTS
 
 VOCAB = 400
@@ -313,6 +314,20 @@ def tiny_model(name: str, dtype: torch.dtype, *, seed: int = 0, **fields: Any) -
     if dtype != torch.float32:
         model = type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), dtype=dtype)
     return model.eval()
+
+
+def with_draft_layer(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class of the models of a class that have a draft layer."""
+
+    def initialise(model: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(model, config, *args, **kwargs)
+        decoder = model.get_decoder()
+        classes, count = (type(decoder.layers[-1]), type(decoder.norm)), decoder.config.num_hidden_layers
+        decoder.draft_layer = MtpLayer(with_one_more(decoder.config), *classes, count)
+        model.init_weights()
+
+    # By its name and its module transformers finds what it knows of a class.
+    return type(kind.__name__, (kind,), {"__init__": initialise, "__module__": kind.__module__})
 
 
 def quantised_tiny_model(name: str, kind: str) -> PreTrainedModel:

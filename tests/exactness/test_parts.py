@@ -20,7 +20,7 @@ from tests import forked
 from tests.exactness import pictures, restart_worker, worker
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.exactness.jobs import Job
-from tests.model.load import test_gguf_models as gguf_models
+from tests.model.gguf_files import write_deepseek
 from tests.runner import Runner, random_prompt, same, tiny_settings
 
 Request = dict[str, Any]
@@ -145,7 +145,7 @@ def test_after_a_kill_a_restored_run_equals_a_cold_run(
 ) -> None:
     if mixture.endswith(".gguf"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        mixture = str(gguf_models.write(tmp_path / mixture, gguf_models.deepseek("V3")))
+        mixture = str(write_deepseek(tmp_path / mixture, "V3"))
     first, second = requests(1, 12), requests(2, 30)
     plan: dict[str, Any] = {"exact_at": exact_at, "block_size": BLOCK, "mixture": mixture}
     run_in_a_process(tmp_path, "bfloat16", first, "first", **plan)

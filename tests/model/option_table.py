@@ -80,8 +80,9 @@ _LETTERS = {int: "i", float: "f", bool: "b", str: "s", list: "l", tuple: "l", di
 
 
 WHOLES = """
-    cohere_compass gemma3 gemma4 gemma4_unified idefics3 llama4 mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe
-    qwen3_vl qwen3_vl_moe
+    aria aya_vision cohere2_vision cohere_compass gemma3 gemma4 gemma4_unified got_ocr2 hyperclovax_vision_v2
+    idefics2 idefics3 internvl lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision mistral3
+    ovis2 qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava
 """
 """The types of models with encoders whose decoder has a plan, as far as users ask for them."""
 
@@ -107,6 +108,11 @@ def _of_whole(kind: Any, of_class: str) -> dict[str, Any]:
     entry = {"options": found, "text": text.model_type, "class": of_class, "names": dict(kind.attribute_map)}
     if text.config_class.__name__ == "AutoConfig":
         entry["any_text"] = True
+    tied = {"model_type": text.model_type, "tie_word_embeddings": True}
+    if not getattr(kind(), "tie_word_embeddings", True) and kind(text_config=tied).tie_word_embeddings:
+        entry["tied_by_text"] = True
+    if kind(num_hidden_layers=3).get_text_config(decoder=True).num_hidden_layers == 3:
+        entry["flat"] = True
     if levels := getattr(kind().vision_config, "deepstack_visual_indexes", None):
         entry["levels"] = list(levels)
     return entry

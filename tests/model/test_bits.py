@@ -7,10 +7,7 @@ all of its variants.
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -108,24 +105,6 @@ def test_the_tiny_models_have_all_operators_and_forms(operators: Operators) -> N
     assert kinds == set(range(calls.HEAD_PRODUCT + 1)) - {calls.DENSE_EXPERTS}
     # These two are packed over the grid of their kinds alone.
     assert forms >= {*FILE_FORMS.values()} - {FILE_FORMS["IQ1_S"], FILE_FORMS["IQ2_XXS"]}
-
-
-STEP = """
-import sys
-
-from diskprefix.model import bits, planned, self_check
-from diskprefix.model.load import folder_weights, gguf_weights
-from diskprefix.native.library import operators
-
-bits.computed(operators(), bits.MODELS["dense"], "quants")
-bits.build_of(operators())
-assert not {"torch", "transformers"} & {*sys.modules}, "a plan needs no framework"
-"""
-
-
-@pytest.mark.usefixtures("operators")
-def test_a_step_of_a_plan_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", STEP], check=True, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)})
 
 
 @pytest.mark.usefixtures("cache")

@@ -19,11 +19,18 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.drafts import DraftLayer, DraftRow
 from diskprefix.model.families import draft_decoder
-from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, with_draft_layer
+from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER
 from diskprefix.model.runtime import PictureRows, Rows
 from diskprefix.model.vision_encoder import VisionEncoder
 from tests.arrays import array_of
-from tests.exactness.architectures import DRAFTING, WITH_DRAFT_LAYER, quantised_tiny_model, shrink, tiny_model
+from tests.exactness.architectures import (
+    DRAFTING,
+    WITH_DRAFT_LAYER,
+    quantised_tiny_model,
+    shrink,
+    tiny_model,
+    with_draft_layer,
+)
 from tests.modules import layout_of, plan_runtime
 from tests.runner import Runner, tiny_settings
 from tests.steps import forward, made_once, run

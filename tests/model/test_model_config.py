@@ -76,8 +76,11 @@ def _said(value: Any) -> Any:
 
 def assert_same(kind: str, given: dict[str, Any]) -> None:
     theirs = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(given))
-    theirs.allow_global_per_layer_attribute_access = True
-    ours, missing = ModelConfig.of({**given, "model_type": kind}), object()
+    require_same(ModelConfig.of({**given, "model_type": kind}), theirs)
+
+
+def require_same(ours: ModelConfig, theirs: Any) -> None:
+    theirs.allow_global_per_layer_attribute_access, missing = True, object()
     expected = {name: _said(getattr(theirs, name, missing)) for name in KNOWN - NOT_COMPARED}
     if "num_attention_heads" in expected and expected["num_attention_heads"] is not missing:
         # Where nothing says them.
@@ -137,10 +140,23 @@ def test_a_model_with_encoders_has_the_tokens_of_the_class(kind: str) -> None:
         assert read(ours) == read(theirs)
 
 
-def test_the_text_of_a_model_with_encoders_may_tie_the_embeddings() -> None:
-    given = {"model_type": "qwen2_vl", "text_config": {"tie_word_embeddings": True}}
-    assert CONFIG_MAPPING["qwen2_vl"](**given).tie_word_embeddings
-    assert ModelConfig.of(given).tie_word_embeddings
+@pytest.mark.parametrize(("kind", "text"), [("qwen2_vl", ""), ("llava", "llama"), ("aya_vision", "cohere2")])
+def test_the_text_of_a_model_with_encoders_may_tie_the_embeddings(kind: str, text: str) -> None:
+    for is_tied in (True, False):
+        given = {"text_config": {"tie_word_embeddings": is_tied} | ({"model_type": text} if text else {})}
+        theirs = CONFIG_MAPPING[kind](**copy.deepcopy(given))
+        assert ModelConfig.of({**given, "model_type": kind}).tie_word_embeddings == theirs.tie_word_embeddings
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_the_options_of_the_text_may_stand_among_those_of_the_whole(kind: str) -> None:
+    """As most checkpoints on the hub have them."""
+    given: dict[str, Any] = {name: SIZES[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")}
+    given |= {"rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}, "rope_theta": 5e5, "vocab_size": 99}
+    given |= {"tie_word_embeddings": True, "vision_config": {"depth": 1}, "torch_dtype": "bfloat16"}
+    ours, theirs = ModelConfig.of({**given, "model_type": kind}), CONFIG_MAPPING[kind].from_dict(copy.deepcopy(given))
+    assert (ours.tie_word_embeddings, theirs.tie_word_embeddings) == (True, True)
+    require_same(ours.get_text_config(), theirs.get_text_config(decoder=True))
 
 
 @pytest.mark.parametrize(

@@ -11,50 +11,51 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.identity import is_outdated
+from diskprefix.identity import Fingerprint, is_outdated
 from diskprefix.model import bits, plan_fingerprint
 from diskprefix.model.config import DecoderConfig, LayerConfig, MixtureConfig
 from diskprefix.model.operands import Gating, Location, Rotary, Router
-from diskprefix.model.plan_fingerprint import PlanFingerprint, options
+from diskprefix.model.plan_fingerprint import fingerprint_of_plan, options
 from diskprefix.native.library import operators
 from diskprefix.tokens import root_hash
 from tests.exactness.architectures import tiny_model
 from tests.modules import layout_of, plan_runtime
 
 LAYOUT = '{"groups":[]}'
-LITERAL = PlanFingerprint(
-    weights_digest="0123456789abcdef0123456789abcdef",
-    configuration="0123456789abcdef",
-    forms="0123456789abcdef",
-    dtype="bfloat16",
-    bits="0123456789abcdef",
-    code="0123456789abcdef",
-)
+NAMED = dict.fromkeys(("configuration", "forms", "bits", "code"), "0123456789abcdef") | {
+    "weights_digest": "0123456789abcdef0123456789abcdef",
+    "dtype": "bfloat16",
+}
+
+
+def literal(mode: str = "strict", **changes: str) -> Fingerprint:
+    return Fingerprint({**NAMED, "mode": mode, **changes}, frozenset({"bits" if mode == "portable" else "code"}))
+
+
 CONFIG = DecoderConfig(64, (LayerConfig({}),) * 2, {"": Rotary(np.ones(4, np.float32))})
 
 
-def root_of(print_: PlanFingerprint) -> bytes:
+def root_of(print_: Fingerprint) -> bytes:
     return root_hash(print_.identity(256, 1, LAYOUT))
 
 
 def test_the_root_of_a_given_fingerprint_never_changes() -> None:
     """A change here makes every store miss: it must be meant."""
-    assert root_hash(LITERAL.identity(256, 1, "layout", "salt")).hex() == "7741d2fe725e01d16a99240a6b96123e"
+    assert root_hash(literal().identity(256, 1, "layout", "salt")).hex() == "7741d2fe725e01d16a99240a6b96123e"
 
 
 @pytest.mark.parametrize("name", ["weights_digest", "configuration", "forms", "dtype"])
 def test_each_field_of_the_model_changes_the_root(name: str) -> None:
     for mode in ("strict", "portable"):
-        one = replace(LITERAL, mode=mode)
-        other = replace(one, **{name: "another"})
+        one, other = literal(mode), literal(mode, **{name: "another"})
         assert root_of(one) != root_of(other)
         assert not is_outdated(one.identity(256, 1, LAYOUT), [other.identity(256, 1, LAYOUT)])
 
 
 def test_bits_are_in_the_root_and_sources_only_where_machines_share_it() -> None:
     for name, mode, counts in (("bits", "strict", 1), ("code", "strict", 0), ("bits", "portable", 0)):
-        one = replace(LITERAL, mode=mode)
-        texts = [text.identity(256, 1, LAYOUT, "a tenant") for text in (one, replace(one, **{name: "another"}))]
+        both = literal(mode), literal(mode, **{name: "another"})
+        texts = [one.identity(256, 1, LAYOUT, "a tenant") for one in both]
         assert (len({*texts}) == 2) is bool(counts)
         assert is_outdated(texts[0], [texts[1]]) is bool(counts)
 
@@ -83,14 +84,14 @@ def test_what_a_later_version_adds_or_the_layout_says_changes_no_configuration()
     assert options(later(CONFIG.vocab_size, CONFIG.layers, CONFIG.rotary, more=True)) != options(CONFIG)
 
 
-def planned(dtype: torch.dtype = torch.bfloat16, change: Callable[[Any], object] = lambda _: None) -> PlanFingerprint:
+def planned(dtype: torch.dtype = torch.bfloat16, change: Callable[[Any], object] = lambda _: None) -> Fingerprint:
     model = tiny_model("llama", dtype)
     with torch.no_grad():
         change(model)
     layout, _ = layout_of(model)
     plan, compiled = plan_runtime(model, layout, 64), operators()
     assert compiled is not None
-    return PlanFingerprint.of(plan.config, plan.plan, compiled, weights_digest="d", dtype="")
+    return fingerprint_of_plan(plan.config, plan.plan, compiled, weights_digest="d", dtype="")
 
 
 @pytest.mark.usefixtures("cache")
@@ -99,8 +100,9 @@ def test_forms_of_weights_and_computed_vectors_count_and_sources_do_not(
 ) -> None:
     before = planned()
     assert planned() == before
-    assert planned(torch.float32).forms != before.forms
-    assert planned(change=lambda model: model.model.norm.weight.mul_(2)).forms != before.forms
+    assert planned(torch.float32).named["forms"] != before.named["forms"]
+    changed = planned(change=lambda model: model.model.norm.weight.mul_(2))
+    assert changed.named["forms"] != before.named["forms"]
     other = tmp_path / "other.so"
     other.write_bytes(bits.LIBRARY.read_bytes() + b"\0")  # type: ignore[attr-defined]
     for module, name, value in (
@@ -110,5 +112,5 @@ def test_forms_of_weights_and_computed_vectors_count_and_sources_do_not(
     ):
         monkeypatch.setattr(module, name, value)
     found = planned()
-    assert found.code != before.code
+    assert found.named["code"] != before.named["code"]
     assert root_of(found) == root_of(before)

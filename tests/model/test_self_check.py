@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,14 @@ from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model import self_check
+from diskprefix.model.load import loader
 from diskprefix.model.plan import ComputePlan
-from diskprefix.model.planned import NotExact, config_of, first_layers
+from diskprefix.model.planned import NotExact, PlanRuntime, config_of, first_layers
 from diskprefix.native import build, library
 from diskprefix.settings import Settings
 from diskprefix.tokens import floor_to_grid
 from tests.exactness.architectures import tiny_model
+from tests.model import tiny
 from tests.modules import layout_of
 from tests.steps import forward
 
@@ -43,7 +46,7 @@ def test_missing_operators_are_a_warning_with_the_remedy_unless_they_were_left_o
     library._loaded.cache_clear()
     library.choose(kernels)
     model = tiny_model("llama", torch.float32)
-    loaded: Any = SimpleNamespace(weights=None, model=model, weights_digest="", reason="", device="cpu")
+    loaded: Any = SimpleNamespace(runtime=None, model=model, weights_digest="", reason="", device="cpu")
     assert measured(loaded, Settings()).layout.exact_at == "grid"
     library._loaded.cache_clear()
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
@@ -146,6 +149,26 @@ def test_a_wrong_moment_does_not_decide_for_the_next_start(monkeypatch: pytest.M
             patch.setattr(self_check, "_check", refused)
             assert layout_of(tiny_model("llama", torch.float32), "these weights")[1] == "so"
     assert layout_of(tiny_model("llama", torch.float32), "these weights")[1] == ""
+
+
+def test_a_model_that_fails_is_read_as_modules_when_the_memory_of_its_plan_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans, read = list[weakref.ref[Any]](), loader._ModelSource.modules
+
+    def failing(runtime: PlanRuntime) -> None:
+        plans.extend(map(weakref.ref, (runtime.weights, runtime.plan)))
+        raise NotExact("so")
+
+    def modules(source: Any, **options: Any) -> PreTrainedModel:
+        assert [plan() for plan in plans] == [None, None]
+        return read(source, **options)
+
+    monkeypatch.setattr(self_check, "_check", failing)
+    monkeypatch.setattr(loader._ModelSource, "modules", modules)
+    settings = Settings(model=str(tiny.write_folder(tmp_path / "m")))
+    found = measured(loader.begin_load(settings, lambda _: None), settings)
+    assert (found.layout.exact_at, found.reason) == ("grid", "so")
 
 
 @pytest.mark.parametrize("damaged", ["", 7, [], {}, {"layers": 1}, {"layers": [], "groups": []}])

@@ -29,12 +29,14 @@ _LISTENING = re.compile(r"listening on (http://\S+);")
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
-    """This process's environment without any DISKPREFIX_ variable, nor what a daemon in this process has set.
+    """This process's environment without its DISKPREFIX_ variables, nor what a daemon in this process has set. Nothing
+    is computed ahead.
 
     A tiny model gains nothing from a second thread, and on a busy machine threads that wait for each other stand still.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISKPREFIX_", "GOMP_"))}
-    return kept | {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"} | changes
+    usual = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1", "DISKPREFIX_AHEAD": "off"}
+    return kept | usual | changes
 
 
 class DaemonProcess:

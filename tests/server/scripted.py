@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -21,6 +22,7 @@ import numpy as np
 import uvicorn
 
 from diskprefix.cache.cost_model import CostModel
+from diskprefix.engine.ahead_jobs import AheadJobs
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.gauges import EngineFigures
 from diskprefix.engine.inbox import Inbox
@@ -88,6 +90,7 @@ STATS: dict[str, Any] = {
     "quarantined": 15,
     "stalled_reads": 16,
     "outdated": 17,
+    "ahead_tokens": 18,
     "errors": 16,
     "remote": None,
     "gate": CostModel("auto", lambda num_tokens: 23_040 * num_tokens).as_dict(),
@@ -160,6 +163,7 @@ class ScriptedEngine:
         self.cache = ScriptedCache(self)
         self.figures = EngineFigures()
         self.pages = SimpleNamespace(stats=self.memory_stats, sequences=list)
+        self.ahead = AheadJobs(0)
 
     @property
     def last_prompt(self) -> str:
@@ -178,6 +182,9 @@ class ScriptedEngine:
 
     def give_way(self) -> None:
         """Nothing is done ahead."""
+
+    def finish_load(self) -> None:
+        """There are no weights."""
 
     def serve(self, inbox: Inbox) -> None:
         serve_one_at_a_time(self._run)(inbox)
@@ -200,6 +207,7 @@ class ScriptedEngine:
 class ScriptedCache:
     """Shows the engine's `stats`. Reading them waits while `is_readable` is not set, as for a slow disk."""
 
+    layout = SimpleNamespace(states=())
     epoch = None
 
     def __init__(self, engine: ScriptedEngine) -> None:
@@ -209,6 +217,9 @@ class ScriptedCache:
         self.is_waited_for = threading.Event()
         self.noted: dict[tuple[Tenant, NoteKind, str], bytes] = {}
         self.on_forget: list[Callable[[], None]] = []
+
+    def expires_at(self, _ttl_s: float | None) -> float:
+        return math.inf
 
     def owner(self, tenant: Tenant) -> Hashable:
         return tenant
@@ -328,7 +339,8 @@ def scripted_app(model: Path, engine: ScriptedEngine | None = None, **changes: A
 
 @contextmanager
 def started_app(model: Path, load_engine: Any, **changes: Any) -> Iterator[AppServer]:
-    server = AppServer(Settings(model=str(model), port=0, **{"max_sequences": 1} | changes), load_engine)
+    usual: dict[str, Any] = {"max_sequences": 1, "ahead": "off"}
+    server = AppServer(Settings(model=str(model), port=0, **usual | changes), load_engine)
     server.start()
     try:
         yield server

@@ -1,4 +1,4 @@
-"""Each tool of `tools/bench` is listed and explains itself, and five of them run."""
+"""Each tool of `tools/bench` is listed and explains itself, and four of them run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.model import tiny
 from tools.__main__ import TOOLS, main
 from tools.benchmarks import pictures
 from tools.benchmarks.file_models import CASES
-from tools.benchmarks.pages import TITLES
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,19 +39,6 @@ def test_a_restart_is_measured_and_shown_again_from_the_file(chat_model: Path, t
     assert {"first_start_s", "cold_s", "recovery_s", "exact_s", "next_s", "other_s"} <= cases
     again = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert again.stdout.splitlines()[:-1] == ran.stdout.splitlines()[:-1]
-
-
-@pytest.mark.slow
-def test_the_memory_of_sequences_is_measured(chat_model: Path, tmp_path: Path) -> None:
-    results = tmp_path / "results.json"
-    command = [sys.executable, "-m", "tools", "pages", "--model", str(chat_model), "--rounds", "1", "--number", "3"]
-    command += ["--words", "340", "--engine", "diskprefix --kv-cache-gate off"]
-    command += ["--reply-tokens", "16", "--json", str(results), "--folder", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert ran.returncode == 0, ran.stderr
-    found = {sample["case"]: sample["value"] for sample in json.loads(results.read_text())["samples"]}
-    assert found.keys() == TITLES.keys()
-    assert found["computed"] > found["twice"] >= found["twice_prompts"] >= 0
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """llama.cpp through the functions of its library: sequences that decode together, state in a file.
 
-A file has the state of a prompt that was computed alone. It is used for a prompt that begins with it, as llama.cpp's
-own server does with a slot that was saved.
+A file has the state of a prompt that was computed alone. It is used for a prompt that begins as it does, as llama.cpp's
+own server does with a slot that was saved by hand.
 """
 
 from __future__ import annotations
@@ -125,9 +125,23 @@ def quantise(library: CDLL, source: Path, file: Path, file_type: int) -> None:
         raise RuntimeError("llama_model_quantize failed")
 
 
+def common(one: list[int], other: list[int]) -> int:
+    """Returns how many tokens two prompts begin with together."""
+    differ = (at for at, (first, second) in enumerate(zip(one, other, strict=False)) if first != second)
+    return next(differ, min(len(one), len(other)))
+
+
 class Worker:
     def __init__(
-        self, llama: CDLL, gguf: str, context: int, folder: str, *, flash_attention: bool, exact_cache: bool = False
+        self,
+        llama: CDLL,
+        gguf: str,
+        context: int,
+        folder: str,
+        *,
+        flash_attention: bool,
+        exact_cache: bool = False,
+        sequences: int = MOST_SEQUENCES,
     ) -> None:
         self.llama = llama
         model = llama.llama_model_load_from_file(gguf.encode(), llama.llama_model_default_params())
@@ -136,9 +150,9 @@ class Worker:
         self.vocab = llama.llama_model_get_vocab(model)
         self.num_words = llama.llama_vocab_n_tokens(self.vocab)
         settings = llama.llama_context_default_params()
-        settings.n_ctx = MOST_SEQUENCES * context
+        settings.n_ctx = sequences * context
         settings.n_batch = settings.n_ubatch = BATCH
-        settings.n_seq_max = MOST_SEQUENCES
+        settings.n_seq_max = sequences
         # Each sequence has memory of its own: five of them are several times faster so.
         settings.kv_unified = False
         if not flash_attention:
@@ -177,19 +191,21 @@ class Worker:
         return int(self.logits(row).argmax())
 
     def restored(self, ids: list[int]) -> int:
-        """Loads the longest state of a file that the prompt begins with; returns how many tokens that are."""
+        """Loads the state of the file that begins most as the prompt does; returns how many tokens are used of it."""
         states = {path: json.loads(path.with_suffix(".json").read_text()) for path in self.folder.glob("*.state")}
-        fitting = {path: known for path, known in states.items() if ids[: len(known)] == known}
-        if not fitting:
+        shared = {path: common(ids[:-1], known) for path, known in states.items()}
+        path = max(shared, key=shared.__getitem__, default=None)
+        if path is None or not shared[path]:
             return 0
-        path, known = max(fitting.items(), key=lambda of_file: len(of_file[1]))
+        known = states[path]
         room, count = (c_int32 * len(known))(), c_size_t()
         if not self.llama.llama_state_seq_load_file(self.context, bytes(path), 0, room, len(room), byref(count)):
             raise RuntimeError("llama_state_seq_load_file failed")
-        if len(known) == len(ids):
-            # The logits are not in the file: the last token is computed again.
-            self.llama.llama_memory_seq_rm(self.memory, 0, len(ids) - 1, -1)
-        return min(len(known), len(ids) - 1)
+        # The logits are not in the file, so that the last token is always computed. A state cannot be cut.
+        if len(known) > shared[path] and not self.llama.llama_memory_seq_rm(self.memory, 0, shared[path], -1):
+            self.llama.llama_memory_clear(self.memory, True)
+            return 0
+        return shared[path]
 
     def save(self, ids: list[int]) -> None:
         array = (c_int32 * len(ids))(*ids)
@@ -220,7 +236,7 @@ class Worker:
                 self.llama.llama_memory_seq_rm(self.memory, sequence, begin, -1)
             latest.append(self.prefill(ids, sequence, begin))
             times[sequence].append(time.perf_counter() - began)
-        if len(prompts) == 1:
+        if len(prompts) == 1 and 2 * begin < len(all_ids[0]):
             paused = time.perf_counter()
             self.save(all_ids[0])
             # Writing is not counted: a server would do it behind the reply.
@@ -237,10 +253,12 @@ class Worker:
 def main() -> None:
     library, model, context, folder, *more = sys.argv[1:]
     settings = dict(zip(more[::2], more[1::2], strict=False))
-    if len(more) % 2 or not settings.keys() <= {"-fa", "--form"} or settings.get("-fa", "off") != "off":
+    if len(more) % 2 or not settings.keys() <= {"-fa", "--form", "--sequences"} or settings.get("-fa", "off") != "off":
         sys.exit(f"not known: {' '.join(more)}")
     llama = loaded(Path(library), settings.get("--form", ""))
-    worker = Worker(llama, model, int(context) + RESERVE, folder, flash_attention="-fa" not in settings)
+    sequences = int(settings.get("--sequences", MOST_SEQUENCES))
+    flash_attention = "-fa" not in settings
+    worker = Worker(llama, model, int(context) + RESERVE, folder, flash_attention=flash_attention, sequences=sequences)
     print("{}", flush=True)
     for line in sys.stdin:
         question = json.loads(line)

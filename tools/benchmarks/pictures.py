@@ -1,8 +1,7 @@
-"""What pictures cost: a conversation of screenshots, killed after each turn; other pictures; text beside them.
+"""What pictures cost: a conversation of screenshots, killed after each turn; other pictures.
 
     tools/bench pictures
     tools/bench pictures --model vision --rounds 1 --cold 1 --cold 5
-    tools/bench pictures --part beside
 
 Every figure is the client's or, where the client cannot know it, the daemon's.
 """
@@ -12,11 +11,8 @@ from __future__ import annotations
 import io
 import random
 import shutil
-import statistics
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -30,10 +26,10 @@ from tools.benchmarks.results import Figure, Plan, compare, plan_options
 from tools.measuring.answers import Answer, LiveServerError
 from tools.measuring.prompts import prompt_text
 
-_PARTS, _TINY, _SIZE = ("conversation", "beside"), "tiny", (1920, 1080)
-_FIRST_TOKENS, _REPLY_TOKENS, _ROOM = 4, 64, 32_768
-_TEXTS, _PICTURES, _TEXT = 3, 2, 64
-"""Of the conversations that are sent at once, and the words of a text."""
+_TINY, _SIZE = "tiny", (1920, 1080)
+_FIRST_TOKENS, _ROOM = 4, 32_768
+_TEXT = 64
+"""Words."""
 _LINE, _WORDS = 14, 44
 """The height of a line of a screenshot, and its words."""
 TITLES = {
@@ -47,10 +43,6 @@ TITLES = {
     "known_encoded": "pictures encoded for it",
     "other_s": "another picture of the same size: first token, s",
     "other_encoded": "pictures encoded for it",
-    "gap_texts_ms": "three texts beside two: longest gap between tokens, ms",
-    "gap_pictures_ms": "beside two pictures: the same, ms",
-    "usual_texts_ms": "beside two texts: median gap, ms",
-    "usual_pictures_ms": "beside two pictures: the same, ms",
 }
 
 Message: TypeAlias = dict[str, Any]
@@ -112,59 +104,31 @@ def _restarted(server: HttpEngine, messages: Sequence[Message], *, empty: Path |
     return _ask(server, messages)
 
 
-def _ask(server: HttpEngine, messages: Sequence[Message], max_tokens: int = _FIRST_TOKENS) -> Answer:
-    return server.chat(messages, max_tokens, logprobs=True, top_logprobs=5)
+def _ask(server: HttpEngine, messages: Sequence[Message]) -> Answer:
+    return server.chat(messages, _FIRST_TOKENS, logprobs=True, top_logprobs=5)
 
 
 def _said(reply: Answer) -> tuple[str, Any]:
     return reply.text, reply.logprobs
 
 
-def _beside(server: HttpEngine, round_: int) -> Iterator[Figure]:
-    """Conversations at once: texts that are known, beside two of as many tokens as the pictures that follow."""
-    server.kill()
-    server.start()
-    texts = [[_asked(prompt_text(_TEXT, f"{round_}-{one}"))] for one in range(_TEXTS)]
-    known = [_ask(server, one, _REPLY_TOKENS) for one in texts]
-    first = _ask(server, [_asked("What is it?", screenshot(f"{round_}-first"))])
-    names = [f"{round_}-beside-{one}" for one in range(_PICTURES)]
-    beside = {
-        "texts": [_asked(prompt_text(int(first.timings["image_tokens"]), name)) for name in names],
-        "pictures": [_asked("What is it?", screenshot(name)) for name in names],
-    }
-    for case, others in beside.items():
-        with ThreadPoolExecutor(_TEXTS + _PICTURES) as clients:
-            asked = [clients.submit(_ask, server, [one]) for one in others]
-            replies = list(clients.map(lambda one: _ask(server, one, _REPLY_TOKENS), texts))
-            [one.result() for one in asked]
-        if any(_said(one) != _said(alone) for one, alone in zip(replies, known, strict=True)):
-            raise LiveServerError(f"beside {case}, a text is answered otherwise than alone")
-        gaps = [after - before for one in replies for before, after in pairwise(one.at_s)]
-        yield Figure(f"gap_{case}_ms", max(gaps) * 1e3)
-        yield Figure(f"usual_{case}_ms", statistics.median(gaps) * 1e3)
-
-
 @click.command()
-@click.option("--part", "parts", multiple=True, type=click.Choice(_PARTS), default=_PARTS, show_default=True)
 @click.option("--turns", default=10, show_default=True, help="Each has a picture more.")
 @click.option("--cold", multiple=True, default=(1, 2, 5, 10), show_default=True, help="Also with an empty store.")
 @plan_options(rounds=1, model=_TINY)
-def main(parts: tuple[str, ...], turns: int, cold: tuple[int, ...], **options: Any) -> None:
+def main(turns: int, cold: tuple[int, ...], **options: Any) -> None:
     """Measure what pictures cost, with `--model vision` or a tiny model, which is there if none is named.
 
-    conversation: each turn has a screenshot more, and the daemon is killed before it; then a known picture behind other
-    text, and an unknown one. Turns of `--cold` are sent to an empty store, too. Ends with 1 if their log probabilities
-    are others. beside: five conversations at once, two of them with pictures.
+    Each turn of a conversation has a screenshot more, and the daemon is killed before it; then come a known picture
+    behind other text, and an unknown one. Turns of `--cold` are sent to an empty store, too. Ends with 1 if their log
+    probabilities are others.
     """
 
     def measured(engine: Engine, workspace: Path, round_: int) -> Iterator[Figure]:
         if not isinstance(engine, HttpEngine) or engine.without_cache is None:
             raise LiveServerError("only the daemon takes pictures here")
-        if "conversation" in parts:
-            shown = [turn for turn in cold if turn <= turns]
-            yield from _conversation(engine, workspace / "kv", round_, turns, shown)
-        if "beside" in parts:
-            yield from _beside(engine, round_)
+        shown = [turn for turn in cold if turn <= turns]
+        yield from _conversation(engine, workspace / "kv", round_, turns, shown)
 
     with TemporaryDirectory() as folder:
         plan = Plan(**options)

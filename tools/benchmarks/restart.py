@@ -2,8 +2,8 @@
 
     tools/bench restart
     tools/bench restart --model qwen2.5-coder-0.5b --engine diskprefix --engine llama.cpp --engine vllm
-    tools/bench restart --model 3b --engine diskprefix --engine llama.cpp
-    tools/bench restart --store 1 --store 16 --store 64 --rounds 1    # the start of a daemon with stores of many GiB
+    tools/bench restart --size 32000 --rounds 1 --no-check --model 4b --model 8b \\
+        --engine 'diskprefix --kv-cache-budget 16GiB' --engine 'llama.cpp --sequences 1'
 
 An engine is alone on the machine while it is measured. Every figure is the client's.
 """
@@ -11,9 +11,8 @@ An engine is alone on the machine while it is measured. Every figure is the clie
 from __future__ import annotations
 
 import math
-import shutil
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import click
 import torch
 
 from tools.benchmarks.engines import Engine, HttpEngine
-from tools.benchmarks.large_store import build, forget_boot
 from tools.benchmarks.results import Figure, Plan, compare, plan_options
 from tools.measuring.answers import Answer, LiveServerError
 from tools.measuring.live_server import Process
@@ -41,15 +39,15 @@ TITLES = {
     "rate": "decode, tokens/s",
     "bandwidth": "all threads read memory at, GB/s",
     "peak_gib": "peak of memory, GiB",
+    "short_gib": "memory after a short reply, GiB",
     "resident_gib": "resident memory, GiB",
     "mapped_gib": "of it pages of files, GiB",
     "disk_gib": "disk beside the model's file, GiB",
-    "recovery_s": "kill -9 to first token, same prompt, s",
+    "recovery_s": "after kill -9: exec to first token, same prompt, s",
+    "lost_s": "that if nothing was saved, s",
     "exact_s": "after kill -9: same prompt, s",
     "next_s": "after kill -9: next turn, s",
     "other_s": "after kill -9: other question, s",
-    "killed_start_s": "start after kill -9, GiB of store, s",
-    "booted_start_s": "start after a start of the machine, GiB of store, s",
 }
 
 
@@ -62,12 +60,14 @@ def measured(
     yield Figure("first_start_s", seconds)
     yield Figure("first_peak_gib", memory.peak_bytes / _GIB)
     engine.kill()
-    yield Figure("start_s", engine.start())
+    start_s = engine.start()
+    yield Figure("start_s", start_s)
     engine.ask([prompt_text(32, f"first-{round_}")], 2)
+    yield Figure("short_gib", sum(status_bytes(pid, "VmRSS") for pid in engine.process.pids()) / _GIB)
     texts: dict[int, str] = {}
     with peak_of(partial(_highest_bytes, engine.process)) as memory:
         for size in sizes:
-            texts[size] = yield from _cold(engine, size, round_, reply_tokens)
+            texts[size] = yield from _cold(engine, size, round_, reply_tokens, start_s)
         yield Figure("bandwidth", _read_bandwidth())
         pids = engine.process.pids()
         yield Figure("resident_gib", sum(status_bytes(pid, "VmRSS") for pid in pids) / _GIB)
@@ -97,10 +97,11 @@ def _highest_bytes(process: Process) -> int:
     return max(sum(status_bytes(pid, "VmRSS") for pid in pids), *(status_bytes(pid, "VmHWM") for pid in pids), 0)
 
 
-def _cold(engine: Engine, size: int, round_: int, reply_tokens: int) -> Generator[Figure, None, str]:
+def _cold(engine: Engine, size: int, round_: int, reply_tokens: int, start_s: float) -> Generator[Figure, None, str]:
     """Returns the text of the reply."""
     (reply,) = engine.ask([prompt_text(size, round_)], reply_tokens)
     yield Figure("cold_s", reply.ttft_s, size)
+    yield Figure("lost_s", start_s + reply.ttft_s, size)
     yield Figure("prefill", (reply.prompt_tokens or size) / reply.ttft_s, size)
     if reply.decode_rate:
         yield Figure("rate", reply.decode_rate, size)
@@ -137,35 +138,7 @@ def _after_kill(engine: Engine, prompt: str) -> tuple[float, Answer]:
     return started_s, reply
 
 
-def large_stores(engine: Engine, workspace: Path, _round: int, gib: Sequence[int]) -> Iterator[Figure]:
-    """Yields the seconds from exec to ready with stores of so many GiB. Raises `LiveServerError`."""
-    if not isinstance(engine, HttpEngine) or engine.without_cache is None:
-        raise LiveServerError("this engine has no such store")
-    folder = workspace / "kv"
-    engine.process.command = [*engine.process.command, "--kv-cache-budget", f"{2 * max(gib)}GiB"]
-    for size in gib:
-        folder.mkdir(mode=0o700)
-        build(folder, size * _GIB)
-        engine.start()
-        # What was served from is known to be sound.
-        engine.ask([prompt_text(32, "first")], 2)
-        engine.kill()
-        yield Figure("killed_start_s", engine.start(), size)
-        engine.kill()
-        forget_boot(folder)
-        yield Figure("booted_start_s", engine.start(), size)
-        engine.process.kill()
-        shutil.rmtree(folder)
-
-
 @click.command()
-@click.option(
-    "--store",
-    "stores",
-    multiple=True,
-    type=click.IntRange(min=1),
-    help="Measure nothing but the start of a daemon with a store of so many GiB, in a file with holes; repeatable.",
-)
 @click.option(
     "--size",
     "sizes",
@@ -178,7 +151,7 @@ def large_stores(engine: Engine, workspace: Path, _round: int, gib: Sequence[int
 @click.option("--reply-tokens", default=32, show_default=True, help="Tokens of the cold reply.")
 @click.option("--check/--no-check", "checks", default=True, help="Compute next turns and other questions cold, too.")
 @plan_options(rounds=3)
-def main(stores: tuple[int, ...], sizes: tuple[int, ...], reply_tokens: int, *, checks: bool, **options: Any) -> None:
+def main(sizes: tuple[int, ...], reply_tokens: int, *, checks: bool, **options: Any) -> None:
     """Measure what a restart costs, beside other engines.
 
     Every figure after kill -9 is the first request of a new process. The operating system's page cache survives that,
@@ -186,7 +159,5 @@ def main(stores: tuple[int, ...], sizes: tuple[int, ...], reply_tokens: int, *, 
     start. Engines are installed on first use, shapes are files of 2 to 12 GB, made once. Ends with 1 if a reply differs
     from the cold one, or an engine was left out.
     """
-    measures: Callable[[Engine, Path, int], Iterator[Figure]] = partial(large_stores, gib=stores)
-    if not stores:
-        measures = partial(measured, sizes=sorted(set(sizes)), reply_tokens=reply_tokens, checks=checks)
+    measures = partial(measured, sizes=sorted(set(sizes)), reply_tokens=reply_tokens, checks=checks)
     compare("restart", Plan(**options), TITLES, max(sizes) + reply_tokens + _ROOM, measures)

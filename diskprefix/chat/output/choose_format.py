@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
@@ -34,6 +35,21 @@ class OutputFormat:
     """The template's pair; None if the template knows no reasoning."""
     token_ids: Mapping[str, int] = field(default_factory=dict)
     """The ids of the tokenizer's added tokens that are tags of this format."""
+    written: str = ""
+    """The known call as the chat template writes it, if it writes calls."""
+
+    @cached_property
+    def holds_calls(self) -> bool:
+        """True if the grammar of calls takes the known call as the template writes it, or does not find its beginning.
+        Another grammar would drive the model off the form that it knows."""
+        from llguidance import LLMatcher, LLTokenizer
+
+        grammar = CallGrammar(self.family, _TOOLS, {})
+        if (found := grammar.beginning.search(self.written)) is None:
+            return True
+        matcher = LLMatcher(LLTokenizer("byte"), grammar.begun(), log_level=0)
+        begun = f"{found.lastindex or found[0]}{self.written[found.end() :]}"
+        return any(matcher.consume_token(byte) and matcher.is_accepting() for byte in begun.encode())
 
     @property
     def name(self) -> str:
@@ -117,7 +133,7 @@ def choose_format(template: str, render: Render, *, special: Collection[str], ad
         for prompt, reply in replies:
             for format in candidates:
                 if _is_verified(format, prompt, reply, special):
-                    return Chosen(format, _completed(form, render))
+                    return Chosen(replace(format, written=reply), _completed(form, render))
     if written:
         log.warning("the chat template writes tool calls in a format that is not known; only calls as JSON are found")
         return Chosen(_family_format(NONE, template, added, dropped), _completed(written[0], render))

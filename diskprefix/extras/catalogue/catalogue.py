@@ -17,8 +17,7 @@ from diskprefix.model.load.checkpoint import checkpoint_files, require_weights, 
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.found_models import OWNERS, found_models, models_below
-from diskprefix.model.load.gguf_file import part_paths
-from diskprefix.model.load.gguf_header import read_header
+from diskprefix.model.load.gguf_file import part_paths, read_tensors
 from diskprefix.model.load.hub import cached_models
 from diskprefix.model.load.named_model import path_of, plain_name
 from diskprefix.model.load.proposals import full_name, none_known
@@ -240,7 +239,7 @@ def file_bytes(path: Path) -> int:
 def template_of(path: Path) -> str:
     """Returns a text with the chat template of a model, "" if it has none. Raises `ModelError`, `OSError`."""
     if path.is_file():
-        return str(read_header(path).values.get("tokenizer.chat_template") or "")
+        return str(read_tensors([path])[0].values.get("tokenizer.chat_template") or "")
     in_file, in_config = (
         (path / name).read_text(encoding="utf-8", errors="replace") if (path / name).is_file() else ""
         for name in ("chat_template.jinja", "tokenizer_config.json")

@@ -104,7 +104,9 @@ async def read_vectors(request: Request) -> tuple[EmbeddingsRequest, Serving, li
         body = await daemon.bodies.read_json(request, EmbeddingsRequest, held)
         serving = await daemon.ready()
         serving.require_model(body.model)
-        purpose: Purpose = request.app.state.purpose
+        state = request.app.state
+        state.purpose = state.purpose or await daemon.threads.run("inspecting", read_purpose, serving.engine.origin)
+        purpose: Purpose = state.purpose
         purpose.require()
         cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant)
         serving.engine.give_way()
@@ -218,9 +220,5 @@ class _Readings:
 
 def add_routes(app: Starlette) -> None:
     """Adds `POST /v1/embeddings`."""
-
-    def read(serving: Serving) -> None:
-        app.state.purpose = read_purpose(serving.engine.origin)
-
-    app.state.daemon.at_load.append(read)
+    app.state.purpose = None
     app.routes.extend(routes)

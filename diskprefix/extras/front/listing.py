@@ -18,6 +18,7 @@ from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, file_by
 from diskprefix.extras.ollama.ollama_models import facts_of
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
 from diskprefix.model.load.found_models import models_below
+from diskprefix.model.load.gguf_file import forget_headers
 from diskprefix.model.load.proposals import none_known
 from diskprefix.printable import first_line, shown
 from diskprefix.settings import Settings
@@ -106,6 +107,7 @@ class Listing:
                 except OSError as error:
                     needs = ModelError(f"cannot read {known.name}: {first_line(error)}")
                 self._known_needs[known.name] = needs
+                await self._read(forget_headers)
 
     async def _read(self, read: Callable[..., T], *values: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._reader, read, *values)

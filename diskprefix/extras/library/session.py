@@ -39,7 +39,7 @@ from diskprefix.grid.state_layout import unsupported
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.load.fingerprint import Fingerprint
+from diskprefix.model.load.fingerprint import fingerprint_of_modules
 from diskprefix.model.load.memory import kv_bytes
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings, expanded
@@ -197,7 +197,7 @@ class PrefixCacheSession:
         store = open_store(self.settings)
         try:
             layout, digest = _identified(self.model)
-            fingerprint = Fingerprint.of(self.model, digest, self.settings.fingerprint)
+            fingerprint = fingerprint_of_modules(self.model, digest, self.settings.fingerprint)
             identity = partial(fingerprint.identity, self.settings.block_size, LAYOUT_VERSION, layout.describe())
             self._pool = PagePool(layout, block_size=self.settings.block_size, free_bytes=kv_bytes)
             self._runtime = GridRuntime(self.model, layout)
@@ -213,7 +213,7 @@ class PrefixCacheSession:
 
     def _model_state(self) -> tuple[object, ...]:
         """Returns values that change with the model's numbers. Does not read the weights."""
-        return self.model.training, stamp(self.model), Fingerprint.of(self.model, "")
+        return self.model.training, stamp(self.model), fingerprint_of_modules(self.model, "")
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:

@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.extras.catalogue.catalogue import file_bytes
-from diskprefix.model.load.gguf_file import QUANT, model_stem
-from diskprefix.model.load.gguf_header import read_header
+from diskprefix.model.load.gguf_file import QUANT, model_stem, read_tensors
 from diskprefix.units import parse_duration
 from diskprefix.version import __version__
 
@@ -71,7 +70,7 @@ def facts_of(path: Path | None) -> Json:
             raise FileNotFoundError
         written_at = path.stat().st_mtime
         if is_file:
-            values, form = read_header(path).values, QUANT.search(model_stem(path))
+            values, form = read_tensors([path])[0].values, QUANT.search(model_stem(path))
             family, label = str(values.get("general.architecture", "")), str(values.get("general.size_label", ""))
             quant = form[1].upper() if form else ""
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AsyncExitStack
+from typing import Any
 
 from pydantic import Field
 from starlette.applications import Starlette
@@ -20,6 +21,7 @@ from diskprefix.server.answer import answer
 from diskprefix.server.log_context import log_context
 from diskprefix.server.model_routes import card
 from diskprefix.server.routes import AppRoute, Routes
+from diskprefix.server.serving import Serving
 
 routes = Routes("ollama")
 
@@ -60,6 +62,15 @@ async def embed(request: Request) -> Response:
     return Response(content, media_type="application/json")
 
 
+async def _facts(request: Request, serving: Serving) -> dict[str, Any]:
+    """Returns what the files of the model say, which are read once."""
+    state = request.app.state
+    if state.file_facts is None:
+        state.file_facts = await state.daemon.threads.run("inspecting", facts_of, serving.engine.origin)
+    found: dict[str, Any] = state.file_facts
+    return found
+
+
 @routes.add("POST /api/show", "Ollama: show a model", ShowRequest)
 async def show(request: Request) -> JSONResponse:
     """The capabilities and sizes of the served model."""
@@ -68,22 +79,22 @@ async def show(request: Request) -> JSONResponse:
         body = await daemon.bodies.read_json(request, ShowRequest, held)
     serving = await daemon.ready()
     serving.require_model(body.model)
-    return JSONResponse(shown_model(card(serving), request.app.state.file_facts))
+    return JSONResponse(shown_model(card(serving), await _facts(request, serving)))
 
 
 @routes.add("GET /api/tags", "Ollama: list models")
 async def tags(request: Request) -> JSONResponse:
     """`models` has the served model."""
     serving = await request.app.state.daemon.ready()
-    return JSONResponse({"models": [tag(card(serving), request.app.state.file_facts)]})
+    return JSONResponse({"models": [tag(card(serving), await _facts(request, serving))]})
 
 
 @routes.add("GET /api/ps", "Ollama: models in memory")
 async def loaded(request: Request) -> JSONResponse:
     """`models` has the served model once it is loaded, with the memory of the process."""
-    serving, state = request.app.state.daemon.serving, request.app.state
-    models = [] if serving is None else [running(card(serving), state.file_facts, resident_bytes() or 0)]
-    return JSONResponse({"models": models})
+    if (serving := request.app.state.daemon.serving) is None:
+        return JSONResponse({"models": []})
+    return JSONResponse({"models": [running(card(serving), await _facts(request, serving), resident_bytes() or 0)]})
 
 
 @routes.add("GET /api/version", "Ollama: version")
@@ -104,5 +115,5 @@ for _route in INSTEAD:
 
 def add_routes(app: Starlette) -> None:
     """Adds the routes below `/api/`."""
-    app.state.daemon.at_load.append(lambda serving: setattr(app.state, "file_facts", facts_of(serving.engine.origin)))
+    app.state.file_facts = None
     app.routes.extend(routes)

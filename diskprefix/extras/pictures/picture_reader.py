@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,7 @@ from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.memo import Memo
 from diskprefix.model.gguf.file_processor import lenient_class
 from diskprefix.model.load.gguf_file import file_stamp
+from diskprefix.model.load.imports import INSTALL
 from diskprefix.model.load.picture_processor import Detail, PicturesModel
 from diskprefix.printable import first_line
 from diskprefix.values import Picture
@@ -99,6 +101,8 @@ class PictureReader:
         match _known.get(key := _key_of(model.files)):
             case [str(mark), int(token_id), list(placeholders)]:
                 return cls(make, mark, token_id, placeholders)
+        if find_spec("torch") is None or find_spec("transformers") is None:
+            return cls(problem=f"pictures need what is not installed: {INSTALL}")
         from transformers.utils import is_vision_available
 
         if (problem := model.problem()) is not None:

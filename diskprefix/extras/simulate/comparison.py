@@ -11,7 +11,6 @@ from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, G
 from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.extras.simulate.upper_bound import upper_bound
-from diskprefix.store.eviction import usable_bytes
 
 Regime: TypeAlias = Literal["token", "sliceable", "checkpoints"]
 
@@ -59,7 +58,7 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         """Returns the settings and the figures. `budget_bytes` is None without a limit."""
         policy, geometry, totals = self.case.policy, self.case.geometry, self.totals
-        shares = ("hit_rate", "restored_share", "written_share", "write_amplification")
+        shares = ("hit_rate", "restored_share", "written_share")
         return {
             "trace": self.trace,
             "scope": self.case.scope,
@@ -103,26 +102,12 @@ def cases(
 def compare(
     trace: Trace, cases: Sequence[Case], on_requests: Callable[[int], None] = lambda _number: None
 ) -> Iterator[Row]:
-    """Yields the row of each case, in order. Calls `on_requests` with the number of requests done since its last call.
-
-    A case that did not reach its budget has the same result under any other budget that it would not reach, and is not
-    run again.
-    """
+    """Yields the row of each case, in order. Calls `on_requests` with the number of requests since its last call."""
 
     def replay() -> Iterator[TraceRequest]:
         for request in trace:
             yield request
             on_requests(1)
 
-    done: dict[Case, Totals] = {}
     for case in cases:
-        budget_bytes = case.policy.budget_bytes
-        without_budget = replace(case, policy=replace(case.policy, budget_bytes=None), preset=None)
-        totals = done.get(without_budget)
-        if totals is not None and (budget_bytes is None or totals.peak_bytes <= usable_bytes(budget_bytes)):
-            on_requests(len(trace))
-        else:
-            totals = case.simulate(Trace(trace.name, len(trace), replay), case.policy, case.geometry)
-            if not totals.evictions and not totals.dropped:
-                done[without_budget] = totals
-        yield Row(trace.name, case, totals)
+        yield Row(trace.name, case, case.simulate(Trace(trace.name, len(trace), replay), case.policy, case.geometry))

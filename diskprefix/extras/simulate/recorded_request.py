@@ -1,10 +1,10 @@
 """A line of a recording: one request of a daemon, without text and token ids.
 
-Each prompt is cut at the positions that matter to the cache: every grid point, boundary and mark, the end of the system
-part, the end of the prompt, the ends of earlier prompts that it continues, and the position where it parts from an
-earlier prompt. Each cut has a hash of the prompt up to the cut. Two prompts of one root share their first p tokens if
-and only if both have the same hash at p. All hashes are keyed with the store's secret: without it, nobody can test a
-guess of a prompt or a tenant.
+Each prompt is cut at the positions that matter to the cache: every grid point, boundary and mark, the ends of the
+system part, of the last question and of the prompt, the ends of earlier prompts that it continues, and the position
+where it parts from an earlier prompt. Each cut has a hash of the prompt up to the cut. Two prompts of one root share
+their first p tokens if and only if both have the same hash at p. All hashes are keyed with the store's secret: without
+it, nobody can test a guess of a prompt or a tenant.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     parts from an earlier prompt without a cut there, and `parted_from` the hash of the earlier prompt at its next cut.
 
     `remembered`: the prompt was computed to its end, so any scope could have kept it. The daemon computed the tokens
-    after the `restored` ones in `prefill_ms`.
+    after the `restored` ones in `prefill_ms`. `is_ahead`: nobody sent the prompt; the daemon computed it while nobody
+    waited.
     """
 
     version: int
@@ -62,8 +63,10 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     reply_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] = 0
     boundaries: list[int] = []
     system_end: int = 0
+    question_end: int = 0
     marks: list[tuple[int, _Amount | None]] = []
     remembered: bool = True
+    is_ahead: bool = False
     bytes_per_token: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
     state_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
     logits_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
@@ -88,7 +91,8 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         if self.parted_at and self.parted_at not in self.cuts:
             raise ValueError("parted_at: is no cut")
         marks = [position for position, _ in self.marks]
-        for key, places in (("boundaries", self.boundaries), ("marks", marks), ("system_end", [self.system_end])):
+        ends = {"system_end": [self.system_end], "question_end": [self.question_end]}
+        for key, places in ({"boundaries": self.boundaries, "marks": marks} | ends).items():
             if places != sorted(places) or not all(0 <= place <= self.prompt_tokens for place in places):
                 raise ValueError(f"{key}: must ascend and lie within the prompt")
 

@@ -87,6 +87,7 @@ class RequestRecorder:
         reply: TokenIds,
         prefill_ms: float,
         remembered: bool,
+        is_ahead: bool = False,
     ) -> None:
         """Queues a finished request. See `hooks.Recorder` for the arguments."""
         layout = self._layout
@@ -108,8 +109,10 @@ class RequestRecorder:
                 reply_tokens=len(reply),
                 boundaries=list(prompt.boundaries),
                 system_end=prompt.system_end,
+                question_end=prompt.question_end,
                 marks=list(prompt.marks),
                 remembered=remembered,
+                is_ahead=is_ahead,
                 **layout,
                 restored=report.restored,
                 prefill_ms=round(prefill_ms, 2),
@@ -155,6 +158,7 @@ class RequestRecorder:
             *prompt.boundaries,
             *(mark.position for mark in prompt.marks),
             prompt.system_end,
+            prompt.question_end,
             *range(block_size, len(token_ids), block_size),
             len(prompt.token_ids),
             len(token_ids),

@@ -94,6 +94,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read.
     help="Memory for sequences that ended, in which a next turn continues.",
     show_default="none: everything is restored from the disk",
 )
+@setting_option("ahead", envvar=None)
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 def simulate(
     traces: tuple[str, ...],
@@ -125,6 +126,7 @@ def simulate(
     bytes      bytes written to disk
     evictions  evicted blocks and checkpoints
     saved      time of prefill that restoring saved
+    ahead      tokens computed while nobody waited, of a recording that has them
     --json has more columns.
 
     \b
@@ -198,6 +200,7 @@ def _policy(values: Mapping[str, Any], tokens_per_s: float) -> Policy:
         write_budget_bytes=settings.write_budget_bytes,
         memory_bytes=settings.kv_memory or 0,
         seconds_per_token=1 / tokens_per_s,
+        computes_ahead=settings.ahead_s > 0,
     )
 
 

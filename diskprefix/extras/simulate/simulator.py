@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diskprefix.cache.choosing import marked_nodes, selection_of, sighting_of, ttl_at
+from diskprefix.cache.choosing import marked_nodes, selection_ahead, selection_of, sighting_of, ttl_at
 from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.policy.seen import SeenPrompts
 from diskprefix.cache.policy.select import Rules
@@ -24,7 +24,7 @@ from diskprefix.extras.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.store.schema import Kind
 from diskprefix.store.written import WrittenBytes
-from diskprefix.tokens import TokenIds, TokenPath, root_hash
+from diskprefix.tokens import LEAST_TOKENS, TokenIds, TokenPath, root_hash
 from diskprefix.values import CacheOptions, Scope, Selection
 
 _SECRET = 0
@@ -35,7 +35,8 @@ _OFF = Scope("off")
 class Policy:
     """The settings of a daemon that decide how much is kept, with the daemon's defaults. 0 is no limit for `ttl_s` and
     for `write_budget_bytes`, the bytes to write in 24 hours. `memory_bytes` is KV memory; with 0 every prompt is
-    restored from the disk. `seconds_per_token` is the speed of prefill."""
+    restored from the disk. `seconds_per_token` is the speed of prefill. `computes_ahead`: the pauses of a trace are
+    used; their budget is not simulated."""
 
     scope: Scope
     budget_bytes: int | None = None
@@ -47,6 +48,7 @@ class Policy:
     write_budget_bytes: int = 0
     memory_bytes: int = 0
     seconds_per_token: float = 1e-3
+    computes_ahead: bool = True
 
 
 @dataclass
@@ -54,10 +56,10 @@ class Totals:
     """The effect of a policy on a workload.
 
     `hits` counts requests with restored tokens. `written_tokens` are the tokens of written nodes, `written_bytes` their
-    size in the file, and `distinct_bytes` the same with each node counted once. `selected_tokens` are the tokens that
+    size in the file. `selected_tokens` are the tokens that
     the policy chose to keep, stored before or not. `evictions` counts evicted nodes, `dropped` publications that did
     not fit, `unaffordable` prompts that were not kept whole for the write budget. `seconds_saved` is the time of
-    prefill that restoring saved.
+    prefill that restoring saved. `ahead_tokens` were computed while nobody waited.
     """
 
     requests: int = 0
@@ -66,13 +68,13 @@ class Totals:
     restored_tokens: int = 0
     written_tokens: int = 0
     written_bytes: int = 0
-    distinct_bytes: int = 0
     selected_tokens: int = 0
     evictions: int = 0
     dropped: int = 0
     unaffordable: int = 0
     peak_bytes: int = 0
     seconds_saved: float = 0.0
+    ahead_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -88,11 +90,6 @@ class Totals:
         """The number of written tokens for each prompt token."""
         return self.written_tokens / max(self.prompt_tokens, 1)
 
-    @property
-    def write_amplification(self) -> float:
-        """The mean number of times that a byte was written."""
-        return self.written_bytes / self.distinct_bytes if self.distinct_bytes else 1.0
-
 
 class Outcome(NamedTuple):
     """The result of one request."""
@@ -103,7 +100,8 @@ class Outcome(NamedTuple):
 
 
 class Simulator:
-    """A daemon without a model. Call `step` for the requests of a trace in order."""
+    """A daemon without a model. Call `step` for the requests of a trace in order, and `plan_ahead` for the prompts of a
+    trace that nobody sent."""
 
     def __init__(self, policy: Policy, geometry: Geometry) -> None:
         self.totals = Totals()
@@ -123,13 +121,15 @@ class Simulator:
         """The seen prompts by tenant."""
         self.disk = WrittenBytes()
         """Written bytes, by the clock of the trace."""
-        self._written: set[bytes] = set()
         self._ends: set[str] = set()
         """The ends of prompts whose logits are stored as notes."""
+        self._ahead: TraceRequest | None = None
+        """The prompt that is computed until the next request comes."""
         self._bytes_of = lru_cache(maxsize=1024)(geometry.stored_bytes)
 
     def step(self, request: TraceRequest) -> Outcome:
         """Simulates a request, from its lookup to its publication."""
+        self._compute_ahead(request.when)
         policy, geometry, prompt = self._policy, self._geometry, request.prompt
         scope = request.scope or policy.scope
         self.store.pass_time(request.when)
@@ -162,6 +162,31 @@ class Simulator:
         num_restored = max(restored.num_tokens, in_memory)
         self._count(len(prompt.token_ids), num_restored, selection, written)
         return Outcome(num_restored, selection, written)
+
+    def plan_ahead(self, request: TraceRequest) -> None:
+        """Has a prompt computed from now on."""
+        self._compute_ahead(request.when)
+        self._ahead = request if self._policy.computes_ahead and self._geometry.exact_at == "token" else None
+
+    def _compute_ahead(self, until: float) -> None:
+        """Computes as much of the planned prompt as there is time for. Its state is stored if that is all of it."""
+        request, self._ahead = self._ahead, None
+        if request is None:
+            return
+        self.store.pass_time(request.when)
+        token_ids, nodes = request.prompt.token_ids, self.nodes(request, request.prompt.token_ids)
+        restored, in_memory = self._restore(request, nodes), self._memory.match(request.tenant, token_ids)
+        start = max(restored.num_tokens, in_memory)
+        end = min(len(token_ids), start + int((until - request.when) / self._policy.seconds_per_token))
+        if len(token_ids) - start < LEAST_TOKENS:
+            return
+        self.totals.ahead_tokens += end - start
+        self._memory.keep(request.tenant, token_ids[:end], end)
+        spending = self._spending(request.when)
+        if end == len(token_ids) and (spending is None or spending.is_ample):
+            selection = selection_ahead(request.prompt, request.scope or self._policy.scope, self._geometry.state_kind)
+            planner = Planner(nodes, restored, self._geometry.state_kind, end)
+            self._store(request, planner, planner.plan(selection, selection.checkpoints), selection)
 
     def _seen(self, request: TraceRequest) -> SeenPrompts:
         if request.tenant not in self._seen_by:
@@ -238,13 +263,9 @@ class Simulator:
         for entry in entries if self._geometry.state_bytes else ():
             if entry.node.kind != Kind.BLOCK:
                 self.store.remove_superseded(nodes, entry, selection.anchors)
-        totals = self.totals
         for entry in entries:
-            totals.written_bytes += entry.num_bytes
+            self.totals.written_bytes += entry.num_bytes
             self.disk.add(entry.num_bytes, request.when)
-            if entry.node.name not in self._written:
-                self._written.add(entry.node.name)
-                totals.distinct_bytes += entry.num_bytes
         return sum(entry.node.num_tokens for entry in entries)
 
     def nodes(self, request: TraceRequest, token_ids: TokenIds) -> PromptNodes:
@@ -269,5 +290,5 @@ def simulate(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
     """Replays a whole trace."""
     simulator = Simulator(policy, geometry)
     for request in trace:
-        simulator.step(request)
+        simulator.plan_ahead(request) if request.is_ahead else simulator.step(request)
     return simulator.totals

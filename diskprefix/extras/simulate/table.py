@@ -98,4 +98,5 @@ def _figures(totals: Totals) -> dict[str, str]:
         "bytes": format_size(totals.written_bytes),
         "evictions": f"{totals.evictions:,}",
         "saved": format_duration(totals.seconds_saved),
+        "ahead": f"{totals.ahead_tokens:,}",
     }

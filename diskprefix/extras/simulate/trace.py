@@ -17,8 +17,9 @@ class TraceRequest:
     `when` is in seconds since the trace began. `reply` has the tokens computed after the prompt, empty if unknown.
     `scope` is the scope that the request set, or None. For `group`, `save` and `ttl_s` see `CacheOptions`. Requests of
     different tenants share nothing. `is_trusted`: the tenant has no salt, as always for the tenant "". `remembered`:
-    the prompt counts as recent for later requests, which is False if the request failed or was cancelled. `model` is
-    empty if the daemon has one model.
+    the prompt counts as recent for later requests, which is False if the request failed or was cancelled. `is_ahead`:
+    nobody sent this prompt; the daemon computes it from `when` on until the next request comes. `model` is empty if the
+    daemon has one model.
     """
 
     when: float
@@ -31,6 +32,7 @@ class TraceRequest:
     save: bool = True
     ttl_s: float | None = None
     remembered: bool = True
+    is_ahead: bool = False
     model: str = ""
 
 

@@ -196,7 +196,7 @@ def _recorded_daemon(records: Sequence[RecordedRequest]) -> RecordedDaemon:
 def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> TraceRequest:
     marks = tuple(Mark(*mark) for mark in record.marks)
     token_ids, reply = token_ids[: record.prompt_tokens], token_ids[record.prompt_tokens :]
-    prompt = Prompt(token_ids, tuple(record.boundaries), record.system_end, marks=marks)
+    prompt = Prompt(token_ids, tuple(record.boundaries), record.system_end, record.question_end, marks=marks)
     scope = parse_scope(record.scope, param="scope") if record.own_scope else None
     return TraceRequest(
         when=when,
@@ -209,5 +209,6 @@ def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> Trac
         save=record.save,
         ttl_s=record.ttl_s,
         remembered=record.remembered,
+        is_ahead=record.is_ahead,
         model=record.model,
     )

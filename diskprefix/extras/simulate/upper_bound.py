@@ -28,6 +28,9 @@ def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
         min_restored = min(min_restored, LEAST_TOKENS)
     for request in trace:
         token_ids, root = request.prompt.token_ids, request.tenant.encode()
+        if request.is_ahead:
+            kept.add(root, token_ids)
+            continue
         totals.requests += 1
         totals.prompt_tokens += len(token_ids)
         if request.scope == _OFF:
@@ -44,5 +47,5 @@ def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
             totals.written_tokens += len(whole) - kept.shared(root, whole)
             kept.add(root, whole)
     num_bytes = totals.written_tokens * geometry.bytes_per_token
-    totals.written_bytes = totals.distinct_bytes = totals.peak_bytes = num_bytes
+    totals.written_bytes = totals.peak_bytes = num_bytes
     return totals

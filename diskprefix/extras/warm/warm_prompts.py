@@ -98,13 +98,13 @@ def _suffix_of(text: str) -> str:
 
 
 def _warming(body: Json, scope: str) -> Json:
-    """Returns a body for the same prompt, kept under `scope`, with a reply of one token."""
+    """Returns a body for the same prompt, kept under `scope`, without a reply: it gives way to requests with one."""
     prompt = {name: value for name, value in body.items() if name not in NOT_OF_PROMPTS}
     cache = body.get("prefix_cache") or {}
     if isinstance(cache, dict):
         # `window` and `save` would contradict the scope.
         cache = {name: value for name, value in cache.items() if name not in ("window", "save")} | {"scope": scope}
-    return prompt | {"max_tokens": 1, "temperature": 0, "prefix_cache": cache}
+    return prompt | {"prompt_cache_options": {"prewarm": True}, "prefix_cache": cache}
 
 
 def body_in(value: object) -> Json:

@@ -20,6 +20,7 @@ from diskprefix.model.config import (
 from diskprefix.model.families.known_options import unknown_option
 from diskprefix.model.families.mixture_types import feed_forward_of, first_of, mixture_of
 from diskprefix.model.families.rotary import KINDS, kinds_of_rotary, rotary_of, scaled_by_yarn
+from diskprefix.model.families.type_table import LATENT
 from diskprefix.model.operands import Location, Rotary, StateLocation
 from diskprefix.native import calls
 
@@ -29,7 +30,6 @@ _PLAIN = """
 """
 _MIXTURES = "glm4_moe granitemoe mimo_v2_flash mixtral qwen2_moe solar_open"
 _WITH_HEAD_NORMS = "dots1 exaone_moe flint hy_v3 mellum qwen3 qwen3_moe qwen3_vl_moe_text qwen3_vl_text"
-_LATENT = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 mistral4 youtu"
 _NOTHING: Mapping[str, Any] = {}
 _HEAD_NORMS: Mapping[str, Any] = {"has_head_norms": True}
 _OLMO: Mapping[str, Any] = {"has_row_norms": True, "norm": "rms_unrounded", "norms": "behind"}
@@ -70,7 +70,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "minimax_m2": {"has_row_norms": True},
     "olmoe": {"has_row_norms": True},
     "llama4_text": {"has_norms_behind_rotary": True},
-    **dict.fromkeys(_LATENT.split(), _NOTHING),
+    **dict.fromkeys(LATENT.split(), _NOTHING),
     "glm": {"has_joined_gate_up": True},
     "glm4": {"has_joined_gate_up": True, "norms": "around"},
     "phi3": {"has_joined_gate_up": True, "joined": "in_parts"},

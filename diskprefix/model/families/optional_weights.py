@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from diskprefix.model.families.type_table import options_of
+from diskprefix.model.families.type_table import LATENT, options_of
 
 _NORMS, _HEAD_NORMS = r"(input|post_attention)_layernorm|norm", r"self_attn\.[qk]_norm"
 _QUERIES, _OUT = r"self_attn\.(qkv|q|k|v)_proj", r"self_attn\.o_proj"
 _ATTENTION = f"{_QUERIES}|{_OUT}"
-_LATENT = rf"self_attn\.(q_a_proj|kv_a_proj_with_mqa)|{_OUT}"
+_OF_LATENTS = rf"self_attn\.(q_a_proj|kv_a_proj_with_mqa)|{_OUT}"
 _FEED_FORWARD = r"mlp\.(shared_experts\.)?(gate|up|down)_proj"
 _SPACE, _SPACE_IN, _SPACE_OUT = r"mamba\.(in|out)_proj", r"mamba\.in_proj", r"mamba\.out_proj"
 _NONE = r"(?!)"
@@ -33,24 +33,10 @@ _BY_OPTION: Mapping[str, str] = {
     "lm_head_bias": "lm_head",
 }
 """The modules that have biases where a configuration says so."""
+_WITH_QUERIES = "glm glm4 glm4_moe helium mimo_v2_flash seed_oss solar_open"
 _OTHERWISE: Mapping[str, Mapping[str, str]] = {
-    **{
-        kind: {"attention_bias": _QUERIES}
-        for kind in ("glm", "glm4", "glm4_moe", "helium", "mimo_v2_flash", "seed_oss", "solar_open")
-    },
-    **{
-        kind: {"attention_bias": _LATENT}
-        for kind in [
-            "axk1",
-            "deepseek_v2",
-            "deepseek_v3",
-            "glm4_moe_lite",
-            "kimi_linear",
-            "minicpm3",
-            "mistral4",
-            "youtu",
-        ]
-    },
+    **{key: {"attention_bias": _QUERIES} for key in _WITH_QUERIES.split()},
+    **{key: {"attention_bias": _OF_LATENTS} for key in LATENT.split()},
     "ernie4_5_moe": {"use_bias": f"{_ATTENTION}|{_FEED_FORWARD}|lm_head"},
     "falcon_h1": {"mamba_proj_bias": _SPACE_IN},
     "mamba2": {"use_bias": _SPACE},

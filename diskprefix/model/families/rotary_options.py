@@ -12,15 +12,7 @@ from typing import Any
 from diskprefix.errors import ModelError
 from diskprefix.model.families.derived_options import Options
 
-_AS_THEY_ARE = (
-    "cohere_compass_text",
-    "gemma4_text",
-    "gemma4_unified_text",
-    "laguna",
-    "mellum",
-    "mimo_v2_flash",
-    "step3p5",
-)
+_AS_THEY_ARE = "cohere_compass_text gemma4_text gemma4_unified_text laguna mellum mimo_v2_flash step3p5"
 """Types whose configurations have no older names of them."""
 _OF_KINDS = {"gemma3_text": (1e6, 1e4), "gemma3n_text": (1e6, 1e4), "olmo3": (5e5, 5e5)}
 """Types with other positions in layers with a window: the bases of full attention and of windows."""
@@ -89,7 +81,7 @@ def set_rotary(kind: str, base: float, own: Options, extra: Options) -> None:
     labels = own.get("layer_types") or own.get("layers_block_type") or ()
     if kind == "step3p5":
         own["rope_parameters"] = _of_step_3(own, extra, base)
-    elif kind in _AS_THEY_ARE:
+    elif kind in _AS_THEY_ARE.split():
         _take_as_it_is(kind, own, extra, labels)
     else:
         scaling = extra.pop("rope_scaling", None)

@@ -10,6 +10,7 @@ from typing import Any
 
 from diskprefix.model.families.mixture_types import first_of
 from diskprefix.model.families.optional_weights import has_tensor, modules_with_bias
+from diskprefix.model.families.type_table import LATENT
 from diskprefix.model.weights import ExpertsForm
 
 _BIAS_OF_ROUTER = "mlp.gate.e_score_correction_bias"
@@ -183,8 +184,7 @@ _IN_FLOAT32: Mapping[str, tuple[str, ...]] = {
 """Parts of the names of parameters that are float32 in models of any type of numbers."""
 _OF_LATENTS = dict.fromkeys(("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"), 1e-6)
 _EPSILONS: Mapping[str, Mapping[str, float]] = {
-    **dict.fromkeys(["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"], _OF_LATENTS),
-    **dict.fromkeys(("minicpm3", "mistral4", "youtu"), _OF_LATENTS),
+    **dict.fromkeys(LATENT.split(), _OF_LATENTS),
     "olmo_hybrid": {"linear_attn.norm": 1e-5},
 }
 """The epsilons of norms that no configuration says."""

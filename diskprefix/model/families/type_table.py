@@ -2,8 +2,9 @@
 
 `option_defaults.json` is made of transformers' classes by `tests/model/option_table.py`. Each type has `options`, with
 letters for the types that a value may have, and a default; other `names` of options; `unread` ones, which no plan
-knows; the base of its positions (`theta`); and its `class`. Models with encoders have the type of their `text`. Options
-that change no number are missing.
+knows; the base of its positions (`theta`); and its `class`. Models with encoders have the type of their `text`, whose
+options stand among theirs in `flat` configurations, and may tie the embeddings (`tied_by_text`). Options that change no
+number are missing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+LATENT = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_linear minicpm3 mistral4 youtu"
+"""The types with latent attention."""
 TABLE = Path(__file__).with_name("option_defaults.json")
 
 
@@ -38,6 +41,11 @@ def text_of(kind: str, named: Any) -> str:
     model of text."""
     entry = _table()[kind]
     return str(named or entry["text"]) if entry.get("any_text") else str(entry.get("text", ""))
+
+
+def has_trait(kind: str, trait: str) -> bool:
+    """Returns whether models with encoders of a type are `flat` or `tied_by_text`."""
+    return trait in _table()[kind]
 
 
 def levels_of(kind: str) -> Sequence[int]:

@@ -105,7 +105,7 @@ def make_composite(
     nothing reads."""
     kind, named = encoder.model_type, encoder.tokens
     array = of_text.header.arrays.get("tokenizer.ggml.tokens")
-    numbers = {} if array is None else {token: number for number, token in enumerate(array.read())}
+    numbers = {} if array is None else {token: number for number, token in enumerate(array.content)}
     special = {name: _UNUSED if token == _SOFT and token not in numbers else token for name, token in named.items()}
     for name, token in special.items():
         if token not in numbers and not name.startswith(_OF_OTHERS):

@@ -120,7 +120,7 @@ class _Keys:
         """Reads strings, or `count` numbers. Raises `ModelError` if the file has something else."""
         if name not in self:
             raise ModelError(f"the file lacks the array {_PREFIX}{name}")
-        found = self._arrays[_PREFIX + name].read()
+        found = self._arrays[_PREFIX + name].content
         if isinstance(found, list) != (count is None) or count not in (None, len(found)):
             raise ModelError(f"the file's {_PREFIX}{name} are not {f'{count} numbers' if count else 'strings'}")
         return found
@@ -139,9 +139,11 @@ def make_tokenizer(header: GgufHeader) -> Tokenizer:
         )
     if other := next((key for key in _OTHERS if key in header.values), None):
         raise ModelError(f"the file has two tokenizers: {_PREFIX}model and {other}")
-    tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(keys.array("tokens"))]
+    tokens = keys.array("tokens")
+    if "" in tokens:
+        tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)]
     tokens, mark = _distinct(tokens)
-    vocabulary = {token: number for number, token in enumerate(tokens)}
+    vocabulary = dict(zip(tokens, range(len(tokens)), strict=True))
     special = _special(Metadata(header, ()), tokens)
     backend = Backend(models.BPE())
     decoded = _KINDS[kind](backend, keys, vocabulary, special.get("unk_token"))
@@ -217,7 +219,12 @@ def _merging(vocabulary: dict[str, int], merges: list[tuple[str, str]], **option
 
 
 def _merges(keys: _Keys) -> list[tuple[str, str]]:
-    return [(left, right) for left, _, right in (merge.partition(" ") for merge in keys.array("merges"))]
+    merges = keys.array("merges")
+    parts = " ".join(merges).split(" ")
+    if len(parts) == 2 * len(merges) and all(" " in merge for merge in merges):
+        # One blank each: that is fast.
+        return list(zip(parts[::2], parts[1::2], strict=True))
+    return [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
 
 
 def _merges_by_score(keys: _Keys, vocabulary: dict[str, int]) -> list[tuple[str, str]]:

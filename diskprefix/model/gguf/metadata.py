@@ -55,6 +55,8 @@ ENDS_OF_TURN = (
 )
 """Tokens that end a turn in each vocabulary that has them (llama.cpp's `src/llama-vocab.cpp`), likeliest first."""
 
+_ENDS_OF_CALLS = "<|call|>", "<|calls|>"
+
 
 class Metadata:
     """The values of a file, without the name of its architecture, and the names of its tensors. An array is a tuple.
@@ -132,7 +134,7 @@ class Metadata:
         tokens, key = self.header.arrays.get("tokenizer.ggml.tokens"), f"tokenizer.ggml.{kind}_token_id"
         found = self.header.values.get(key, default)
         if found is None:
-            return self._end_of_turn(tokens.read()) if tokens is not None and kind == "eot" else None
+            return self._end_of_turn(tokens.content) if tokens is not None and kind == "eot" else None
         if not isinstance(found, int) or (tokens is not None and not 0 <= found < tokens.count):
             of_them = f", and it has {tokens.count} tokens" if tokens is not None else ", which is not a number"
             raise ModelError(f"the file's {key} is {shown(found)}{of_them}")
@@ -140,8 +142,9 @@ class Metadata:
 
     def _end_of_turn(self, tokens: Any) -> int | None:
         """Returns the likeliest new one. Messages within a reply end with `<|end|>` where calls have their own end."""
-        numbers = {token: number for number, token in enumerate(tokens)}
-        if "<|call|>" in numbers or "<|calls|>" in numbers:
+        wanted = {*ENDS_OF_TURN, *_ENDS_OF_CALLS}
+        numbers = {token: number for number, token in enumerate(tokens) if token in wanted}
+        if not numbers.keys().isdisjoint(_ENDS_OF_CALLS):
             numbers.pop("<|end|>", None)
         ends = (numbers[token] for token in ENDS_OF_TURN if token in numbers)
         return next((number for number in ends if number != self.token("eos")), None)

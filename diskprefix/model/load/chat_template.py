@@ -40,12 +40,11 @@ def read_template(path: Path | None) -> str | None:
 
 
 def fault_of_template(template: str) -> str | None:
-    """Returns the line of a chat template that does not compile, and why; None if all does. Nothing of it is run."""
+    """Returns the line of a chat template that does not compile, and why; None if all does. It writes nothing."""
     from jinja2 import TemplateSyntaxError
 
     try:
-        # `raw`: Python's source is enough.
-        _environment().compile(template, raw=True)
+        _compiled(template)
     except TemplateSyntaxError as error:
         return f"line {error.lineno}: {first_line(error)}"
     except RecursionError:
@@ -71,13 +70,6 @@ def render_template(
     given = {"messages": listed, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
     text = _compiled(template).render({**(variables or {}), **given})
     return _until_end(text, end) if continue_final_message else text
-
-
-def variables_of(template: str) -> set[str]:
-    """Returns the names that a template reads and does not set."""
-    from jinja2.meta import find_undeclared_variables
-
-    return find_undeclared_variables(_environment().parse(template))
 
 
 @cache

@@ -21,6 +21,7 @@ SAFETENSORS, FILE, INDEX = "*.safetensors", "model.safetensors", "model.safetens
 _MOST_HEADER_BYTES = 10**8
 """safetensors refuses longer headers."""
 _NO_INNER_PATH = re.compile(r"[\x00-\x1f\x7f-\x9f\\\ud800-\udfff]|(?:^|/)(?:\.{0,2}|[A-Za-z]:[^/]*)(?:/|$)")
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _BITS = {"F4": 4, "BOOL": 8, "C64": 64}
 _QUANTS_IN_NAME = re.compile(
     r"-(awq|gptq|fp8|int[48]|w\d+a\d+|4bit|8bit|mxfp4|nvfp4|bnb|quantized\.\w+)\b.*", re.IGNORECASE
@@ -174,6 +175,20 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     thinker = config.get("thinker_config")
     found = config.get("text_config") or (thinker.get("text_config") if isinstance(thinker, dict) else None)
     return found if isinstance(found, dict) else config
+
+
+def number_type(asked: str, config: Mapping[str, Any]) -> str:
+    """Returns the type of numbers of a model: the one that `--dtype` asks for, or that its `config.json` says. Raises
+    `ModelError` for a type in which nothing computes."""
+    if asked != "auto":
+        return asked
+    parts = (config, text_config(config))
+    found = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), "float32")
+    if found not in _DTYPES:
+        raise ModelError(
+            f"the configuration's dtype is {shown(repr(found))}, in which no model computes; choose another --dtype"
+        )
+    return str(found)
 
 
 def require_plain_weights(name: str, config: Mapping[str, Any]) -> None:

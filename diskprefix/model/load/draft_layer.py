@@ -1,10 +1,8 @@
 """The layer of a checkpoint that predicts the token after the next one (MTP).
 
-It becomes a part of the decoder, `model.get_decoder().draft_layer`: an `MtpLayer` of transformers, whose parameters are
-loaded, quantised and identified like those of any other layer. Embeddings, logits and positions are the model's; copies
-of them in the checkpoint are not loaded. Of several such layers the first is used, and none where no model is exact at
-every token. A checkpoint that counts such a layer and has no tensor of it is served without; one that lacks some is
-refused. Nothing here needs torch until a class is made.
+Embeddings, logits and positions are the model's; copies of them in the checkpoint are not loaded. Of several layers
+the first is used, and none where no model is exact at every token. A checkpoint that counts such a layer and has no
+tensor of it is served without; one that lacks some is refused.
 """
 
 from __future__ import annotations
@@ -12,10 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+from typing import Any
 
 HAVE_DRAFT_LAYER: Mapping[str, Mapping[str, str]] = {
     "qwen3_5_text": {"layer_types": "full_attention"},
@@ -56,37 +51,10 @@ def further_layers(names: Iterable[str], num_layers: int) -> dict[str, str | Non
     return found
 
 
-def with_draft_layer(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Returns the class of the models of a class that have a draft layer. Its configuration is that of the others."""
-
-    def initialise(model: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        kind.__init__(model, config, *args, **kwargs)
-        decoder = model.get_decoder()
-        decoder.draft_layer = _make_layer(decoder)
-        model.init_weights()
-
-    # By its name and its module transformers finds what it knows of a class.
-    return type(kind.__name__, (kind,), {"__init__": initialise, "__module__": kind.__module__})
-
-
-def with_one_more(config: PreTrainedConfig) -> PreTrainedConfig:
+def with_one_more(config: Any) -> Any:
     """Returns the configuration of a decoder whose last layer is the draft layer."""
     extended = copy.deepcopy(config)
     extended.num_hidden_layers += 1
     for name, its_own in HAVE_DRAFT_LAYER[config.model_type].items():
         setattr(extended, name, [*getattr(config, name)[: config.num_hidden_layers], its_own])
     return extended
-
-
-def _make_layer(decoder: Any) -> Any:
-    """Returns the layer behind the last one of a decoder."""
-    from transformers.modeling_layers import MtpLayer
-
-    config = decoder.config
-    extended = with_one_more(config)
-    layer = MtpLayer(extended, type(decoder.layers[-1]), type(decoder.norm), config.num_hidden_layers)
-    for module in layer.modules():
-        if getattr(module, "config", None) is extended:
-            # The kernels are switched in that of the model.
-            module.config = config
-    return layer

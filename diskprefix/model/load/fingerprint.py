@@ -7,16 +7,13 @@ costs time and a wrong hit gives a wrong answer.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from diskprefix.identity import canonical, identity_text, plain
+from diskprefix.identity import Fingerprint, canonical, plain
 from diskprefix.memo import Memo
 from diskprefix.model.load.gguf_file import file_stamp
 from diskprefix.model.load.kernel_settings import (
@@ -30,12 +27,8 @@ from diskprefix.model.load.kernel_settings import (
 )
 from diskprefix.tokens import file_digest
 
-_NAMED_IF_SET = ("kernels", "switches", "threads")
-"""Left out of the root if they are empty."""
 _VERSIONS = ("torch_version", "transformers_version", "gguf_version", "numpy_version")
-_NOT_PORTABLE = {"device", "cpu", *_VERSIONS, *_NAMED_IF_SET} - {"switches"}
-_JSON_FIELDS = ("architecture", "quantisation", "adapters", "environment", "kernels", "switches")
-"""Canonical JSON, empty if there is nothing to name."""
+_NOT_PORTABLE = ("device", "cpu", "kernels", "threads", *_VERSIONS)
 
 _NO_NUMBERS = re.compile(
     # Where it came from and what wrote it.
@@ -58,89 +51,45 @@ _ROPE_WITHOUT_MAX_POSITIONS = frozenset({"default", "linear", "llama3", "proport
 """The other kinds (dynamic, yarn, longrope, unknown ones) may compute with `max_position_embeddings`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fingerprint:
-    """Everything that changes the numbers of modules. In mode `portable` the root leaves out the fields of
-    `_NOT_PORTABLE`."""
+def fingerprint_of_modules(model: Any, weights_digest: str, mode: str = "strict") -> Fingerprint:
+    """Returns everything that changes the numbers of a loaded model of transformers. In mode `portable` the root leaves
+    out the fields of `_NOT_PORTABLE`."""
+    from importlib.metadata import version
 
-    weights_digest: str
-    model_class: str
-    architecture: str
-    """The configuration's fields that change numbers."""
-    dtype: str
-    quantisation: str
-    adapters: str
-    """The settings and the content of each adapter, and which are active."""
-    attention: str
-    experts: str
-    matmul_precision: str
-    """torch's float32 matmul precision: `highest`, `high`, `medium`, or `mixed`."""
-    environment: str
-    """The environment variables that change numbers, as far as they are set."""
-    device: str
-    cpu: str
-    """The vector instructions that torch uses on this CPU and a digest of what the CPU offers; empty on a GPU."""
-    torch_version: str
-    transformers_version: str
-    gguf_version: str
-    """Its tables make weights of quants; numpy computes with them."""
-    numpy_version: str
-    code: str
-    """A digest of our own Python that reads weights or computes."""
-    kernels: str
-    """The installed packages whose kernels transformers uses instead of its own, with versions."""
-    switches: str
-    """torch's switches of kernels and precision that are not at their defaults."""
-    threads: str = ""
-    """The number of compute threads of a CPU, which decides where its kernels cut sums; empty on a GPU."""
-    mode: str = "strict"
-    """`strict` or `portable`."""
+    import torch
 
-    @classmethod
-    def of(cls, model: Any, weights_digest: str, mode: str = "strict") -> Fingerprint:
-        """Returns the fingerprint of a loaded transformers model."""
-        import torch
-
-        config = model.config
-        quantisation = getattr(config, "quantization_config", None)
-        return cls(
-            weights_digest=weights_digest,
-            model_class=type(model).__name__,
-            architecture=canonical(architecture(config.to_dict())),
-            dtype=plain(model.dtype),
-            quantisation=canonical(_as_dict(quantisation) if quantisation else {}),
-            adapters=_adapters(model),
-            attention=_implementations(config, "_attn_implementation"),
-            experts=_implementations(config, "_experts_implementation"),
-            matmul_precision=matmul_precision(),
-            environment=canonical(environment()),
-            device=device_kind(model.device),
-            cpu=cpu_kind() if model.device.type == "cpu" else "",
-            torch_version=torch.__version__,
-            transformers_version=version("transformers"),
-            gguf_version=version("gguf"),
-            numpy_version=version("numpy"),
-            code=code_digest(),
-            kernels=canonical(kernel_packages()),
-            switches=canonical(switches(model)),
-            threads=str(torch.get_num_threads()) if model.device.type == "cpu" else "",
-            mode=mode,
-        )
-
-    def identity(self, block_size: int, layout_version: int, layout: str, salt: str = "") -> str:
-        """Returns the text whose hash (`tokens.root_hash`) is the root, the parent of every first block. `layout`
-        describes a block's payload, `layout_version` is that of its byte format. `salt` keeps tenants apart."""
-        left_out = _NOT_PORTABLE if self.mode == "portable" else ()
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
-        fingerprint = {name: value for name, value in named.items() if value or name not in _NAMED_IF_SET}
-        return identity_text(fingerprint, block_size, layout_version, layout, salt)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns every field, for `/props`. Fields of canonical JSON are unpacked."""
-        values = asdict(self)
-        for name in _JSON_FIELDS:
-            values[name] = json.loads(values[name]) if values[name] else None
-        return values
+    config, is_cpu = model.config, model.device.type == "cpu"
+    quantisation = getattr(config, "quantization_config", None)
+    if_set = {
+        # The installed packages whose kernels transformers uses instead of its own.
+        "kernels": canonical(kernel_packages()),
+        "switches": canonical(switches(model)),
+        # Where the kernels of a CPU cut sums.
+        "threads": str(torch.get_num_threads()) if is_cpu else "",
+    }
+    named = {
+        "weights_digest": weights_digest,
+        "model_class": type(model).__name__,
+        "architecture": canonical(architecture(config.to_dict())),
+        "dtype": plain(model.dtype),
+        "quantisation": canonical(_as_dict(quantisation) if quantisation else {}),
+        "adapters": _adapters(model),
+        "attention": _implementations(config, "_attn_implementation"),
+        "experts": _implementations(config, "_experts_implementation"),
+        "matmul_precision": matmul_precision(),
+        "environment": canonical(environment()),
+        "device": device_kind(model.device),
+        "cpu": cpu_kind() if is_cpu else "",
+        "torch_version": torch.__version__,
+        "transformers_version": version("transformers"),
+        # Its tables make weights of quants; numpy computes with them.
+        "gguf_version": version("gguf"),
+        "numpy_version": version("numpy"),
+        "code": code_digest(),
+        "mode": mode,
+    }
+    left_out = _NOT_PORTABLE if mode == "portable" else ()
+    return Fingerprint(named | {name: value for name, value in if_set.items() if value}, frozenset(left_out))
 
 
 def architecture(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,9 @@ constant, from headers alone. The start refuses by it, and `doctor`, `list`, `sh
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,16 @@ from diskprefix.errors import ModelError
 from diskprefix.kv.sizes import longest_within, num_pages
 from diskprefix.model.load.checkpoint import (
     StoredTensor,
+    number_type,
     read_config,
     require_plain_weights,
     stored_tensors,
     text_config,
 )
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, further_layers
-from diskprefix.model.load.gguf_file import part_paths, read_tensors, within_block
+from diskprefix.model.load.gguf_file import within_block
 from diskprefix.model.load.gguf_header import FileTensor
-from diskprefix.model.load.projector import projector_beside
+from diskprefix.model.load.kinds import config_of_plan
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import COLUMNS, ROWS
 from diskprefix.printable import first_line
@@ -30,6 +31,8 @@ from diskprefix.units import format_size, whole_size
 
 if TYPE_CHECKING:
     from diskprefix.model.gguf.architecture import Architecture
+    from diskprefix.model.load.gguf import GgufModel
+    from diskprefix.model.model_config import ModelConfig
 
 ROOM_BYTES = 640 * 1024**2
 """Memory for the libraries, and for what is computed in a step: measured."""
@@ -42,27 +45,9 @@ _LEAST_CONTEXT = 2048
 _BLOCK_SIZE = 256
 _UNNAMED_POSITIONS = 1 << 17
 """The longest sequence of a model whose configuration names none."""
-_WINDOWED = {"gpt-oss": 2, "gemma2": 2, "gemma3": 6}
-"""Architectures with windows whose files do not say in which layers: each of so many layers sees all tokens."""
-_LAYER = re.compile(r"(.*?)\b(?:blk|layers|h)\.(\d+)\.(.*)")
-_OF_STATE = re.compile(r"((?:\w+\.)*)(?:attn_)?(k|v|kv_a)(?:_proj|_mqa|_proj_with_mqa)?\.weight")
-_OF_RECURRENT = re.compile(r"((?:\w+\.)*?)(?:(?:\w+\.)?A_log|ssm_a|conv\.weight)")
-_NO_TEXT = re.compile("vision|visual|audio|talker|mtp")
 _FLOATING = re.compile(r"B?F\d")
 _EXPANSION = "attn_kv_b"
 """The matrix of latent attention that is multiplied from both sides: floating point."""
-
-_IN_FILE = {
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "hidden_size": "embedding_length",
-    "max_position_embeddings": "context_length",
-    "sliding_window": "attention.sliding_window",
-    "mamba_n_heads": "ssm.inner_size",
-    "mamba_d_state": "ssm.state_size",
-}
-"""How a `.gguf` file calls what is in a `config.json`."""
 
 
 @dataclass(frozen=True)
@@ -172,30 +157,23 @@ def fitted(needs: ModelNeeds, free_bytes: int, kv_memory: int | None = None) -> 
 def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2, *, uses_draft_layer: bool = True) -> ModelNeeds:
     """Returns what a `.gguf` file needs, in all its parts. `uses_draft_layer`: if it has one. Raises `ModelError` if it
     is damaged or not read."""
-    # They need numpy.
-    from diskprefix.model.gguf.known_families import architecture_of
-    from diskprefix.model.gguf.metadata import Metadata
+    # It needs numpy, and the front counts memory without it.
+    from diskprefix.model.load.gguf import GgufModel
 
     try:
-        metadata = Metadata(*read_tensors(part_paths(gguf)))
+        found = GgufModel.read(gguf, lambda _line: None, uses_draft_layer=uses_draft_layer)
     except OSError as error:
         raise ModelError(f"cannot read {gguf}: {first_line(error)}") from error
-    header, tensors = metadata.header, [*metadata.tensors.values()]
-    kind, architecture = metadata.architecture, architecture_of(metadata)
-    draft_layer = metadata.draft_layer if uses_draft_layer and architecture.model_type in HAVE_DRAFT_LAYER else []
-    config = {name: header.values.get(f"{kind}.{key}") for name, key in _IN_FILE.items()}
-    config |= {"model_type": kind, "num_hidden_layers": metadata.num_layers if "block_count" in metadata else None}
-    windows = header.lists.get(f"{kind}.attention.sliding_window_pattern") or ()
-    # The last layers may share the keys of others.
-    own = windows[: len(windows) - header.values.get(f"{kind}.attention.shared_kv_layers", 0)]
-    config["layer_types"] = ["sliding_attention" if has_window else "full_attention" for has_window in own]
-    projector = projector_beside(gguf, metadata)
-    encoder = [] if projector is None else projector.metadata.tensors.values()
+    return needs_of_file_model(found, gguf.name, weights, dtype_bytes)
+
+
+def needs_of_file_model(model: GgufModel, name: str, weights: str, dtype_bytes: int) -> ModelNeeds:
+    """Returns what the model of a `.gguf` file needs."""
     return ModelNeeds(
-        name=gguf.name,
-        weights=_weights_of_gguf([*tensors, *draft_layer], weights, dtype_bytes, architecture, encoder),
-        state=state_of(tensors, config, dtype_bytes, draft_layer),
-        takes_pictures=projector is not None,
+        name=name,
+        weights=_weights_of_gguf(model.tensors, weights, dtype_bytes, model.architecture),
+        state=_state_by_layout(model.config, dtype_bytes, with_draft_layer=model.kind.has_draft_layer),
+        takes_pictures=model.pictures is not None,
     )
 
 
@@ -210,91 +188,59 @@ def needs_of_checkpoint(
 ) -> ModelNeeds:
     """Returns what a checkpoint needs. `dtype` is that of `--dtype`. Raises `ModelError` for published quants."""
     require_plain_weights(name, config)
-    dtype_bytes = _dtype_bytes(dtype, config)
+    dtype_bytes = 4 if number_type(dtype, config) == "float32" else 2
     text = text_config(config)
     num_layers = text.get("num_hidden_layers")
     further = further_layers((one.name for one in stored), num_layers) if isinstance(num_layers, int) else {}
     used = further if uses_draft_layer and text.get("model_type") in HAVE_DRAFT_LAYER else {}
-    draft_layer = [replace(one, name=f"layers.{num_layers}.{used[one.name]}") for one in stored if used.get(one.name)]
-    stored = [one for one in stored if one.name not in further]
-    weights = _weights_of_checkpoint([*stored, *draft_layer], dtype_bytes)
-    state = state_of(stored, config, dtype_bytes, draft_layer)
+    kept = [one for one in stored if one.name not in further or used.get(one.name)]
+    state = state_of(name, config, dtype_bytes, with_draft_layer=any(used.values()))
+    weights = _weights_of_checkpoint(kept, dtype_bytes)
     return ModelNeeds(name=name, weights=weights, state=state, takes_pictures="vision_config" in config)
 
 
-def _dtype_bytes(dtype: str, config: Mapping[str, Any]) -> int:
-    """Returns the bytes of a number in the type that `--dtype` asks for, or that a configuration names."""
-    parts = (config, text_config(config))
-    named = next((str(part.get(key)) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), "float32")
-    return 4 if (named if dtype == "auto" else dtype) == "float32" else 2
-
-
-def state_of(
-    tensors: Sequence[StoredTensor | FileTensor],
-    config: Mapping[str, Any],
-    dtype_bytes: int,
-    draft_layer: Sequence[StoredTensor | FileTensor] = (),
-) -> TokenState:
-    """Returns the state of a sequence, from the matrices that make keys and values, or else from the `config.json`. A
-    layer counts as one that sees all tokens, unless the configuration or `_WINDOWED` says that it has a window. The
-    `draft_layer` is the one behind the last, and keeps the decoder's rows beside its own state."""
+def state_of(name: str, config: Mapping[str, Any], dtype_bytes: int, *, with_draft_layer: bool = False) -> TokenState:
+    """Returns the state of a sequence of the model `name` with this `config.json`. Of one that has no plan, a layer
+    counts as one that sees all tokens unless the configuration says something else. Raises `ModelError` for options
+    that do not fit together, and for a model that is not served."""
+    if (found := config_of_plan(name, config)) is not None:
+        return _state_by_layout(found, dtype_bytes, with_draft_layer=with_draft_layer)
     text = text_config(config)
 
     def size(*names: str) -> int:
-        return int(next((text[name] for name in names if isinstance(text.get(name), int)), 0))
+        return int(next((text[one] for one in names if isinstance(text.get(one), int)), 0))
 
-    rows, recurrent = _rows_of([*tensors, *draft_layer])
     heads, window = size("num_attention_heads", "n_head", "n_heads"), size("sliding_window")
     head_dim = size("head_dim") or size("hidden_size", "n_embd", "d_model") // max(heads, 1)
     row = 2 * (1 if text.get("multi_query") else size("num_key_value_heads") or heads) * head_dim
     if size("kv_lora_rank"):
         row = size("kv_lora_rank") + size("qk_rope_head_dim")
-    num_layers = size("num_hidden_layers", "n_layer", "num_layers", "n_layers") or max(rows, default=-1) + 1
-    full_every = _WINDOWED.get(str(text.get("model_type")).removesuffix("_text").replace("_", "-"), 1)
-    of_architecture = [
-        "sliding_attention" if (layer + 1) % full_every else "full_attention" for layer in range(num_layers)
-    ]
-    of_draft = HAVE_DRAFT_LAYER.get(str(text.get("model_type")), {}).get("layer_types", "full_attention")
-    kinds = [*(text.get("layer_types") or of_architecture), of_draft]
-    windowed, full = 0, size("hidden_size") if draft_layer else 0
-    for layer, kind in enumerate(kinds[: num_layers + bool(draft_layer)]):
-        is_recurrent = kind == "linear_attention" or (layer in recurrent and layer not in rows)
-        num_rows = rows.get(layer, row) if not is_recurrent and ("attention" in kind or "hybrid" in kind) else 0
-        if window and kind == "sliding_attention":
-            windowed += num_rows
-        else:
-            full += num_rows
-    inner = size("linear_num_value_heads") * size("linear_value_head_dim") * size("linear_key_head_dim")
-    inner = inner or size("mamba_n_heads", "mamba_num_heads") * (size("mamba_d_head", "mamba_head_dim") or 1) * (
-        size("mamba_d_state", "ssm_state_size") or 1
-    )
+    num_layers = size("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    kinds = Counter(text.get("layer_types") or ["full_attention"] * num_layers)
+    windowed = kinds["sliding_attention"] if window else 0
+    full = sum(count for kind, count in kinds.items() if "attention" in kind and kind != "linear_attention") - windowed
     return TokenState(
-        per_token=full * dtype_bytes,
-        windowed=windowed * dtype_bytes,
+        per_token=full * row * dtype_bytes,
+        windowed=windowed * row * dtype_bytes,
         window=window if windowed else 0,
-        fixed=4 * inner * len(recurrent),
         positions=size("max_position_embeddings", "n_positions", "max_seq_len") or _UNNAMED_POSITIONS,
     )
 
 
-def _rows_of(tensors: Sequence[StoredTensor | FileTensor]) -> tuple[dict[int, int], set[int]]:
-    """Returns how many numbers a token has in the keys and values of a layer, by the layer, as far as these have
-    matrices of their own; and the layers with a state that does not grow."""
-    found, recurrent = defaultdict[tuple[int, str], dict[str, int]](dict), set[tuple[int, str]]()
-    for tensor in tensors:
-        if (match := _LAYER.match(tensor.name)) is None or _NO_TEXT.search(match[1]):
-            continue
-        if part := _OF_STATE.fullmatch(match[3]):
-            found[int(match[2]), part[1]][part[2]] = tensor.shape[0]
-        elif part := _OF_RECURRENT.fullmatch(match[3]):
-            recurrent.add((int(match[2]), part[1]))
-    # The keys of recurrent layers are not kept. Values without a matrix are the keys.
-    rows = {
-        layer: one.get("kv_a") or 2 * sum(one.values()) // len(one)
-        for (layer, module), one in found.items()
-        if not module or (layer, module) not in recurrent
-    }
-    return rows, {layer for layer, _ in recurrent}
+def _state_by_layout(config: ModelConfig, dtype_bytes: int, *, with_draft_layer: bool) -> TokenState:
+    from diskprefix.model.families.memory_layout import layout_of
+
+    layout = layout_of(config, _floating(dtype_bytes), with_draft_layer=with_draft_layer)
+    windowed = [group for group in layout.groups if group.window is not None]
+    of_windows = sum(group.bytes_per_token for group in windowed)
+    text: Any = config.get_text_config()
+    return TokenState(
+        per_token=layout.bytes_per_token - of_windows,
+        windowed=of_windows,
+        window=max((group.window or 0 for group in windowed), default=0),
+        fixed=layout.state_bytes,
+        positions=getattr(text, "max_position_embeddings", None) or _UNNAMED_POSITIONS,
+    )
 
 
 def _fills_blocks(shape: Sequence[int]) -> bool:
@@ -307,23 +253,20 @@ def _floating(dtype_bytes: int) -> str:
 
 
 def _weights_of_gguf(
-    tensors: Sequence[FileTensor],
-    weights: str,
-    dtype_bytes: int,
-    architecture: Architecture,
-    encoder: Iterable[FileTensor],
+    tensors: Sequence[FileTensor], weights: str, dtype_bytes: int, architecture: Architecture
 ) -> dict[str, int]:
     """Returns the bytes of tensors of a `.gguf` file by form. Quants that cannot stay become floating point, as do all
-    of an `encoder`."""
+    of an encoder."""
+    from diskprefix.model.gguf.architecture import OF_ENCODERS
+
     changed, served = {*architecture.changed, _EXPANSION}, Counter[str]()
     for tensor in tensors:
         is_kept = tensor.kind in FILE_FORMS and within_block(tensor.name) not in changed
-        if is_kept and _fills_blocks(tensor.shape) and weights != "native":
+        is_kept &= _fills_blocks(tensor.shape) and not tensor.name.startswith(OF_ENCODERS)
+        if is_kept and weights != "native":
             served[tensor.kind] += int(tensor.num_elements * FILE_FORMS[tensor.kind].weight_bits / 8)
         else:
             served[_floating(dtype_bytes)] += tensor.num_elements * dtype_bytes
-    if num_elements := sum(tensor.num_elements for tensor in encoder):
-        served[_floating(dtype_bytes)] += num_elements * dtype_bytes
     return served
 
 

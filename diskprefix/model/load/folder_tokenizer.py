@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -45,7 +46,7 @@ _TYPES_OF_ONE_CLASS = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"), "Qwen3_5Tokenizer"),
 }
 """Types whose folders have this class, whatever they name (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS`)."""
-_UNREAD = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "model_specific_special_tokens")
+_UNREAD = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex")
 """Settings that only transformers follows."""
 _CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 _Token: TypeAlias = str | AddedToken
@@ -72,8 +73,10 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
         return _made(folder)
     except Exception as error:  # noqa: BLE001 (transformers decides whether the files are bad)
         log.info("transformers reads the tokenizer of %s: %s", folder, first_line(error))
-    from diskprefix.model.load.imports import transformers_quietly
+    from diskprefix.model.load.imports import INSTALL, transformers_quietly
 
+    if find_spec("transformers") is None:
+        raise ModelError(f"the tokenizer of {folder} needs transformers, which is not installed: {INSTALL}")
     try:
         of_library = transformers_quietly().AutoTokenizer
         found = of_library.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -269,6 +272,9 @@ class _Tokens(NamedTuple):
         if "additional_special_tokens" in settings and not settings.get(_EXTRA):
             settings[_EXTRA] = settings.pop("additional_special_tokens")
         others = {name: settings.pop(name) for name in list(settings) if _is_other(name, settings[name])}
+        named = settings.pop("model_specific_special_tokens", None)
+        if named and not others and not isinstance(settings.get(_EXTRA), dict):
+            others = {name: _token(value) for name, value in named.items()}
         added = settings.get("added_tokens_decoder")
         if added is None:
             for name, value in _json(folder / "special_tokens_map.json").items():

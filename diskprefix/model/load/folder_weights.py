@@ -123,9 +123,6 @@ class FolderWeights(Weights):
     def has(self, name: str) -> bool:
         return bool(self._parts(name)) or (name == f"{HEAD}.weight" and not self._is_tied)
 
-    def origin(self, name: str) -> str:
-        return " and ".join(part.name for of_one in self._parts(name) for part in of_one)
-
     def finish(self) -> None:
         """All weights are in memory."""
 

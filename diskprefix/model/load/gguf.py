@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from diskprefix.model.families.model_types import without_plan
-from diskprefix.model.families.rotary import rotary_of
+from diskprefix.model.families.rotary import KINDS, kinds_of_rotary, rotary_of
 from diskprefix.model.gguf.architecture import OF_ENCODERS, Architecture
 from diskprefix.model.gguf.known_families import architecture_of
 from diskprefix.model.gguf.metadata import Metadata
+from diskprefix.model.gguf.sources import head_dim
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.gguf_file import block_of, part_paths, read_tensors
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GgufModel:
     """The model in these `parts`, the last of which may be an encoder: then `pictures` is what prepares its input.
-    `tensors` make the parameters, and `stops` are the tokens that end a reply."""
+    `tensors` make the parameters."""
 
     parts: list[Path]
     architecture: Architecture
     config: ModelConfig
     kind: ModelKind
     tensors: Sequence[FileTensor]
-    stops: list[int]
+    metadata: Metadata
     pictures: PictureSettings | None = None
 
     @classmethod
@@ -71,15 +71,15 @@ class GgufModel:
             config, pictures = make_composite(projector.encoder, projector.metadata, config, metadata)
             kind = ModelKind("AutoModelForMultimodalLM", is_multimodal=True, has_own_generate=False)
             parts, tensors = [*parts, projector.path], [*tensors, *projector.metadata.tensors.values()]
-        require_rotary(config.get_text_config(decoder=True), _turned(kind, config), architecture, metadata)
-        stops = [token for token in map(metadata.token, ("eos", "eot", "eom")) if token is not None]
+        text = config.get_text_config(decoder=True)
+        require_rotary(text, _turned(text), architecture, metadata)
         return cls(
             parts=parts,
             architecture=architecture,
             config=config,
             kind=replace(kind, has_draft_layer=bool(draft_layer)),
             tensors=[tensor for tensor in tensors if tensor.name not in used],
-            stops=list(dict.fromkeys(stops)),
+            metadata=metadata,
             pictures=pictures,
         )
 
@@ -90,6 +90,12 @@ class GgufModel:
 
         tensors = [tensor for tensor in self.tensors if not kind.is_encoder or tensor.name.startswith(OF_ENCODERS)]
         return parameters_of(kind.skeleton(self.whole), self.architecture, tensors, dtype)
+
+    @property
+    def stops(self) -> list[int]:
+        """The tokens that end a reply. Raises `ModelError` for one that is none."""
+        found = [token for token in map(self.metadata.token, ("eos", "eot", "eom")) if token is not None]
+        return list(dict.fromkeys(found))
 
     @property
     def whole(self) -> PreTrainedConfig:
@@ -120,9 +126,8 @@ class GgufModel:
         return weights_digest([], self.parts)
 
 
-def _turned(kind: ModelKind, config: ModelConfig) -> set[int]:
+def _turned(config: Any) -> set[int]:
     """Returns how many numbers of a head turn, of heads of each kind."""
-    if not without_plan(config):
-        return {2 * len(one.frequencies) for one in rotary_of(config.get_text_config(decoder=True)).values()}
-    buffers = kind.skeleton(transformers_config(config)).get_decoder().named_buffers()
-    return {2 * one.numel() for name, one in buffers if name.endswith("inv_freq") and "original" not in name}
+    if kinds_of_rotary(config) <= KINDS.keys():
+        return {2 * len(one.frequencies) for one in rotary_of(config).values()}
+    return {int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))}

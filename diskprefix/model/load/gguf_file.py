@@ -88,6 +88,11 @@ def _read_tensors(parts: tuple[Path, ...], _stamps: tuple[Any, ...]) -> tuple[Gg
     return headers[0], tensors
 
 
+def forget_headers() -> None:
+    """Frees what `read_tensors` remembers: a vocabulary takes tens of MiB."""
+    _read_tensors.cache_clear()
+
+
 def _require_one_model(parts: Sequence[Path], headers: Sequence[GgufHeader], num_tensors: int) -> None:
     total = headers[0].values.get("split.tensors.count")
     for number, (part, header) in enumerate(zip(parts, headers, strict=True)):

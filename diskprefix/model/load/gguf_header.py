@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_HEADER_BYTES = 1 << 28
-"""Ten times the largest vocabulary. It bounds the time that a damaged header takes."""
+"""Ten times the largest vocabulary. It bounds the time and memory that a damaged header takes."""
 _MOST_VALUES, _MOST_TENSORS = 1 << 16, 1 << 17
 """Several times what the largest models have. Larger counts would make many small objects of few bytes."""
 _MOST_NAME_BYTES, _MOST_DIMENSIONS = 65535, 4
@@ -37,6 +37,8 @@ TYPES = {int(row[0]): (row[1], int(row[2]), int(row[3])) for row in map(str.spli
 and takes long to import."""
 _PLAIN = {"F64": "f8", "F32": "f4", "F16": "f2"} | {f"I{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)}
 """Types of numpy. The content of other types is bytes."""
+_MOST_STRINGS, _STRING_BYTES = 1 << 21, 64
+"""Several times the merges of the largest models, and what is read at once of an array for each string."""
 _FEW, _FEW_NUMBERS = 16, 1024
 """The most strings and numbers of an array that is kept. Architectures have a number for each layer."""
 
@@ -108,43 +110,62 @@ def cut_short(tensor: FileTensor) -> ModelError:
 
 @dataclass(frozen=True)
 class FileArray:
-    """An array of `count` elements of the type `kind`, which are the bytes from `begin` to before `end` of a file."""
+    """An array of `count` elements of the type `kind`: `strings`, or numbers that are the bytes from `begin` to before
+    `end` of a file."""
 
     file: Path
     kind: int
     count: int
     begin: int
     end: int
+    strings: list[str] | None
 
-    def read(self) -> list[str] | np.ndarray[Any, Any]:
-        """Reads strings or numbers. Raises `ModelError` if the file is not what it was, or a string is not UTF-8."""
+    @property
+    def content(self) -> list[str] | np.ndarray[Any, Any]:
+        """The strings, or the numbers. Raises `ModelError` if the file is not what it was."""
         import numpy as np
 
+        if self.strings is not None:
+            return self.strings
         with self.file.open("rb") as file:
             file.seek(self.begin)
             data = file.read(self.end - self.begin)
         try:
-            return self._strings(data) if self.kind == _STRING else np.frombuffer(data, _SCALARS[self.kind], self.count)
-        except UnicodeDecodeError:
-            raise ModelError(f"cannot read {self.file}: a string in it is not UTF-8") from None
+            return np.frombuffer(data, _SCALARS[self.kind], self.count)
         except ValueError:
             raise ModelError(f"cannot read {self.file}: it was changed while it was read") from None
 
-    def _strings(self, data: bytes) -> list[str]:
-        found, at = list[str](), 0
-        for _ in range(self.count):
-            first = at + 8
-            at = first + int.from_bytes(data[at:first], "little")
-            found.append(data[first:at].decode())
-        if at != len(data):
-            raise ValueError
-        return found
+
+def _split(data: bytes, count: int) -> list[bytes] | None:
+    """Returns the first `count` strings of an array, fast; None if there are fewer, or after some that have zeros."""
+    # Of a length below 256, 7 bytes are 0. So behind each cut there is a string, and the first byte of a length. What
+    # is longer, with its length, stands behind the string before it. With a length of 0, the cut is a byte early.
+    first, *parts = data.split(bytes(7), count)
+    found, length, is_early = list[bytes](), first[0] if first else 0, not first
+    if len(first) > 1:
+        return None
+    for part in parts:
+        if is_early:
+            if part[:1] != b"\0":
+                break
+            part = part[1:]
+        at = 0
+        while len(part) > at + length + 1 and len(found) < count:
+            found.append(part[at : at + length])
+            at += length + 8
+            length = int.from_bytes(part[at - 8 : at], "little")
+        if len(part) < at + length:
+            break
+        found.append(part[at : at + length])
+        is_early = len(part) == at + length
+        length = 0 if is_early else part[-1]
+    return found[:count] if len(found) >= count else None
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """`values` has the metadata that are numbers or strings, `lists` the arrays. Long ones, such as the vocabulary, are
-    not kept and are None. `arrays` says where all of them are."""
+    """`values` has the metadata that are numbers or strings, `lists` the short arrays, and None for long ones, such
+    as the vocabulary. `arrays` has all of them."""
 
     values: Mapping[str, Any]
     lists: Mapping[str, tuple[Any, ...] | None]
@@ -193,45 +214,37 @@ class _Reading:
             raise ValueError(f"a name in it is {found[:100]!r}")
         return found
 
-    def _skip_strings(self, count: int) -> None:
-        # A vocabulary has hundreds of thousands, so this is `take` without its calls. Each string takes 8 bytes or
-        # more, so the file ends before a count that is too large does.
-        read, left = self._file.read, self._left
-        for _ in range(count):
-            if left < 8:
-                self._advance(left + 1)
-            size = read(8)
-            length = int.from_bytes(size, "little")
-            left -= 8 + length
-            if left < 0:
-                self._advance(self._left + 1)
-            if len(read(length)) < length or len(size) < 8:
-                raise ValueError("it became shorter while it was read")
-        self._advance(self._left - left)
+    def _strings(self, count: int) -> list[str]:
+        if count > _MOST_STRINGS:
+            raise ValueError(f"an array in it counts {count} strings")
+        begin = self._file.tell()
+        data = self._file.read(min(self._left, _STRING_BYTES * count))
+        self._file.seek(begin)
+        found = _split(data, count)
+        if found is None:
+            return [self.text() for _ in range(count)]
+        self.skip(8 * count + sum(map(len, found)))
+        joined = b"\0".join(found).decode().split("\0")
+        return joined if len(joined) == count else [string.decode() for string in found]
 
     def array(self, path: Path) -> tuple[FileArray, tuple[Any, ...] | None]:
-        """Returns where an array is in the file `path`, and its few strings or numbers. Skips more."""
+        """Returns an array of the file `path`, and its few strings or numbers."""
         kind, count, begin = self.number("<I"), self.number("<Q"), self.at
-        found = self._elements(kind, count)
-        return FileArray(path, kind, count, begin, self.at), found
-
-    def _elements(self, kind: int, count: int) -> tuple[Any, ...] | None:
-        if kind == _STRING and count <= _FEW:
-            return tuple(self.text() for _ in range(count))
-        if kind in _SCALARS and count <= _FEW_NUMBERS:
-            return tuple(self.number(_SCALARS[kind]) for _ in range(count))
-        if kind == _STRING:
-            self._skip_strings(count)
-        elif kind in _SCALARS:
-            self.skip(count * struct.calcsize(_SCALARS[kind]))
-        else:
+        strings, few = self._strings(count) if kind == _STRING else None, None
+        if strings is not None:
+            few = tuple(strings) if count <= _FEW else None
+        elif kind not in _SCALARS:
             raise ValueError(f"an array in it has elements of the type {kind}")
-        return None
+        elif count <= _FEW_NUMBERS:
+            few = tuple(self.number(_SCALARS[kind]) for _ in range(count))
+        else:
+            self.skip(count * struct.calcsize(_SCALARS[kind]))
+        return FileArray(path, kind, count, begin, self.at, strings), few
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Returns the header of a GGUF file, all tensors of which lie inside the file. Memory: what the names and strings
-    take, and a page. Raises `ModelError` with one line if the header is damaged or not known, and `OSError`."""
+    """Returns the header of a GGUF file, all tensors of which lie inside the file. Raises `ModelError` with one line if
+    the header is damaged or not known, and `OSError`."""
     num_bytes = path.stat().st_size
     try:
         with path.open("rb") as file:

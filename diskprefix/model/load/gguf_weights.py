@@ -87,9 +87,6 @@ class GgufWeights(Weights):
             return {}
         return {half: self._kept(f"{name}.{half}", matrix) for half, matrix in found.items()}
 
-    def origin(self, name: str) -> str:
-        return self._part(name).names
-
     def finish(self) -> None:
         """Raises `ModelError` if nothing has taken a tensor of the file, or for one that is cut short, `OSError`."""
         self._architecture.require_used(self._found, self._used)

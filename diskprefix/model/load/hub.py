@@ -69,7 +69,7 @@ class HubListing:
 
     def other_forms(self) -> Iterator[tuple[str, ModelNeeds]]:
         """Yields the repository's `.gguf` files, each with how it is asked for."""
-        state = state_of(self.stored, self.config, 2)
+        state = state_of(self.repo, self.config, 2)
         for quant, size in reversed(_sizes(self.gguf).items()):
             yield f"--model {self.repo}:{quant}", ModelNeeds(name=quant, weights={quant: size}, state=state)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from types import ModuleType
 
+INSTALL = "pip install torch transformers accelerate"
+
 
 def transformers_quietly() -> ModuleType:
     """Returns transformers, without its notices and progress bars unless TRANSFORMERS_VERBOSITY is set."""

@@ -8,7 +8,6 @@ import os
 import platform
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +66,8 @@ def environment() -> dict[str, str]:
 @cache
 def kernel_packages() -> dict[str, str]:
     """Returns the installed packages of kernels with their versions. They are looked up once, as transformers does."""
+    from importlib.metadata import PackageNotFoundError, version
+
     found: dict[str, str] = {}
     for module in _KERNELS.split():
         if find_spec(module) is not None:
@@ -143,6 +144,8 @@ def device_kind(device: torch.device) -> str:
 def computed_by(model: Any) -> str:
     """Returns what decides about the bits that a model computes beside the model itself: our own code, versions,
     device, CPU, environment, switches and threads. For keys of what was measured."""
+    from importlib.metadata import version
+
     import torch
 
     libraries = code_digest(), torch.__version__, *map(version, ("transformers", "gguf", "numpy"))

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from diskprefix.errors import ModelError
 from diskprefix.model.families.type_table import class_of, has_type, text_of
-from diskprefix.model.load.draft_layer import with_draft_layer
 from diskprefix.model.load.imports import transformers_quietly
-from diskprefix.model.model_config import ModelConfig
+from diskprefix.model.model_config import ModelConfig, text_within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -46,13 +45,11 @@ class ModelKind:
         return config.get_text_config() if is_text else config
 
     def skeleton(self, config: PreTrainedConfig) -> PreTrainedModel:
-        """Returns a model with this configuration in bfloat16, without weights: it is on torch's meta device. It has
-        a draft layer if the kind has one."""
+        """Returns a model with this configuration in bfloat16, without weights: it is on torch's meta device."""
         import torch
         from transformers.initialization import no_init_weights
 
         found = self.model_class(config)
-        found = with_draft_layer(found) if self.has_draft_layer else found
         with torch.device("meta"), no_init_weights():
             return found._from_config(self.config_of_class(config), dtype=torch.bfloat16)
 
@@ -74,18 +71,18 @@ def without_decoder(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return type(kind.__name__, (kind,), changes)
 
 
-def config_of_plan(folder: Path, given: Mapping[str, Any]) -> ModelConfig | None:
+def config_of_plan(folder: Path | str, given: Mapping[str, Any]) -> ModelConfig | None:
     """Returns the configuration of a model whose type has a plan, from its `config.json`; None for all others, of which
     transformers knows more. Raises `ModelError` for options that do not fit together, and for a model that is not
     served."""
-    kind, named, text = str(given.get("model_type")), given.get("architectures"), given.get("text_config")
+    kind, named = str(given.get("model_type")), given.get("architectures")
     if not has_type(kind) or "configuration_files" in given:
         return None
     if not (name := class_of(kind)) or (named and named != [name]):
         return None
-    if text_of(kind, "") and not (named and isinstance(text, dict) and has_type(text_of(kind, text.get("model_type")))):
-        return None
     try:
+        if text_of(kind, "") and not (named and has_type(text_of(kind, text_within(given).get("model_type")))):
+            return None
         config = ModelConfig.of(given)
     except ModelError as error:
         raise ModelError(f"cannot read the configuration of {folder}: {error}") from error
@@ -159,7 +156,7 @@ def _named(config: PreTrainedConfig) -> str:
     return ", ".join(config.architectures or []) or str(config.model_type)
 
 
-def not_served(path: Path, architecture: str, kind: str) -> ModelError:
+def not_served(path: Path | str, architecture: str, kind: str) -> ModelError:
     """Returns the error of a model that is not served."""
     is_or_holds = "is" if kind.startswith("not ") else "holds"
     return ModelError(

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -21,19 +22,19 @@ from diskprefix.kv.numbers import item_bytes
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.chat_template import read_template
 from diskprefix.model.load.checkpoint import (
+    number_type,
     read_config,
     require_plain_weights,
     stored_tensors,
-    text_config,
     weight_files_of,
 )
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, further_layers
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
-from diskprefix.model.load.fit import Fit, ModelNeeds, needs_of_folder, needs_of_gguf
-from diskprefix.model.load.gguf_file import file_stamp, part_paths
+from diskprefix.model.load.fit import Fit, ModelNeeds, needs_of_file_model, needs_of_folder
+from diskprefix.model.load.gguf_file import file_stamp, forget_headers, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
-from diskprefix.model.load.imports import transformers_quietly
+from diskprefix.model.load.imports import INSTALL, transformers_quietly
 from diskprefix.model.load.kinds import ModelKind, config_of_plan, kind_of_plan, require_served_kind
 from diskprefix.model.load.memory import available_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, own_path, plain_name, require_named
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from diskprefix.model.load.gguf import GgufModel
+    from diskprefix.model.planned import PlanRuntime
     from diskprefix.model.quants.file_matrix import MatrixPacking
     from diskprefix.model.weights import Weights
 
@@ -64,7 +66,7 @@ _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A decoder model: its `weights` if it has a plan, or else its `model`, the modules of transformers on `device`.
+    """A decoder model: its `runtime` if it has a plan, or else its `model`, the modules of transformers on `device`.
 
     `config` is that of the whole model: ours, or transformers'. `reason` says why it has no plan. `encoder` returns the
     modules that encode pictures, which are read at the first call; it is None for a model that takes none, and so is
@@ -75,7 +77,7 @@ class LoadedModel:
     config: Any
     dtype: str
     device: str
-    weights: Weights | None
+    runtime: PlanRuntime | None
     model: PreTrainedModel | None
     reason: str
     encoder: Callable[[], PreTrainedModel] | None
@@ -90,12 +92,14 @@ class LoadedModel:
     """How it fits into the memory that was free before it was loaded."""
     timings: dict[str, float]
     read_modules: Callable[[], PreTrainedModel]
+    finish: Callable[[], None]
+    """Returns when all weights are in memory. Raises the errors of `load_model`."""
+    in_memory: Future[None]
+    """The end of `finish`."""
 
-    def as_modules(self, reason: str) -> LoadedModel:
-        """Returns a model that has a plan as modules, because of a `reason`. Raises the errors of `load_model`."""
-        read = cache(self.read_modules)
-        encoder = None if self.encoder is None else read
-        return replace(self, weights=None, model=read(), reason=reason, encoder=encoder)
+    @property
+    def weights(self) -> Weights | None:
+        return None if self.runtime is None else self.runtime.weights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,12 +127,11 @@ class _ModelSource:
         return _read_config(self.path) if self.gguf is None else self.gguf.whole
 
     def needs(self) -> ModelNeeds:
-        uses = self.kind.has_draft_layer
+        name = f"{self.path.name} as {self.dtype} on {self.device}"
         if self.gguf is not None:
-            found = needs_of_gguf(self.path, self.weights, item_bytes(self.dtype), uses_draft_layer=uses)
-        else:
-            found = needs_of_folder(self.path, self.files, self.dtype, uses_draft_layer=uses)
-        return replace(found, name=f"{self.path.name} as {self.dtype} on {self.device}")
+            return needs_of_file_model(self.gguf, name, self.weights, item_bytes(self.dtype))
+        uses = self.kind.has_draft_layer
+        return replace(needs_of_folder(self.path, self.files, self.dtype, uses_draft_layer=uses), name=name)
 
     def digest(self) -> str:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
@@ -157,33 +160,22 @@ class _ModelSource:
         tensors, has_draft_layer = stored_tensors(self.path, self.files), self.kind.has_draft_layer
         return FolderWeights(tensors, self.config, self.dtype, has_draft_layer=has_draft_layer, is_unread=is_unread)
 
-    def take(self, weights: Weights, page_tokens: int) -> None:
-        """Begins to read all weights of a plan. Raises `ModelError` if some are missing, or have other shapes."""
+    def take(self, weights: Weights, page_tokens: int) -> PlanRuntime:
+        """Makes a plan, and begins to read its weights. Raises `ModelError` if some are missing, or have other
+        shapes."""
         from diskprefix.kv.layout import is_out_of_memory
         from diskprefix.model.planned import PlanRuntime, plan_layout
 
         try:
-            PlanRuntime(weights, self.config, plan_layout(weights, self.config), page_tokens).prepare()
+            runtime = PlanRuntime(weights, self.config, plan_layout(weights, self.config), page_tokens)
+            runtime.prepare()
         except Exception as error:
-            if not isinstance(error, DiskPrefixError | OSError) and not is_out_of_memory(error):
-                self._require_shapes()
-            raise
-
-    def _require_shapes(self) -> None:
-        """Raises `ModelError` if a parameter of the decoder has another shape than transformers' class gives it."""
-        from diskprefix.model.slots import HEAD
-
-        weights, model = self.decoder_weights(None, is_unread=True), self.kind.skeleton(self.whole)
-        decoder = model.get_decoder()
-        parameters = {**getattr(decoder, "model", decoder).state_dict()}
-        if weights.has(f"{HEAD}.weight"):
-            parameters[f"{HEAD}.weight"] = model.get_output_embeddings().weight
-        for name, parameter in parameters.items():
-            expected, found = ([size for size in one.shape if size > 1] for one in (parameter, weights.tensor(name)))
-            is_turned = not weights.turns_experts and sorted(expected) == sorted(found)
-            if found != expected and not is_turned:
-                told = f"the model takes {expected} where the file has {found}: {weights.origin(name)}"
-                raise ModelError(f"{self.path}: {told}")
+            if isinstance(error, DiskPrefixError | OSError) or is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"{self.path}: its weights do not fit together ({first_line(error)}): {weights.misfit()}"
+            ) from error
+        return runtime
 
     def for_modules(self) -> _ModelSource:
         """Returns the source of a model that computes by modules: without its draft layer and without quants."""
@@ -218,7 +210,14 @@ class _ModelSource:
 
 
 def load_model(settings: Settings, progress: Report, flag: str = "--model") -> LoadedModel:
-    """Finds, fetches, checks and loads the model that `settings` name.
+    """Loads a model to the end. The arguments and errors are those of `begin_load`."""
+    loaded = begin_load(settings, progress, flag)
+    loaded.finish()
+    return loaded
+
+
+def begin_load(settings: Settings, progress: Report, flag: str = "--model") -> LoadedModel:
+    """Finds, fetches and checks the model that `settings` name, and begins to read its weights.
 
     `progress` takes lines of text for people, `flag` is what named the model. Raises `ModelError` if it cannot be
     found, fetched or read, or does not fit in memory, and `SettingsError` for --device, --kernels and --chat-template,
@@ -243,7 +242,7 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model") -> L
         fit = check(source.needs())
         with clock("weights"), _load_failures(source.path):
             stamps = {file: file_stamp(file) for file in source.files}
-            weights = model = None
+            runtime = model = None
             encoder = cache(source.modules if source.reason else partial(source.encoder, stamps))
             if source.reason:
                 model = encoder()
@@ -252,23 +251,39 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model") -> L
                 if packing is not None:
                     failing.callback(packing.stop)
                 weights = source.decoder_weights(packing)
-                # Packing goes on beside digest and tokenizer.
-                source.take(weights, settings.block_size)
+                # Packing goes on beside what follows.
+                runtime = source.take(weights, settings.block_size)
         with clock("digest"), _load_failures(source.path):
             digest = source.digest()
         with clock("tokenizer"):
             tokenizer = read_tokenizer(source.path, template)
+            forget_headers()
             processor = _load_processor(source, tokenizer, encoder) if source.kind.is_multimodal else None
-        with clock("weights"), _load_failures(source.path):
-            if weights is not None:
-                weights.finish()
+        with _load_failures(source.path):
             stops = source.stops()
-            _require_unchanged(stamps)
+        failing.pop_all()
+    in_memory = Future[None]()
+
+    def finish() -> None:
+        if not in_memory.done():
+            try:
+                with clock("weights"), _load_failures(source.path):
+                    if runtime is not None:
+                        runtime.weights.finish()
+                    _require_unchanged(stamps)
+            except BaseException as error:  # noqa: BLE001 (it is raised below)
+                in_memory.set_exception(error)
+            else:
+                in_memory.set_result(None)
+        in_memory.result()
+
+    if runtime is not None:
+        runtime.wait = in_memory.result
     return LoadedModel(
         config=source.config,
         dtype=source.dtype,
         device=source.device,
-        weights=weights,
+        runtime=runtime,
         model=model,
         reason=source.reason,
         encoder=None if processor is None or processor.problem is not None else encoder,
@@ -281,6 +296,8 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model") -> L
         fit=fit,
         timings=timings,
         read_modules=lambda: source.for_modules().modules(),
+        finish=finish,
+        in_memory=in_memory,
     )
 
 
@@ -343,7 +360,7 @@ def _source(
                     kind = replace(kind, has_draft_layer=True)
         from diskprefix.model.self_check import known_reason
 
-        dtype = _pick_dtype(settings.dtype, given)
+        dtype = number_type(settings.dtype, given or {"dtype": "bfloat16"})
         source = _ModelSource(
             path=path,
             name=name,
@@ -384,8 +401,9 @@ def _find(
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:
+    auto_config = transformers_quietly().AutoConfig
     try:
-        return transformers_quietly().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return auto_config.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         wants_code = "trust_remote_code" in str(error)
         reason = "it comes with code of its own, which diskprefix does not run" if wants_code else first_line(error)
@@ -433,14 +451,6 @@ def _pick_weights(settings: Settings, device: str) -> str:
     return settings.weights if can_keep else "native"
 
 
-def _pick_dtype(name: str, given: Mapping[str, Any]) -> str:
-    """Returns the type in which a model computes. `given` is its `config.json`, empty for a `.gguf` file."""
-    if name != "auto" or not given:
-        return "bfloat16" if name == "auto" else name
-    parts = (given, text_config(given))
-    return next((str(part[key]) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), "float32")
-
-
 def _load_processor(source: _ModelSource, tokenizer: Tokenizer, read_encoder: Callable[[], object]) -> PictureProcessor:
     kind, pictures = source.kind, None if source.gguf is None else source.gguf.pictures
     make = None
@@ -476,7 +486,7 @@ def stops_in(folder: Path) -> list[int]:
     file = folder / "generation_config.json"
     found = read_config(folder, file.name if file.is_file() else "config.json").get("eos_token_id")
     stops = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(isinstance(one, int) for one in stops):
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in stops):
         raise ModelError(f"{folder}: eos_token_id is {shown(repr(found))}, which is no token")
     return stops
 
@@ -499,7 +509,7 @@ def _load_failures(path: Path) -> Iterator[None]:
     except DiskPrefixError:
         raise
     except ModuleNotFoundError as error:
-        install = f"{error.name} is not installed: pip install torch transformers accelerate"
+        install = f"{error.name} is not installed: {INSTALL}"
         raise ModelError(f"the model in {path} cannot be served by a plan alone, and {install}") from error
     except Exception as error:
         raise ModelError(f"cannot load the model in {path}: {first_line(error)}") from error

@@ -9,7 +9,6 @@ import os
 import socket
 from contextlib import closing, suppress
 from dataclasses import replace
-from http.client import HTTPConnection, HTTPException
 
 from diskprefix.errors import SettingsError
 from diskprefix.printable import shown
@@ -106,6 +105,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 def _who_answers(host: str, port: int) -> str:
     """Returns which program uses a port, for people: a daemon with its models, if one answers."""
+    from http.client import HTTPConnection, HTTPException
+
     token = token_at(host, port)
     with suppress(OSError, ValueError, LookupError, AttributeError, HTTPException):
         with closing(HTTPConnection(host, port, timeout=_ASK_S)) as connection:

@@ -346,6 +346,9 @@ CHECKPOINTS_OF_AUTO: dict[str, tuple[Prompt, list[Shown], dict[str, Any], tuple[
         SHORT_END, [SHORT_END.token_ids[:2000]], {"restored": 2100, "sighting": CONTINUES}, ({}, "already_saved")
     ),
     "at tokens": (FINE, [], {**AT_TOKENS, "sighting": LIKELY}, ({910: 2, 2803: 1}, "likely_repeat")),
+    "the last question": (
+        replace(FINE, question_end=2017), [], {**AT_TOKENS, "restored": 910}, ({2017: 2, 2803: 1}, "continues")
+    ),
     "an end of 13 tokens": (FINE, [], {**AT_TOKENS, "restored": 2790}, ({}, "already_saved")),
     "an end of 16 tokens": (FINE, [], {**AT_TOKENS, "restored": 2787}, ({2803: 1}, "continues")),
     "raw text": (Prompt(FINE.token_ids), [], AT_TOKENS, ({3000: 1}, "continues")),
@@ -407,6 +410,8 @@ ENDS = parted(3000, 1, 910, 2510, 2550, 2590, 2803, system_end=910)
         (DOCUMENT, QUESTIONS[:1], "token_checkpoints", (910,)),
         (DOCUMENT, QUESTIONS, "token_checkpoints", (910, 2517)),
         (DOCUMENT, QUESTIONS, "checkpoints", (900, 2500)),
+        # The next question leaves at the last one where a template drops the thoughts behind it.
+        (replace(FINE, question_end=2017), [], "token_checkpoints", (910, 2017)),
         # Turns that each rewrite their end leave in one block, but not at one place.
         (ENDS, [leaving(ENDS, end, (), 90) for end in (2590, 2550, 2510)], "checkpoints", (900,)),
     ],

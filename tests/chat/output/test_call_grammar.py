@@ -14,11 +14,15 @@ import pytest
 from diskprefix.chat.output.call_values import value_of
 from diskprefix.chat.output.choose_format import OutputFormat
 from diskprefix.chat.output.families import FAMILIES, NONE
+from diskprefix.chat.renderer import PromptRenderer
+from diskprefix.engine.constrained_reply import ConstrainedCalls, ConstraintCompiler
+from diskprefix.engine.request import Constraint
 from diskprefix.errors import InvalidRequest
+from tests.chat.families.families import named, tokenizer_of
 from tests.chat.output.replies import NAMES, format_named, read, tool
 
 BYTES = llguidance.LLTokenizer("byte")
-WEATHER = tool("get_weather", city={"type": "string"}, days={"type": "integer"}, unit={"type": "string"})
+WEATHER = tool("get_weather", city={"type": "string"}, days={"type": "integer"}, day={"type": "string"})
 WEATHER["function"]["parameters"]["required"] = ["city"]
 TOOLS = [WEATHER, tool("no_arguments"), tool("rank", kind={"enum": ["a", "b"]}, items={"type": "array"})]
 REQUIRED = {"get_weather": {"city"}, "no_arguments": set(), "rank": {"kind", "items"}}
@@ -154,8 +158,11 @@ def follows(format: OutputFormat, text: str) -> bool | None:
     assert llguidance.LLMatcher.validate_grammar(grammar, BYTES) == ""
     if (found := begins.search(text)) is None:
         return None
-    matcher = llguidance.LLMatcher(BYTES, grammar, log_level=0)
-    return any(matcher.consume_token(byte) and matcher.is_accepting() for byte in text[found.start() :].encode())
+    matcher, begun = (
+        llguidance.LLMatcher(BYTES, grammar, log_level=0),
+        f"{found.lastindex or found[0]}{text[found.end() :]}",
+    )
+    return any(matcher.consume_token(byte) and matcher.is_accepting() for byte in begun.encode())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -172,6 +179,30 @@ def test_an_object_without_tags_that_calls_a_tool_follows_its_schema(name: str) 
     for called, key, taken in [("a", "n", True), ("a", "m", False), ("c", "x", None)]:
         text = f'```json\n{{\n "name": "{called}",\n "arguments": {{"{key}": true}}\n}}\n```\nDone.'
         assert follows(format_named(name), text) is taken
+
+
+def test_a_call_as_a_template_writes_it_is_allowed_token_by_token() -> None:
+    """A special token that begins a call was none for the grammar, which then took what followed."""
+    text = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+    text += '{"city": "Oslo", "day": "today"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    tokenizer = tokenizer_of(named("deepseek-v3.1"))
+    renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 15)
+    renderer.warm_up()
+    format, asked = renderer.output_format, [WEATHER, tool("get_time")]
+    compiler = ConstraintCompiler(tokenizer, {tokenizer.eos_token_id}, len(tokenizer))
+    begins, source = format.beginning_of_calls(asked), format.begun_grammar(asked)
+    reply = compiler.begin_reply(Constraint(kind="lark", begins=begins, source=source))
+    assert isinstance(reply, ConstrainedCalls)
+    num_constrained = 0
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if (forbidden := reply.forbidden()) is not None:
+            num_constrained += 1
+            assert not forbidden[token]
+        assert reply.accept(token)
+        reply.record(tokenizer.decode([token]))
+    assert num_constrained >= 12
+    assert reply.is_free
+    compiler.close()
 
 
 @pytest.mark.parametrize("name", NAMES)

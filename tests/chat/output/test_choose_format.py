@@ -114,6 +114,23 @@ def test_a_template_writes_the_format_that_is_chosen_for_it_or_its_tags_decide(f
     assert chosen(template_named(name), SPECIAL.get(name, ())).format.name == format
 
 
+OTHER_FORMS = {
+    *("ByteDance-Seed-OSS", "LFM2.5-8B-A1B", "MiniMax-M1", "Mistral-Small-3.2-24B-Instruct-2506"),
+    *(
+        "CohereForAI-c4ai-command-r-plus-tool_use",
+        "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+        "upstage-Solar-Open-100B",
+    ),
+    *("inclusionai-ling-3.0-flash", "mistralai-Mistral-Nemo-Instruct-2407", "Apriel-1.6-15b-Thinker-fixed"),
+}
+"""Templates that write ids, other quotes, other blanks or an end that the grammar of their format does not have."""
+
+
+@pytest.mark.parametrize("name", [name for _, name in WRITTEN])
+def test_the_grammar_of_calls_takes_the_call_as_the_template_writes_it(name: str) -> None:
+    assert chosen(template_named(name)).format.holds_calls == (name not in OTHER_FORMS)
+
+
 def test_of_families_that_begin_a_call_alike_the_one_counts_whose_end_is_known_too() -> None:
     template = "{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}"
     tags = ["<|tool_call|>", "<|/tool_call|>"]

@@ -23,7 +23,7 @@ from diskprefix.errors import DiskPrefixError, PrefixGone, SettingsError, StoreC
 from diskprefix.extras.exchange import exchange
 from diskprefix.extras.exchange.entry_file import EntryReader
 from diskprefix.extras.exchange.exchange import require_known_model
-from diskprefix.model.load.fingerprint import Fingerprint
+from diskprefix.model.load.fingerprint import fingerprint_of_modules
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.store.schema import ModelRecord
@@ -468,7 +468,7 @@ class FingerprintedRunner(Runner):
     """A model whose root is that of its fingerprint, as a daemon's is."""
 
     def identity(self, salt: str) -> str:
-        fingerprint = Fingerprint.of(self.model, f"digest of {self.name}")
+        fingerprint = fingerprint_of_modules(self.model, f"digest of {self.name}")
         return fingerprint.identity(self.settings.block_size, LAYOUT_VERSION, self.layout.describe(), salt)
 
 

@@ -93,16 +93,16 @@ def record(path: Path) -> Record:
 
 def test_a_line_says_what_was_asked_for_and_what_the_cache_did(path: Path) -> None:
     recorder = open_recorder(path, default_scope=Scope("auto", 30))
-    prompt = Prompt(random_prompt(1, 40), (5, 20), 5, "secret words", marks=(Mark(20, 300.0), Mark(33)))
+    prompt = Prompt(random_prompt(1, 40), (5, 20), 5, 18, "secret words", marks=(Mark(20, 300.0), Mark(33)))
     options = CacheOptions(scope=Scope("auto", 8), tenant=SHARED.with_salt("me"), group=GROUP, save=False, ttl_s=60.0)
     report = CacheReport(selection=replace(CHOSEN, selected=20, aligned=16), restored=16)
     recorder.describe(bytes_per_token=640, state_bytes=1024, logits_bytes=800, exact_at="token")
     note(recorder, prompt, options, report, when=1234.5678)
     recorder.close()
     (line,) = read(path)
-    assert (line.when, line.cuts) == (1234.568, [5, 16, 20, 32, 33, 40])
+    assert (line.when, line.question_end, line.cuts) == (1234.568, 18, [5, 16, 18, 20, 32, 33, 40])
     assert (line.own_scope, line.is_trusted, line.restored, line.prefill_ms) == (True, False, 16, 4.5)
-    assert len({*line.hashes, line.root, line.group}) == 8
+    assert len({*line.hashes, line.root, line.group}) == 9
     for secret in (b"secret words", ROOT.hex()[:8].encode(), GROUP.hex()[:8].encode()):
         assert secret not in path.read_bytes()
 

@@ -105,6 +105,47 @@ def one_off(seed: int = 0, num_requests: int = 200, *, system: Sizes = (100, 200
     return _trace("one-off", num_requests, seed, chats)
 
 
+def thinking(
+    *, keeps: bool = False, questions: int = 5, calls: int = 15, system: int = 8000, pause_s: float = 10.0
+) -> Trace:
+    """An agent whose model thinks: questions with loops of calls, each with a thought of 250 tokens, a call of 80 and a
+    result of 700. Unless the template `keeps` thoughts, the next question drops those of the loop before. The history
+    is computed ahead after each reply. A result comes after a second, a question after `pause_s`."""
+    source, thought = _Source(1), 250
+
+    def text(size: int) -> TokenIds:
+        return source.random.integers(10_000, 49_000, size, dtype=np.int32)
+
+    def message(role: int, *parts: TokenIds) -> TokenIds:
+        return np.concatenate([as_token_ids([BEGIN, role]), *parts, as_token_ids([END])])
+
+    def prompt(messages: list[TokenIds], opening: list[int], num_asked: int) -> Prompt:
+        token_ids = np.concatenate([*messages, as_token_ids(opening)])
+        ends = np.cumsum([len(message) for message in messages]) + 1
+        boundaries = raw_boundaries(token_ids, (BEGIN, END))
+        return Prompt(token_ids, boundaries, int(ends[0]), int(ends[num_asked - 1]))
+
+    def replay() -> Iterator[TraceRequest]:
+        messages, when = [message(_SYSTEM, text(system))], 0.0
+        for _ in range(questions):
+            messages.append(message(_USER, text(60)))
+            shorter, num_asked = list(messages), len(messages)
+            for _ in range(calls):
+                said = [text(thought), text(80)]
+                reply = np.concatenate([*said, as_token_ids([END])])
+                yield TraceRequest(when, prompt(messages, [BEGIN, _ASSISTANT], num_asked), reply=reply)
+                messages.append(message(_ASSISTANT, *said))
+                shorter.append(message(_ASSISTANT, *(said if keeps else said[1:])))
+                yield TraceRequest(when, prompt(shorter, [BEGIN], num_asked), is_ahead=True)
+                result = message(_USER, text(700))
+                messages.append(result)
+                shorter.append(result)
+                when += 1.0
+            messages, when = shorter, when + pause_s
+
+    return Trace("thinking", 2 * questions * calls, replay)
+
+
 CATALOG: dict[str, Callable[..., Trace]] = {
     "shared-anchor": shared_anchor,
     "interleaved": interleaved,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +192,10 @@ def _rows(table: PageTable, start: int, end: int) -> list[bytes]:
     return [row.tobytes() for row in np.concatenate([keys, values], axis=1)]
 
 
+_IN_MEMORY = Future[None]()
+_IN_MEMORY.set_result(None)
+
+
 def loaded(kv_limit: int) -> Any:
     """Returns what `ServedModel` takes as a model that is loaded."""
     config = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=4096)
@@ -208,4 +213,6 @@ def loaded(kv_limit: int) -> Any:
         origin=Path("hash"),
         fit=fit,
         timings={},
+        finish=lambda: None,
+        in_memory=_IN_MEMORY,
     )

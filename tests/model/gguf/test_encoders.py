@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.load.projector import preferred_projectors
 from diskprefix.settings import Settings
 from tests.model import tiny
-from tests.model.load.test_gguf_models import BASE, EPSILON, HEADS, KV_HEADS, RMS, filled, paired, rope, written
+from tests.model.gguf_files import BASE, EPSILON, RMS, filled, names_of, paired, rope, stored, written
 from tests.server.picture_models import VISION_MODELS, TinyPictured, image_bytes
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -175,36 +174,16 @@ def made(family: Family) -> Any:
     return filled(AutoModelForMultimodalLM.from_config(config, dtype=torch.float32))
 
 
-names_of = cache(gguf.get_tensor_name_map)
-
-
-def stored_name(kind: Any, num_layers: int, name: str) -> str:
-    stem, _, end = name.rpartition(".")
-    names = names_of(kind, num_layers)
-    # Some have no ending.
-    return names.get_name(name) or f"{names.get_name(stem)}.{end}"
-
-
 def text_tensors(family: Family, model: Any) -> dict[str, torch.Tensor]:
-    found, config = {}, model.config.text_config
-    kind = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
+    state, has_head = dict[str, torch.Tensor](), not model.config.tie_word_embeddings
     for name, tensor in model.state_dict().items():
-        is_text = name.startswith(("model.language_model.", "model.text_model.", "lm_head"))
-        if not is_text or (name == "lm_head.weight" and model.config.tie_word_embeddings):
-            continue
-        heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2], 0)
-        if family.architecture in ("llama", "mistral3") and heads:
-            tensor = paired(tensor, heads)
-        if family.architecture == "gemma3" and name.endswith("norm.weight"):
-            tensor = tensor + 1
-        plain = re.sub(r"^model\.(language|text)_model\.", "model.", name)
-        plain = re.sub("layer_scalar$", "layer_scalar.weight", plain)
-        found[stored_name(kind, config.num_hidden_layers, plain)] = tensor
-    return found
+        if name.startswith(("model.language_model.", "model.text_model.")) or (has_head and name == "lm_head.weight"):
+            state[re.sub(r"^model\.(language|text)_model\.", "model.", name)] = tensor
+    return stored(state, family.architecture, model.config.text_config.num_hidden_layers)
 
 
 def encoder_tensors(family: Family, model: Any) -> dict[str, torch.Tensor]:
-    found = dict[str, torch.Tensor]()
+    found, names = dict[str, torch.Tensor](), names_of(gguf.MODEL_ARCH.MMPROJ, 8)
     for name, tensor in model.state_dict().items():
         if name.startswith(("model.language_model.", "model.text_model.", "lm_head")):
             continue
@@ -222,7 +201,9 @@ def encoder_tensors(family: Family, model: Any) -> dict[str, torch.Tensor]:
             parts = {name.replace("qkv", part): rows for part, rows in zip("qkv", tensor.chunk(3), strict=True)}
         for part, rows in parts.items():
             rows = rows + 1 if "soft_emb_norm" in part else rows.reshape(rows.shape or (1,))
-            found[stored_name(gguf.MODEL_ARCH.MMPROJ, 8, part)] = rows
+            # Some have no ending.
+            stem, _, end = part.rpartition(".")
+            found[names.get_name(part) or f"{names.get_name(stem)}.{end}"] = rows
     return found
 
 

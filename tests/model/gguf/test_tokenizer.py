@@ -327,17 +327,36 @@ def test_arrays_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
     fields, arrays = GGUFReader(path).fields, read_header(path).arrays
     assert len(arrays) == 12
     for key, array in arrays.items():
-        assert list(array.read()) == fields[key].contents()
+        assert list(array.content) == fields[key].contents()
+
+
+@pytest.mark.parametrize("odd", [[], [""], ["x" * 255], ["x" * 256], ["\0" * 7], ["a\0"], ["\0a"], ["é" * 127]])
+@pytest.mark.parametrize("at", [0, 7, 20])
+def test_strings_of_all_lengths_are_read(odd: list[str], at: int, tmp_path: Path) -> None:
+    strings = [chr(97 + number) * (number + 1) for number in range(20)]
+    strings[at:at] = odd
+    writer = GGUFWriter(path := tmp_path / "m.gguf", "llama")
+    writer.add_array("list.strings", strings)
+    writer.add_string("behind", "them")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    found = read_header(path)
+    assert (found.arrays["list.strings"].content, found.values["behind"]) == (strings, "them")
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 200, b"\x02" + b"\0" * 7 + b"\xff" * 200])
-def test_an_array_of_a_file_that_changes_is_refused(damage: bytes, tmp_path: Path) -> None:
+def test_strings_that_are_damaged_are_refused(damage: bytes, tmp_path: Path) -> None:
     path = write_sample(tmp_path / "sample.gguf")
     array = read_header(path).arrays["list.STRING"]
     path.write_bytes(path.read_bytes()[: array.begin] + damage)
-    with pytest.raises(ModelError, match=r"it was changed while it was read|not UTF-8"):
-        array.read()
-    numbers = read_header(write_sample(path)).arrays["list.FLOAT64"]
+    with pytest.raises(ModelError, match=r"it is cut short|has \d+ bytes|not UTF-8"):
+        read_header(path)
+
+
+def test_numbers_of_a_file_that_changes_are_refused(tmp_path: Path) -> None:
+    path = write_sample(tmp_path / "sample.gguf")
+    numbers = read_header(path).arrays["list.FLOAT64"]
     path.write_bytes(b"")
     with pytest.raises(ModelError, match="it was changed"):
-        np.asarray(numbers.read())
+        np.asarray(numbers.content)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +14,13 @@ from diskprefix.errors import ModelError
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sizes import longest_within
-from diskprefix.model.load import fit
 from diskprefix.model.load.alternatives import other_forms, require_fit
-from diskprefix.model.load.checkpoint import StoredTensor, require_plain_weights, tensors_in
+from diskprefix.model.load.checkpoint import number_type, require_plain_weights, tensors_in
 from diskprefix.model.load.fit import (
     ROOM_BYTES,
     ModelNeeds,
     TokenState,
     fitted,
-    needs_of_checkpoint,
     needs_of_folder,
     needs_of_gguf,
     state_of,
@@ -63,6 +58,13 @@ def test_packed_weights_keep_their_size(tmp_path: Path) -> None:
     assert needs_in(tmp_path).weights_bytes == 64 + 2 * 8 + 4 * 2
 
 
+def test_a_type_of_numbers_in_which_nothing_computes_is_refused() -> None:
+    assert number_type("float16", {"dtype": "odd"}) == "float16"
+    for config in ({"dtype": "float8_e4m3fn"}, {"text_config": {"torch_dtype": 3}}):
+        with pytest.raises(ModelError, match=r"^the configuration's dtype is .*; choose another --dtype$"):
+            number_type("auto", config)
+
+
 HEADERS = (
     "[]",
     '{"a": 1}',
@@ -84,112 +86,38 @@ def test_weights_that_are_cut_or_whose_header_means_nothing_are_refused_by_name(
         tensors_in(file)
 
 
-def layers_of(names: Mapping[str, tuple[int, int]], num_layers: int, before: str = "model.") -> list[StoredTensor]:
-    return [
-        StoredTensor(f"{before}layers.{layer}.{name}", "BF16", shape, 2 * shape[0] * shape[1])
-        for layer in range(num_layers)
-        for name, shape in names.items()
-    ]
-
-
-KEYS = {f"self_attn.{name}_proj.weight": (128, 256) for name in "kv"}
-WIDE = {"self_attn.k_proj.weight": (4096, 4096)}
-HYBRID = {"linear_num_value_heads": 4, "linear_value_head_dim": 16, "linear_key_head_dim": 8}
-RECURRENT = {"linear_attn.A_log": (4, 1)}
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "max_position_embeddings": 2048}
+ROW = 2 * 2 * 64 * 2
 
 
 @pytest.mark.parametrize(
-    ("changed", "tensors", "state"),
+    ("changed", "state"),
     [
-        ({}, [], TokenState(2 * 2 * 64 * 4 * 2, positions=2048)),
-        ({"head_dim": 32}, layers_of(KEYS, 4), TokenState(2 * 128 * 4 * 2, positions=2048)),
-        ({}, layers_of(KEYS, 3) + layers_of(WIDE, 4, "vision."), TokenState(2 * 128 * 4 * 2, positions=2048)),
+        ({}, TokenState(4 * ROW, positions=2048)),
+        ({"head_dim": 32}, TokenState(4 * ROW // 2, positions=2048)),
+        ({"kv_lora_rank": 560, "qk_rope_head_dim": 16}, TokenState(576 * 4 * 2, positions=2048)),
+        ({"layer_types": ["linear_attention"] * 3 + ["full_attention"]}, TokenState(ROW, positions=2048)),
         (
-            {"kv_lora_rank": 1, "qk_rope_head_dim": 1},
-            layers_of({"self_attn.kv_a_proj_with_mqa.weight": (576, 256)}, 4),
-            TokenState(576 * 4 * 2, positions=2048),
+            {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 512},
+            TokenState(ROW, 3 * ROW, 512, positions=2048),
         ),
-        (
-            HYBRID,
-            layers_of(RECURRENT, 3) + layers_of(KEYS, 4)[-2:],
-            TokenState(2 * 128 * 2, fixed=3 * 4 * 4 * 16 * 8, positions=2048),
-        ),
-        ({"max_position_embeddings": None}, [], TokenState(2 * 2 * 64 * 4 * 2, positions=131_072)),
+        ({"sliding_window": 512}, TokenState(4 * ROW, positions=2048)),
+        ({"max_position_embeddings": None}, TokenState(4 * ROW, positions=131_072)),
     ],
 )
-def test_the_state_of_a_token_follows_from_matrices_and_configuration(
-    changed: dict[str, Any], tensors: list[StoredTensor], state: TokenState
+def test_the_state_of_a_model_without_a_plan_follows_from_its_configuration(
+    changed: dict[str, Any], state: TokenState
 ) -> None:
-    config = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
-    config |= {"max_position_embeddings": 2048, **changed}
-    assert state_of(tensors, config, 2) == state
-    assert state_of(tensors, {"text_config": config}, 2) == state
+    config = {"model_type": "of_tomorrow", "num_hidden_layers": 4, **SIZES, **changed}
+    assert state_of("x", config, 2) == state
+    assert state_of("x", {"text_config": config}, 2) == state
 
 
-GEMMA3_1B = {
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 26,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "hidden_size": 1152,
-    "max_position_embeddings": 32768,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-    "rope_theta": 1000000,
-    "torch_dtype": "bfloat16",
-}
-GEMMA3_4B = {
-    "model_type": "gemma3",
-    "text_config": {
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "hidden_size": 2560,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    },
-    "vision_config": {"model_type": "siglip_vision_model", "num_hidden_layers": 27, "hidden_size": 1152},
-    "torch_dtype": "bfloat16",
-}
-
-
-@pytest.mark.parametrize(
-    ("config", "row", "full", "windowed", "window", "positions"),
-    [(GEMMA3_1B, 2 * 256, 4, 22, 512, 32768), (GEMMA3_4B, 2 * 4 * 256, 5, 29, 1024, 131072)],
-)
-def test_what_a_published_configuration_leaves_out_is_in_the_matrices(
-    config: dict[str, Any], row: int, full: int, windowed: int, window: int, positions: int
-) -> None:
-    keys = {f"self_attn.{name}_proj.weight": (row // 2, 64) for name in "kv"}
-    tensors = layers_of(keys, full + windowed, "language_model.model.")
-    state = TokenState(2 * row * full, 2 * row * windowed, window, positions=positions)
-    assert needs_of_checkpoint("x", tensors, config, "auto").state == state
-    # Windows that are not known count as none.
-    unknown = TokenState(2 * row * (full + windowed), positions=positions)
-    text = {**config.get("text_config", config), "model_type": "unknown"}
-    assert state_of(tensors, text, 2) == unknown
-
-
-def test_the_state_of_a_file_is_that_of_its_model(tmp_path: Path) -> None:
-    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
-    config = tiny.read_file(file).config.to_dict()
-    assert needs_of_gguf(file, "auto").state == state_of([], config, 2)
-
-
-def test_a_file_says_which_layers_have_windows_and_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of Gemma 4. Gate and up of its experts are one tensor of quants."""
-    keys = {f"attn_{name}.weight": (32, 64) for name in "kv"}
-    tensors: list[Any] = [replace(one, name=one.name.replace("layers", "blk")) for one in layers_of(keys, 3, "")]
-    tensors.append(StoredTensor("blk.0.ffn_gate_up_exps.weight", "Q8_0", (2, 64, 32), 0))
-    values = {"attention.sliding_window": 512, "attention.shared_kv_layers": 1, "attention.head_count": 8}
-    header = SimpleNamespace(
-        values={"general.architecture": "gemma4"} | {f"gemma4.{key}": value for key, value in values.items()},
-        lists={"gemma4.attention.sliding_window_pattern": (True, True, False, True)},
-    )
-    monkeypatch.setattr(fit, "read_tensors", lambda _parts: (header, tensors))
-    needs = needs_of_gguf(Path("x.gguf"), "auto")
-    assert needs.state == TokenState(2 * 64, 2 * 2 * 64, 512)
-    assert needs.weights["Q8_0"] == 2 * 64 * 34
+def test_what_a_published_configuration_leaves_out_is_that_of_its_type() -> None:
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560, "sliding_window": 1024}
+    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    row = 2 * 4 * 256 * 2
+    assert state_of("x", config, 2) == TokenState(5 * row, 29 * row, 1024, positions=131_072)
 
 
 @pytest.mark.parametrize("state", [TokenState(10), TokenState(10, 5, 100), TokenState(0, 5, 100), TokenState(0)])
@@ -200,12 +128,12 @@ def test_the_longest_sequence_is_the_one_that_fits(state: TokenState) -> None:
         assert tokens == state.positions or state.num_bytes(tokens + 1) > num_bytes
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "qwen3_next"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(name: str, dtype: torch.dtype) -> None:
     model = tiny_model(name, dtype)
     pool = PagePool(rehearse(model), block_size=256)
-    state = state_of([], model.config.to_dict(), dtype.itemsize)
+    state = state_of(name, model.config.to_dict(), dtype.itemsize)
     for num_tokens in (500, 1024, 1025, 5000, 20_000):
         num_bytes = state.num_bytes(num_tokens)
         assert num_bytes == pool.sequence_bytes(num_tokens)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tests.model import tiny
 from tests.model.hub import fake_hub
 from tests.model.plans import logits_of
 from tests.model.tensor_weights import weights_of
+from tests.server.picture_models import write_llava
 
 REPOSITORY = Path(__file__).parents[3]
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -135,19 +136,6 @@ def test_loading_prints_nothing(folder: Path, capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_file_and_a_folder_that_have_plans_are_loaded_without_torch_and_transformers(
-    folder: Path, tmp_path: Path
-) -> None:
-    models = [str(folder), str(tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1"))]
-    code = (
-        "import sys\nfrom diskprefix.model.load.loader import load_model\nfrom diskprefix.settings import Settings\n"
-        f"print([load_model(Settings(model=model), lambda _: None).reason for model in {models}])\n"
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert answer.stdout == "['', '']\n[]\n"
-
-
 def test_a_missing_path_is_refused_and_digests_are_computed_without_torch() -> None:
     code = (
         "import sys, diskprefix.model.load.fingerprint\n"
@@ -226,7 +214,7 @@ DEFECTS: list[tuple[Callable[[Path], object], str]] = [
     ),
     (cut_weights, "model.safetensors is damaged or cut short"),
     (drop_tensor, "tiny-llama lacks layers.1.mlp.up_proj.weight"),
-    (reshape_tensor, "the model takes [32] where the file has [7]: model.norm.weight"),
+    (reshape_tensor, "(a norm of 7 numbers, of rows of 32): "),
     (drop_tokenizer, "there is no tokenizer.json"),
     (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot read the tokenizer"),
 ]
@@ -240,6 +228,14 @@ def test_a_defective_folder_is_refused_with_the_reason(
     message = refusal(folder)
     assert words in message
     assert str(folder) in message
+
+
+@pytest.mark.parametrize("value", [True, "2", [2, 1.5]])
+def test_a_token_that_ends_replies_is_a_number(value: object, folder: Path) -> None:
+    edit_config(folder, eos_token_id=2)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ModelError, match=r"eos_token_id is .*, which is no token"):
+        loader.stops_in(folder)
 
 
 def test_code_from_a_model_folder_is_never_run(folder: Path, tmp_path: Path) -> None:
@@ -511,24 +507,6 @@ def test_a_hub_that_cannot_be_reached_is_said_with_what_to_do(hub_cache: Path, m
     assert message.endswith("check the name and the network, or give a local folder")
 
 
-@pytest.mark.parametrize(
-    ("repo", "words"),
-    [
-        ("org/empty", "holds no model: there is no config.json"),
-        ("org/some model", "neither an existing file or folder nor a hub id"),
-        ("model", "'model' is no file or folder here, no model of `diskprefix list`, names of the hub are"),
-    ],
-)
-def test_a_model_that_the_hub_does_not_give_is_refused_with_the_reason(
-    repo: str, words: str, hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "generation_config.json").write_text("{}")
-    with fake_hub(hub_cache, monkeypatch) as hub:
-        hub.repos["org/empty"] = tmp_path / "empty"
-        assert words in refusal(repo)
-
-
 def test_a_tokenizer_is_fetched_without_the_weights(
     folder: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -542,26 +520,47 @@ def test_a_tokenizer_is_fetched_without_the_weights(
         assert hub.fetched() == ["model.safetensors"], "what is there is not fetched again"
 
 
-def test_a_quant_of_a_repository_is_loaded_by_its_name_and_without_the_hub_from_the_cache(
-    tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "repository").mkdir()
-    file = tiny.write_gguf(tmp_path / "repository" / "tiny-Q4_0.gguf", quantised="Q4_0", tensors_in_a_part=8)
-    with fake_hub(hub_cache, monkeypatch) as hub:
-        hub.repos["org/tiny"] = tmp_path / "repository"
-        online = load("org/tiny:q4_0")
-        assert len(hub.fetched()) == 3
-        assert load("org/tiny").weights_digest == online.weights_digest, "there is nothing but this quant"
-    offline = load("org/tiny:q4_0")
-    assert online.name == offline.name == "org/tiny:q4_0"
-    first = file.with_name("tiny-Q4_0-00001-of-00003.gguf")
-    assert online.weights_digest == offline.weights_digest == load(first).weights_digest
+# Where torch and transformers are not installed.
+
+LOADS = """
+import sys
+from diskprefix.errors import ModelError
+from diskprefix.model.load.loader import load_model
+from diskprefix.settings import Settings
+for model, dtype in zip(sys.argv[1::2], sys.argv[2::2]):
+    try:
+        loaded = load_model(Settings(model=model, dtype=dtype), lambda _: None)
+        print("loaded", loaded.config.model_type, loaded.processor and loaded.processor.problem)
+    except ModelError as error:
+        print(error)
+"""
+INSTALL = "pip install torch transformers accelerate"
 
 
-def test_a_model_that_needs_what_is_not_installed_is_refused_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+def test_without_torch_a_model_of_the_grid_says_what_to_install_and_one_with_pictures_is_of_text(
+    folder: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    said = "x cannot be served by a plan alone, and transformers is not installed: pip install torch transformers"
-    with pytest.raises(ModelError, match=said), loader._load_failures(Path("x")):
-        import_module("transformers")
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for place in (Path(one) for one in sys.path if one.endswith("-packages")):
+        for one in place.iterdir():
+            if not one.name.startswith(("torch", "transformers", "accelerate")) and not (packages / one.name).exists():
+                (packages / one.name).symlink_to(one)
+    (other := tmp_path / "other").mkdir()
+    for file in folder.iterdir():
+        (other / file.name).symlink_to(file)
+    (other / "config.json").unlink()
+    (other / "config.json").write_text('{"model_type": "jamba"}')
+    unknown = tiny.write_folder(tmp_path / "unknown")
+    (unknown / "tokenizer_config.json").write_text('{"tokenizer_class": "CodeLlamaTokenizer"}')
+    file, pictured = tiny.write_gguf(tmp_path / "tiny.gguf"), write_llava(tmp_path / "pictured")
+    asked = [(folder, "auto"), (file, "auto"), (pictured, "auto"), (folder, "float16"), (file, "float16")]
+    asked += [(other, "auto"), (unknown, "auto")]
+    command = [sys.executable, "-S", "-c", LOADS, *(str(word) for one in asked for word in one)]
+    environment = os.environ | {"PYTHONPATH": f"{packages}:{REPOSITORY}"}
+    answer = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    lines = answer.stdout.splitlines()
+    assert len(lines) == len(asked), answer.stderr
+    assert lines[:2] == ["loaded llama None"] * 2
+    assert lines[2] == f"loaded llava pictures need what is not installed: {INSTALL}"
+    assert all(INSTALL in line for line in lines[3:]), lines

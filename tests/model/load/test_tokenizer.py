@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import product
@@ -24,7 +23,6 @@ from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.model.load.template_sandbox import BoundedSandbox
 from diskprefix.model.load.tokenizer import Tokenizer
 from tests.chat.families.families import folder as sources
-from tests.model import tiny
 from tests.server.chat_model import write_tokenizer
 
 TEXTS = [
@@ -176,6 +174,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"extra_special_tokens": ["<b>", "<a>"], "eos_token": "<a>"},
     {"extra_special_tokens": {"image_token": "<image>", "boi_token": "<boi>"}, "eoi_token": "<eoi>"},
     {"additional_special_tokens": ["<b>", "<|im_end|>"], "extra_special_tokens": []},
+    {"model_specific_special_tokens": {"image_token": "<image>"}},
+    {"model_specific_special_tokens": {"image_token": "<image>"}, "boi_token": "<boi>"},
     {"added_tokens_decoder": added("<b>", "<a>", rstrip=True) | added("x", special=False), "eos_token": "x"},
     {"added_tokens_decoder": added("<|im_end|>", "a", special=False, normalized=True), "unk_token": "<a>"},
     {"add_prefix_space": True},
@@ -365,31 +365,3 @@ def test_a_template_makes_no_more_than_its_bound() -> None:
         render_template("{{ 'x' * 2**31 }}", MESSAGES)
     with pytest.raises(TemplateError, match="_a"):
         BoundedSandbox().from_string("{% set ns = namespace(_a=1) %}").render()
-
-
-def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
-    folder, file = tmp_path / "folder", tmp_path / "tiny.gguf"
-    tiny.write_gguf(file)
-    folder.mkdir()
-    tokenizer = tiny.tokenizer()
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    code = """
-import sys
-from pathlib import Path
-from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.model.load.read_tokenizer import read_tokenizer
-from diskprefix.chat.messages import Conversation, Message
-from diskprefix.engine.detokenize import TextStream
-for path in sys.argv[1:]:
-    tokenizer = read_tokenizer(Path(path), None)
-    renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1000)
-    renderer.warm_up()
-    prompt = renderer.completion("he<|im_end|>")
-    assert TextStream(tokenizer, (), ()).push(prompt.token_ids.tolist()[-2]) == "he"
-print(sorted({"torch", "transformers"} & sys.modules.keys()))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder), str(file)], capture_output=True, text=True, check=False
-    )
-    assert (done.stdout.strip(), done.stderr) == ("[]", "")

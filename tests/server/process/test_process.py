@@ -143,6 +143,34 @@ def test_a_loading_daemon_answers_health_and_ends_with_0_when_told_to(
         assert daemon.lines[-1].endswith("stopped")
 
 
+@pytest.mark.parametrize("problem", ["", "the disk is gone"])
+def test_a_prompt_that_is_wholly_stored_is_answered_before_the_weights_are_in_memory(
+    problem: str, chat_model: Path, cache: Path, tmp_path: Path
+) -> None:
+    body, held = BODY | {"prefix_cache": {"scope": "full"}}, tmp_path / "weights"
+    with running_daemon(chat_model, cache) as daemon:
+        first = httpx.post(daemon.url + CHAT, json=body, timeout=60).json()
+        daemon.wait_saved()
+    os.mkfifo(held)
+    environment = clean_environment(HELD_WEIGHTS=str(held))
+    flags, module = serve_flags(chat_model, cache), "tests.server.held_weights"
+    with ThreadPoolExecutor(1) as clients, DaemonProcess(*flags, module=module, environment=environment) as daemon:
+        with httpx.Client(base_url=daemon.url, timeout=60) as client:
+            again = clients.submit(client.post, CHAT, json=body | {"max_tokens": 1}).result(30).json()
+            assert again["prefix_cache"]["restored"] == first["usage"]["prompt_tokens"]
+            waiting = clients.submit(client.post, CHAT, json=body)
+            wait_until(lambda: client.get("/health").json()["running"], "it has begun")
+            held.write_text(problem)
+            answer = waiting.result().json()
+        if problem:
+            assert answer["error"]["message"] == f"cannot load the model in {chat_model}: {problem}"
+            assert daemon.process.wait(60) == 3
+            assert f"error: cannot load the model in {chat_model}: {problem}" in daemon.lines
+        else:
+            assert answer["choices"] == first["choices"]
+            assert daemon.stop() == 0
+
+
 class Notifications:
     """A socket that listens as systemd does."""
 

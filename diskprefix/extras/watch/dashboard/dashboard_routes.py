@@ -57,7 +57,7 @@ async def _chat(_request: Request) -> Response:
     return CHAT_PAGE.response()
 
 
-class StateParameters(BaseModel):
+class StateParameters(BaseModel, defer_build=True):
     """`GET /dashboard/state`."""
 
     since: int = Field(default=0, ge=0, description="The number of the last request in `ended` that the caller has.")

@@ -1,0 +1,208 @@
+"""What the next question needs is computed while nobody waits, with the same bits, and gives way to requests."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diskprefix.engine import ahead_jobs
+from diskprefix.engine.ahead_jobs import AheadJob, AheadJobs, AheadModel
+from diskprefix.engine.idle_work import IdleWork
+from diskprefix.engine.scheduler import IDLE_ROWS
+from diskprefix.kv.sequence import KVSequence, Owner
+from diskprefix.tokens import TokenIds
+from diskprefix.values import CacheOptions, Scope
+from tests.engine.driving import recorded_requests, write_model
+from tests.model import tiny
+from tests.server.daemon_process import reply_to
+from tests.server.scripted import AppServer, real_app
+from tests.waiting import wait_for
+
+TEMPLATE = """\
+{%- set last = namespace(question=0) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set last.question = loop.index %}{% endif %}{% endfor %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content and loop.index > last.question %}<think>
+{{ message.reasoning_content }}
+</think>
+{% endif %}{{ message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""A template that drops the thoughts before the last question."""
+
+
+def said(role: str, content: str, **fields: str) -> dict[str, str]:
+    return {"role": role, "content": content, **fields}
+
+
+LOOP = [
+    said("system", "You are a careful assistant that answers questions about rivers." * 2),
+    said("user", "Name three rivers."),
+    *(
+        message
+        for river in ("Rhine", "Po", "Ebro")
+        for message in (
+            said("assistant", f"I look at the {river}.", reasoning_content=f"Where may the {river} begin?" * 3),
+            said("tool", f"The {river} begins in the mountains, and ends in the sea." * 4),
+        )
+    ),
+]
+
+
+@pytest.fixture(params=["llama", "qwen3_5"], ids=["dense", "hybrid"], scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model(tmp_path_factory.mktemp("models") / "thinking", request.param)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def serving(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AppServer]:
+    monkeypatch.setattr(ahead_jobs, "_QUIET_S", 0.0)
+    monkeypatch.setattr(ahead_jobs, "runs_on_battery", lambda: False)
+    settings: dict[str, Any] = {"kv_cache_gate": "off", "speculative": "off", "record": tmp_path / "record"}
+    with real_app(model, tmp_path / "kv", ahead="auto", **settings) as server:
+        yield server
+
+
+def ask(server: AppServer, messages: list[dict[str, str]], **options: Any) -> dict[str, Any]:
+    with server.client() as client:
+        return reply_to(client, {"messages": messages, "max_tokens": 24, "temperature": 0}, **options)
+
+
+def wait_for_ahead(server: AppServer) -> None:
+    wait_for(lambda: server.engine.ahead.wait_s is None)
+
+
+def next_question(reply: dict[str, Any]) -> list[dict[str, str]]:
+    return [*LOOP, said("assistant", reply["choices"][0]["message"]["content"]), said("user", "And lakes?")]
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["memory", "disk"])
+def test_the_next_question_restores_the_history_as_the_template_writes_it_then(
+    serving: AppServer, tmp_path: Path, forgets: bool
+) -> None:
+    engine = serving.engine
+    asked = next_question(ask(serving, LOOP))
+    wait_for_ahead(serving)
+    if forgets:
+        assert engine.cache.writer.flush(10)
+        engine.pages.forget_idle()
+    answer = ask(serving, asked)
+    cache, num_tokens = answer["prefix_cache"], answer["usage"]["prompt_tokens"]
+    # The question, and the beginning of the reply.
+    assert num_tokens - 40 < cache["restored"] < num_tokens
+    assert cache["source"] == ("disk" if forgets else "memory")
+    cold = ask(serving, asked, scope="off")
+    assert answer["choices"][0]["message"] == cold["choices"][0]["message"]
+    assert 0 < engine.cache.stats()["ahead_tokens"] < num_tokens
+    wait_for_ahead(serving)
+    flags = [line.is_ahead for line in recorded_requests(tmp_path / "record")]
+    assert flags[:2] == [False, True]
+
+
+def test_a_request_waits_for_one_small_step_and_the_work_goes_on_later(
+    serving: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, is_computing, may_go_on = IdleWork.compute, threading.Event(), threading.Event()
+    steps = list[int]()
+
+    def wait(self: IdleWork, model: AheadModel, sequence: KVSequence, token_ids: TokenIds) -> None:
+        if len(steps) == 3:
+            is_computing.set()
+            assert may_go_on.wait(60)
+        before = sequence.num_tokens
+        compute(self, model, sequence, token_ids)
+        steps.append(sequence.num_tokens - before)
+
+    monkeypatch.setattr(IdleWork, "compute", wait)
+    asked = next_question(ask(serving, LOOP))
+    assert is_computing.wait(60)
+    during = list[dict[str, Any]]()
+    client = threading.Thread(target=lambda: during.append(ask(serving, [said("user", "Good day. " * 9)])))
+    client.start()
+    wait_for(lambda: serving.daemon.inbox.queue_depth == 1)
+    num_before = serving.engine.cache.counters["ahead_tokens"]
+    may_go_on.set()
+    client.join()
+    assert max(steps[:4]) <= IDLE_ROWS
+    assert during
+    wait_for_ahead(serving)
+    # What was computed before the request came is not computed again.
+    assert serving.engine.cache.counters["ahead_tokens"] > num_before
+    answer = ask(serving, asked)
+    assert answer["usage"]["prompt_tokens"] - 40 < answer["prefix_cache"]["restored"]
+
+
+OPTIONS, OWNER = CacheOptions(scope=Scope("full")), Owner(b"root", 0, None)
+MODEL: Any = None
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_budget_is_spent_and_comes_back_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead_jobs, "runs_on_battery", lambda: False)
+    clock = Clock()
+    jobs = AheadJobs(36.0, clock)
+    jobs.add(AheadJob(MODEL, lambda: None, OPTIONS, OWNER))
+    assert jobs.next() is None, "a request may come at once"
+    clock.now = 1.0
+    assert (job := jobs.next()) is not None
+    assert jobs.spend(job, 35.0)
+    assert not jobs.spend(job, 10.0)
+    assert jobs.next() is None
+    clock.now += jobs.wait_s or 0.0
+    assert jobs.next() is None, "ten seconds of a processor come back in a thousand"
+    clock.now = 2000.0
+    assert jobs.next() is job
+
+
+def test_a_later_turn_replaces_earlier_ones_and_off_takes_none() -> None:
+    jobs, off, other = AheadJobs(1.0), AheadJobs(0.0), OWNER._replace(root=b"other")
+    for messages, owner in (("ab", OWNER), ("x", OWNER), ("ab", other), ("abcd", OWNER)):
+        job = AheadJob(MODEL, lambda: None, OPTIONS, owner, tuple(messages))
+        jobs.add(job)
+        off.add(job)
+    assert ["".join(map(str, job.content)) for job in jobs._jobs] == ["abcd", "ab", "x"]
+    assert off.wait_s is None
+    jobs.forget(lambda owner: owner == OWNER)
+    assert ["".join(map(str, job.content)) for job in jobs._jobs] == ["ab"]
+
+
+@pytest.mark.parametrize(
+    ("supplies", "on_battery"),
+    [
+        ({}, False),
+        ({"AC": ("Mains", None, None), "BAT0": ("Battery", "Discharging", "System")}, True),
+        ({"AC": ("Mains", None, None), "BAT0": ("Battery", "Charging", None)}, False),
+        ({"mouse": ("Battery", "Discharging", "Device")}, False),
+    ],
+)
+def test_a_machine_on_its_battery_computes_nothing_ahead(
+    supplies: dict[str, tuple[str | None, ...]], on_battery: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for supply, values in supplies.items():
+        (tmp_path / supply).mkdir()
+        for name, value in zip(("type", "status", "scope"), values, strict=True):
+            if value is not None:
+                (tmp_path / supply / name).write_text(f"{value}\n")
+    monkeypatch.setattr(ahead_jobs, "_SUPPLIES", tmp_path)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert ahead_jobs.runs_on_battery() == on_battery
+    jobs = AheadJobs(1.0, lambda: 100.0)
+    jobs.add(AheadJob(MODEL, lambda: None, OPTIONS, OWNER))
+    jobs._not_before = 0.0
+    assert (jobs.next() is None) == on_battery
