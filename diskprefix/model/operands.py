@@ -73,12 +73,14 @@ class DenseExperts:
 
 @dataclass(frozen=True, eq=False)
 class HeadMatrices:
-    """A matrix [rows, columns] for each head, row after row in the type of the plan, `stride` numbers apart."""
+    """A matrix for each head, `inner` numbers to `outer`, in the type of the plan, `stride` numbers apart. It has lines
+    of `outer` numbers, or if it is turned of `inner`."""
 
     address: int
     heads: int
-    rows: int
-    columns: int
+    inner: int
+    outer: int
+    is_turned: bool
     stride: int
     kept: Any = field(repr=False)
 

@@ -214,14 +214,32 @@ class ComputePlan:
         self._copy(rows.part(first, width), groups, rows.width // groups, out, width, width)
         return out
 
-    def into_columns(self, rows: Buffer, matrices: HeadMatrices, behind: int) -> Buffer:
-        """Returns the first numbers of each head times the columns of its matrix, and its last `behind` numbers as they
-        are: [heads × (rows of a matrix + behind)] becomes [heads × (columns + behind)]."""
-        of_head, to_head = matrices.rows + behind, matrices.columns + behind
-        out = self.rows(matrices.heads * to_head, is_of_logits=rows.is_of_logits)
-        self._heads_times(rows, of_head, matrices, out, to_head, is_turned=False)
-        source, to = rows.part(matrices.rows, behind), out.part(matrices.columns, behind)
-        self._copy(source, matrices.heads, of_head, to, to_head, behind)
+    def heads_times(self, rows: Buffer, matrices: HeadMatrices | Sequence[Matrix], behind: int = 0) -> Buffer:
+        """Returns the first numbers of each head times its matrix, and its last `behind` numbers as they are:
+        [heads × (inner + behind)] becomes [heads × (outer + behind)]."""
+        if isinstance(matrices, HeadMatrices):
+            heads, inner, outer = matrices.heads, matrices.inner, matrices.outer
+        else:
+            heads, (inner, outer) = len(matrices), (matrices[0].columns, matrices[0].rows)
+        of_head, to_head = inner + behind, outer + behind
+        self._require(rows.width == heads * of_head, "heads of other rows")
+        out = self.rows(heads * to_head, is_of_logits=rows.is_of_logits)
+        where = {
+            "num_heads": heads, "rows": rows.address, "head_stride": of_head, "row_stride": rows.stride,
+            "out": out.address, "out_head_stride": to_head, "out_row_stride": out.stride,
+        }  # fmt: skip
+        if isinstance(matrices, HeadMatrices):
+            dense = calls.DenseProductCall(
+                dtype=self.dtype, is_turned=matrices.is_turned, inner=inner, outer=outer, matrices=matrices.address,
+                matrix_stride=matrices.stride, line_stride=inner if matrices.is_turned else outer, **where,
+            )  # fmt: skip
+            self._add(calls.DENSE, rows, dense, matrices)
+        else:
+            addresses = array("Q", [one.address for one in matrices])
+            packed = calls.HeadProductCall(matrices=addresses.buffer_info()[0], **where)
+            self._add(calls.HEAD_PRODUCT, rows, packed, matrices, addresses)
+        if behind:
+            self._copy(rows.part(inner, behind), heads, of_head, out.part(outer, behind), to_head, behind)
         return out
 
     def copy(self, rows: Buffer) -> Buffer:
@@ -229,25 +247,6 @@ class ComputePlan:
         out = self.rows(rows.width, is_of_logits=rows.is_of_logits)
         self._copy(rows, 1, rows.width, out, rows.width, rows.width)
         return out
-
-    def into_rows(self, rows: Buffer, matrices: HeadMatrices) -> Buffer:
-        """Returns the numbers of each head times the rows of its matrix: [heads × columns] becomes [heads × rows]."""
-        out = self.rows(matrices.heads * matrices.rows, is_of_logits=rows.is_of_logits)
-        self._heads_times(rows, matrices.columns, matrices, out, matrices.rows, is_turned=True)
-        return out
-
-    def _heads_times(
-        self, rows: Buffer, of_head: int, matrices: HeadMatrices, out: Buffer, to_head: int, *, is_turned: bool
-    ) -> None:
-        self._require(rows.width == matrices.heads * of_head, "heads of other rows")
-        inner, outer = (matrices.columns, matrices.rows) if is_turned else (matrices.rows, matrices.columns)
-        call = calls.DenseProductCall(
-            dtype=self.dtype, is_turned=is_turned, num_heads=matrices.heads, inner=inner, outer=outer,
-            rows=rows.address, head_stride=of_head, row_stride=rows.stride, matrices=matrices.address,
-            matrix_stride=matrices.stride, line_stride=matrices.columns, out=out.address, out_head_stride=to_head,
-            out_row_stride=out.stride,
-        )  # fmt: skip
-        self._add(calls.DENSE, rows, call, matrices)
 
     def angles(self, rotary: Rotary) -> RotaryAngles:
         """Returns the angles of the step's positions."""

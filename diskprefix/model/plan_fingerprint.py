@@ -92,7 +92,7 @@ def _described(weight: Any) -> bytes:
     if isinstance(weight, Matrix):
         return f"matrix {weight.rows} {weight.columns} {weight.form}".encode()
     if isinstance(weight, HeadMatrices):
-        return f"matrices {weight.heads} {weight.rows} {weight.columns} {weight.kept.itemsize}".encode()
+        return f"matrices {weight.heads} {weight.inner} {weight.outer} {weight.kept.itemsize}".encode()
     kept = weight.kept if isinstance(weight, Weight) else weight
     num_bytes = math.prod(kept.shape) * kept.itemsize
     form = f"{tuple(kept.shape)} {kept.itemsize} ".encode()

@@ -191,19 +191,25 @@ class Slots:
             return matrix_of(quants.packed, quants.form, None)
         return DenseMatrix(_weight(self._weights.tensor(f"{path}.weight"), self._weights.dtype))
 
-    def expansion(self, name: str, heads: int, *dims: int) -> list[HeadMatrices]:
-        """Returns the matrices [dim, columns] of each head for each of `dims`, whose rows a matrix has by heads. Raises
-        `ValueError` if it has other rows."""
-        kept = _weight(self._weights.tensor(f"{self._path(name)}.weight"), self._weights.dtype).kept
-        rows, columns = sum(dims), kept.shape[1]
+    def expansions(
+        self, name: str, heads: int, key_dim: int, value_dim: int
+    ) -> Sequence[HeadMatrices | Sequence[Matrix]]:
+        """Returns the matrices of each head from its key to latents and from latents to its values. A parameter has
+        both side by side, key_dim + value_dim rows for each head. Raises `ValueError` if it has other rows."""
+        path, dtype = f"{self._path(name)}.weight", self._weights.dtype
+        if found := self._weights.head_quants(path) if dtype == "bfloat16" else ():
+            if {len(quants.packed) for quants in found} != {heads}:
+                raise ValueError(f"{name} has matrices of other heads than {heads}")
+            return [[matrix_of(one, quants.form, None) for one in quants.packed] for quants in found]
+        kept = _weight(self._weights.tensor(path), dtype).kept
+        rows, latents = key_dim + value_dim, kept.shape[1]
         if len(kept) != heads * rows:
             raise ValueError(f"{name} has {len(kept)} rows, {heads} times {rows} expected")
-        found, first = [], 0
-        for dim in dims:
-            address = address_of(kept) + first * columns * kept.itemsize
-            found.append(HeadMatrices(address, heads, dim, columns, rows * columns, kept))
-            first += dim
-        return found
+        start, stride = address_of(kept), rows * latents
+        return (
+            HeadMatrices(start, heads, key_dim, latents, False, stride, kept),
+            HeadMatrices(start + key_dim * latents * kept.itemsize, heads, latents, value_dim, True, stride, kept),
+        )
 
     def norm(self, name: str) -> WeightedNorm:
         """Returns a norm."""

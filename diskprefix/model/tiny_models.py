@@ -158,6 +158,11 @@ class TinyWeights(Weights):
         has_them = len(shape) == 2 and shape[1] % 256 == 0 and shape[0] % ROWS == 0 and "positions" not in name
         return self._packed(name, [name], shape) if self._forms and has_them else None
 
+    def head_quants(self, name: str) -> Sequence[Quants]:
+        sizes = ((_LATENT.latent_dim, DIM), (DIM, _LATENT.latent_dim)) if self._forms else ()
+        parts = [[f"{name}.{of}.{head}" for head in range(HEADS)] for of in ("keys", "values")]
+        return [self._packed(names[0], names, size) for names, size in zip(parts, sizes, strict=False)]
+
     def expert_quants(self, name: str, form: ExpertsForm) -> Mapping[str, Quants]:
         shape = self._shape(f"{name}.down_proj")
         if shape is None or not (self._forms and form.has_up):
@@ -167,8 +172,9 @@ class TinyWeights(Weights):
 
     def _packed(self, name: str, matrices: Sequence[str], size: Sequence[int]) -> Quants:
         """Returns matrices of this size, one or several of one form."""
-        packed_as, kind = _QUANTS[self._forms[_seed(name) % len(self._forms)]]
         rows, columns = size
+        forms = [form for form in self._forms if columns % FILE_FORMS[form].unit_columns == 0]
+        packed_as, kind = _QUANTS[forms[_seed(name) % len(forms)]]
         out = np.zeros((len(matrices), *FILE_FORMS[packed_as].packed_shape(rows, columns)), np.uint8)
         for one, packed in zip(matrices, out, strict=True):
             pack(self._operators, packed_as, _made_up_quants(packed_as, rows, columns, _seed(one)), None, packed)

@@ -7,7 +7,7 @@ their addresses.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,6 +88,11 @@ class Weights(ABC):
     def quants(self, _name: str) -> Quants | None:
         """Returns the quants of a matrix, None if it has none that operators take."""
         return None
+
+    def head_quants(self, _name: str) -> Sequence[Quants]:
+        """Returns the quants of the matrices of heads that are there instead of a parameter, nothing if there are
+        none."""
+        return ()
 
     def expert_quants(self, _name: str, _form: ExpertsForm) -> Mapping[str, Quants]:
         """Returns the quants of the matrices of experts, `gate`, `up` (unless there is none) and `down`; nothing if not

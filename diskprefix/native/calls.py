@@ -16,7 +16,7 @@ FUNCTIONS |= {"softplus": 8, "limited_silu": 9, "limited_and_one": 10}
 
 LOOK_UP, PICK, NORM, PRODUCT, DENSE, ANGLES, HEADS, ATTEND, GATE, SUM, SCATTER = range(11)
 ROUTE, EXPERTS, DENSE_EXPERTS, WIDEN, COPY, TEMPER, MIX, LEVEL, CUT_OFF = range(11, 20)
-CONVOLVE, DELTA_RULE, STEP_SIZES, GATED_NORM, STATE_SPACE = range(20, 25)
+CONVOLVE, DELTA_RULE, STEP_SIZES, GATED_NORM, STATE_SPACE, HEAD_PRODUCT = range(20, 26)
 """Numbers of `OperationKind`."""
 
 SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3, "sparse_mixer": 4}
@@ -50,6 +50,12 @@ class ProductCall(ctypes.Structure):
         ("matrices", ctypes.c_void_p * MAX_MATRICES),
         ("outs", ctypes.c_void_p * MAX_MATRICES),
         *_fields("num_threads"),
+    )
+
+
+class HeadProductCall(ctypes.Structure):
+    _fields_ = _fields(
+        "num_rows num_heads *rows head_stride row_stride *matrices *out out_head_stride out_row_stride num_threads"
     )
 
 

@@ -20,8 +20,6 @@ VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2_vnni", "avx2", "neon_bf16", "n
 _NUM_ARGUMENTS = {
     "require_matrix": 2,
     "attention": 2,
-    "product": 1,
-    "experts": 1,
     "pack": 1,
     "look_up": 1,
     "run": 2,
@@ -44,8 +42,6 @@ class Operators:
     source: str
     require_matrix: Any
     attention: Any
-    product: Any
-    experts: Any
     pack: Any
     look_up: Any
     run: Any

@@ -162,6 +162,18 @@ def head_products(
     run(operators, calls.DENSE, call, num_rows)
 
 
+def packed_head_products(
+    operators: Operators, rows: torch.Tensor, matrices: Sequence[Matrix], out: torch.Tensor
+) -> None:
+    """bfloat16 rows [heads, rows, inner], in `out` [heads, rows, outer]."""
+    addresses = torch.tensor([one.address for one in matrices])
+    call = calls.HeadProductCall(
+        num_heads=len(matrices), rows=rows.data_ptr(), head_stride=rows.stride(0), row_stride=rows.stride(1),
+        matrices=addresses.data_ptr(), out=out.data_ptr(), out_head_stride=out.stride(0), out_row_stride=out.stride(1),
+    )  # fmt: skip
+    run(operators, calls.HEAD_PRODUCT, call, rows.shape[1])
+
+
 def convolution(
     operators: Operators,
     rows: torch.Tensor,

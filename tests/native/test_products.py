@@ -16,7 +16,15 @@ from diskprefix.native.compute_threads import use_threads
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, fills_blocks
 from diskprefix.native.packing import TYPES
-from tests.native.one_operation import head_products, matrix_of, norm, pack, product, rows_of
+from tests.native.one_operation import (
+    head_products,
+    matrix_of,
+    norm,
+    pack,
+    packed_head_products,
+    product,
+    rows_of,
+)
 from tests.native.one_operation import matrix as plain_matrix
 from tests.native.variants import OF_INTEGERS, of_this_cpu
 
@@ -318,6 +326,19 @@ def test_the_number_of_threads_changes_no_bit_of_head_products(operators: Operat
         found.append(products_of_heads(operators, rows, matrices, 32, is_turned=True))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+def test_each_head_has_its_quants(operators: Operators) -> None:
+    matrices = [packed(operators, "Q5_0", content_of("Q5_0", ROWS, 64, seed)) for seed in range(HEADS)]
+    # Rows are parts of larger ones, as in a model.
+    rows = torch.randn(MOST, HEADS, 72, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rows = rows[..., :64].transpose(0, 1)
+    for count in (1, 5, MOST):
+        out = torch.full((HEADS, count, ROWS + 3), 7.0, dtype=torch.bfloat16)
+        packed_head_products(operators, rows[:, :count], matrices, out[..., :ROWS])
+        expected = torch.stack([product(operators, one[:count], its) for one, its in zip(rows, matrices, strict=True)])
+        assert torch.equal(out[..., :ROWS], expected)
+        assert (out[..., ROWS:] == 7).all(), "nothing is written beside a row"
 
 
 # Norms.

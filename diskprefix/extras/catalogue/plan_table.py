@@ -178,7 +178,7 @@ def _weights(made_of: Any) -> dict[int, tuple[int, list[int], str]]:
             case Weight():
                 found[one.address] = address_of(one.kept), [*one.shape], dtype_of(one.kept)
             case HeadMatrices():
-                shape = [one.heads, one.rows, one.columns]
+                shape = [one.heads, one.outer, one.inner]
                 found[one.address] = address_of(one.kept), shape, dtype_of(one.kept)
             case array() if one and one[0] in found:  # The addresses of the matrices of experts, which came before it.
                 at, shape, form = found[one[0]]

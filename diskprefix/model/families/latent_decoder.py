@@ -43,8 +43,8 @@ def latent_attention(
     plan.heads(query, sizes.key_dim + sizes.rotary_dim, angles=turned and turned._replace(first=sizes.key_dim))
     if layer.tempering is not None:
         plan.temper(query, *layer.tempering)
-    of_keys, of_values = slots.expansion("kv_b_proj", heads, sizes.key_dim, sizes.value_dim)
-    for_latents = plan.into_columns(query, of_keys, sizes.rotary_dim)
+    of_keys, of_values = slots.expansions("kv_b_proj", heads, sizes.key_dim, sizes.value_dim)
+    for_latents = plan.heads_times(query, of_keys, behind=sizes.rotary_dim)
     attended = plan.attention(
         for_latents,
         memory,
@@ -55,4 +55,4 @@ def latent_attention(
         scale=config.scale,
         window=layer.window,
     )
-    return plan.product(plan.into_rows(attended, of_values), slots.matrix("o_proj"))
+    return plan.product(plan.heads_times(attended, of_values), slots.matrix("o_proj"))

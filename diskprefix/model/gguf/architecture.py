@@ -100,7 +100,7 @@ class Architecture:
     def changed(self) -> Collection[str]:
         """Those whose numbers are changed, so that no quants of theirs can be computed with."""
         found = _sources_in({**NAMES, **self.sources})
-        return {name for one in found if one.values is not None for name in one.tensors}
+        return {name for one in found if one.values is not None and not one.is_of_heads for name in one.tensors}
 
     def parts_of(self, parameters: Iterable[str], tensors: Mapping[str, FileTensor]) -> dict[str, SourcedParameter]:
         """Returns what each parameter is made of. Raises `ModelError` if a tensor is missing, or not used."""

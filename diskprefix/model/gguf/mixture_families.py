@@ -127,7 +127,10 @@ LATENT: Sources = {
     "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": ("attn_kv_b", TensorSource(("attn_k_b", "attn_v_b"), expansion_of_latents, same)),
+    "self_attn.kv_b_proj": (
+        "attn_kv_b",
+        TensorSource(("attn_k_b", "attn_v_b"), expansion_of_latents, same, is_of_heads=True),
+    ),
 }
 
 

@@ -37,6 +37,8 @@ class TensorSource:
     rows: Rows = same
     values: Values | None = None
     columns: Columns | None = None
+    is_of_heads: bool = False
+    """True if each tensor has a matrix of each head, which operators may take as it is."""
 
 
 Sources: TypeAlias = Mapping[str, str | TensorSource | tuple[str | TensorSource, ...]]

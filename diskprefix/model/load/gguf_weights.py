@@ -65,6 +65,14 @@ class GgufWeights(Weights):
         matrix = FileMatrix.of(self._rows(part), part.tensors, part.columns(self._config))
         return self._kept(name.removesuffix(".weight"), matrix) if _stays(matrix, 2) else None
 
+    def head_quants(self, name: str) -> Sequence[Quants]:
+        part = self._part(name)
+        matrices = [FileMatrix.whole(tensor) for tensor in part.tensors]
+        if self._packing is None or not part.source.is_of_heads or not all(_stays(matrix, 3) for matrix in matrices):
+            return ()
+        stem = name.removesuffix(".weight")
+        return [self._kept(f"{stem}.{of}", matrix) for of, matrix in zip(("keys", "values"), matrices, strict=True)]
+
     def expert_quants(self, name: str, form: ExpertsForm) -> Mapping[str, Quants]:
         if self._packing is None:
             return {}

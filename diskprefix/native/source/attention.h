@@ -24,7 +24,7 @@ constexpr int64_t MIN_CHUNK = 64;           // keys and values are packed once f
 constexpr int64_t MAX_CHUNK = 512;
 constexpr int64_t STRIDE = KEY_TILE + 16;   // of scores and weights, not a power of two
 constexpr int64_t PART = 64;                // tokens of 8 bits that are widened at a time, so that they stay in the cache
-constexpr int64_t ALONE = 8;                // with fewer tiles than this in all, one thread is faster
+constexpr int64_t ALONE = 8192;             // with fewer numbers of rows than this, in each tile, one thread is faster
 constexpr float NOTHING = -1e30f;           // the maximum of no scores: finite, as infinities have no difference
 constexpr float HIDDEN = -__builtin_inff();
 constexpr float NO_NUMBER = __builtin_nanf("");
@@ -150,7 +150,7 @@ class Computation {
   bool run() {
     static thread_local Memory of_tasks, of_partials;
     if (!plan(of_tasks) || !give_partials(of_partials)) return false;
-    const int64_t threads = total_tiles_ < ALONE ? 1 : least(call_.num_threads, num_units_);
+    const int64_t threads = total_numbers_ < ALONE ? 1 : least(call_.num_threads, num_units_);
     spread(threads, threads, 1, [this](int64_t, int64_t) { work(); });
     return !failed_;
   }
@@ -161,7 +161,7 @@ class Computation {
   const int64_t group_, inner_, columns_;
   const float scale_;
   Task* tasks_ = nullptr;
-  int64_t num_tasks_ = 0, num_units_ = 0, total_tiles_ = 0;
+  int64_t num_tasks_ = 0, num_units_ = 0, total_tiles_ = 0, total_numbers_ = 0;
   int64_t chunk_ = MIN_CHUNK;
   std::atomic<int64_t> next_{0};
   std::atomic<bool> failed_{false};
@@ -220,6 +220,7 @@ class Computation {
     task.first_tile = first_visible(position_of(task, 0)) / KEY_TILE;
     task.num_tiles = (end_of(task) - 1) / KEY_TILE + 1 - task.first_tile;
     total_tiles_ += task.num_tiles;
+    total_numbers_ += task.num_tiles * num_rows * (call_.key_dim + call_.value_dim);
   }
 
   int64_t partial_size(const Task& task) const { return up_to(task.num_rows, 16) * (columns_ + 2); }

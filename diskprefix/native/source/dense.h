@@ -30,7 +30,7 @@ class DenseProducts {
       : call_(call),
         inner_(up_to(call.inner, Multiply::INNER)),
         rows_(up_to(call.num_rows, 16)),
-        width_(call.num_rows <= Multiply::FEW_ROWS && call.num_heads * call.outer >= 2 * WIDE * call.num_threads ? WIDE : PANEL),
+        width_(width_of(call)),
         panels_((call.outer + width_ - 1) / width_) {}
 
   bool run() {
@@ -46,6 +46,12 @@ class DenseProducts {
   Factor* packed_rows_ = nullptr;  // [heads, rows_, inner_], or null: they are used as they lie in memory
   std::atomic<int64_t> next_{0};
   std::atomic<bool> failed_{false};
+
+  static int64_t width_of(const DenseProduct& call) {
+    const int64_t of_thread = call.num_heads * call.outer / call.num_threads;
+    if (call.num_rows > Multiply::FEW_ROWS) return PANEL;
+    return of_thread >= 2 * WIDE ? WIDE : of_thread < PANEL ? UNIT : PANEL;
+  }
 
   const Stored* row(int64_t head, int64_t number) const {
     return (const Stored*)call_.rows + head * call_.head_stride + number * call_.row_stride;
@@ -130,18 +136,9 @@ class DenseProducts {
   }
 };
 
-template <class Type, class Multiply>
-int32_t dense_of(const DenseProduct* call) {
-  return !DenseProducts<Type, Multiply>(*call).run();
-}
-
 int32_t dense(const DenseProduct* call) {
-  switch (call->dtype) {
-    case FLOAT32:
-      return dense_of<Float32, VectorProduct<Float32>>(call);
-    default:
-      return dense_of<BFloat16, ProductOfBFloat16>(call);
-  }
+  if (call->dtype == FLOAT32) return !DenseProducts<Float32, VectorProduct<Float32>>(*call).run();
+  return !DenseProducts<BFloat16, ProductOfBFloat16>(*call).run();
 }
 
 }  // namespace

@@ -33,11 +33,11 @@ class Mixture {
     gate_ = memory.take<uint16_t>(pairs_ * inner_), up_ = memory.take<uint16_t>(pairs_ * inner_);
     packed_ = memory.take<uint8_t>(packed);
     each_group(width_, [this](Group& group) { gather(group); });
-    multiply(first_parts_, num_first_ * num_groups_);
+    if (!multiply_all(first_parts_, num_first_ * num_groups_, call_.num_threads)) return 1;
     each_group(inner_, [this](Group& group) { gate(group); });
-    multiply(last_parts_, num_groups_);
+    if (!multiply_all(last_parts_, num_groups_, call_.num_threads)) return 1;
     add_up();
-    return failed_;
+    return 0;
   }
 
  private:
@@ -54,8 +54,6 @@ class Mixture {
   Part *first_parts_ = nullptr, *last_parts_ = nullptr;
   uint16_t *rows_ = nullptr, *gate_ = nullptr, *up_ = nullptr;
   uint8_t* packed_ = nullptr;
-  std::atomic<int64_t> next_{0};
-  std::atomic<bool> failed_{false};
 
   // A pair is a row and one of its experts. Returns false if there is no such expert.
   bool sort(Memory& memory) {
@@ -98,11 +96,7 @@ class Mixture {
   }
 
   Part part_of(const Group& group, const Matrix& matrix, const uint16_t* rows, uint16_t* out) const {
-    return {&matrix, form_of(matrix), rows, packed_ + group.packed, group.count, matrix.columns / INNER, matrix.rows / STRIP, out};
-  }
-
-  void pack(const Group& group, const Part* parts, int64_t num_parts, int64_t columns) const {
-    if (take_packed(parts, num_parts)) Multiply::pack(parts->rows, 0, group.count, group.count, columns, packed_ + group.packed);
+    return Part(matrix, rows, packed_ + group.packed, group.count, out, matrix.rows);
   }
 
   void gather(const Group& group) {
@@ -115,36 +109,17 @@ class Mixture {
     Part* parts = first_parts_ + (&group - groups_) * num_first_;
     parts[0] = part_of(group, *call_.gate[group.expert], to, gate_ + group.first * inner_);
     if (call_.up) parts[1] = part_of(group, *call_.up[group.expert], to, up_ + group.first * inner_);
-    pack(group, parts, num_first_, width_);
+    pack_rows(parts, num_first_, 0, group.count);
   }
 
   // The products of the experts take the place of the rows.
   void gate(const Group& group) {
     uint16_t *gate = gate_ + group.first * inner_, *up = up_ + group.first * inner_;
     for (int64_t i = 0; i < group.count; ++i)
-      gate_row(gate + i * inner_, call_.up ? up + i * inner_ : nullptr, call_.curve, inner_, call_.up_curve);
+      gate_row(gate + i * inner_, call_.up ? up + i * inner_ : nullptr, call_.curve, inner_, gate + i * inner_, call_.up_curve);
     Part& part = last_parts_[&group - groups_];
     part = part_of(group, *call_.down[group.expert], gate, rows_ + group.first * width_);
-    pack(group, &part, 1, inner_);
-  }
-
-  // All matrices of `parts` have the same size. A thread takes some of the remaining pairs of strips, as in `Products`.
-  void multiply(const Part* parts, int64_t num_parts) {
-    const int64_t of_part = (parts->strips + 1) / 2, count = num_parts * of_part, threads = call_.num_threads;
-    next_ = 0;
-    const auto work = [=](int64_t, int64_t) {
-      for (int64_t begin = next_; begin < count;) {
-        const int64_t end = begin + most(1, (count - begin) / (2 * threads));
-        if (!next_.compare_exchange_weak(begin, end)) continue;
-        while (begin < end) {
-          const int64_t at = begin % of_part, last = least(of_part, at + end - begin);
-          if (!multiply_part(parts[begin / of_part], at, last)) failed_ = true;
-          begin += last - at;
-        }
-        begin = next_;
-      }
-    };
-    spread(threads, threads, 1, work);
+    pack_rows(&part, 1, 0, group.count);
   }
 
   void add_up() const {

@@ -99,6 +99,16 @@ struct Product {
   int64_t num_threads;
 };
 
+// The rows of each head, in bfloat16, times its matrix. Numbers of a row and of a result lie side by side.
+struct HeadProduct {
+  int64_t num_rows, num_heads;
+  const void* rows;
+  int64_t head_stride, row_stride;
+  const Matrix* const* matrices;
+  void* out;
+  int64_t out_head_stride, out_row_stride, num_threads;
+};
+
 // The rows of each head times a matrix of that head: [num_rows, inner] → [num_rows, outer]. The matrix has lines of `outer`
 // numbers, or if it is turned of `inner`. Numbers of a line, of a row and of a result lie side by side.
 struct DenseProduct {
@@ -408,7 +418,7 @@ struct CutOff {
 enum OperationKind : int64_t {
   LOOK_UP = 0, PICK = 1, NORM = 2, PRODUCT = 3, DENSE = 4, ANGLES = 5, HEADS = 6, ATTEND = 7, GATE = 8, SUM = 9, SCATTER = 10,
   ROUTE = 11, EXPERTS = 12, DENSE_EXPERTS = 13, WIDEN = 14, COPY = 15, TEMPER = 16, MIX = 17, LEVEL = 18, CUT_OFF = 19,
-  CONVOLVE = 20, DELTA_RULE = 21, STEP_SIZES = 22, GATED_NORM = 23, STATE_SPACE = 24
+  CONVOLVE = 20, DELTA_RULE = 21, STEP_SIZES = 22, GATED_NORM = 23, STATE_SPACE = 24, HEAD_PRODUCT = 25
 };
 
 // A call of an operator, by its structure, over all rows of a step or over those that get logits.
@@ -449,15 +459,13 @@ struct Planes {
   void *values, *data;
 };
 
-// The operators, as one variant computes them. They return 0, or 1 if there is not enough memory. `experts` returns 2 if
+// The operators, as one variant computes them. They return 0, or 1 if there is not enough memory. `run` returns 2 if
 // there is no expert of a number. `require_matrix` returns 1 if no product takes the matrix: its form is unknown, it has
 // parts of blocks, or its weights have other than `num_bytes` bytes.
 struct Operators {
   const char* name;
   int32_t (*require_matrix)(const Matrix* matrix, const int64_t* num_bytes);
   int32_t (*attention)(const Attention* call, const Run* runs);
-  int32_t (*product)(const Product* call);
-  int32_t (*experts)(const Experts* call);
   int32_t (*pack)(const Packing* call);
   int32_t (*look_up)(const Lookup* call);
   int32_t (*run)(const Plan* plan, const PlanStep* step);

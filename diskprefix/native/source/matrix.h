@@ -21,6 +21,13 @@ struct Part {
   const uint8_t* packed;
   int64_t num_rows, blocks, strips;
   uint16_t* out;
+  int64_t out_stride;  // from row to row
+
+  Part(const Matrix& matrix, const void* rows, const uint8_t* packed, int64_t num_rows, void* out, int64_t out_stride)
+      : matrix(&matrix), form(form_of(matrix)), rows((const uint16_t*)rows), packed(packed), num_rows(num_rows),
+        blocks(matrix.columns / INNER), strips(matrix.rows / STRIP), out((uint16_t*)out), out_stride(out_stride) {}
+
+  int64_t pairs() const { return (strips + 1) / 2; }
 
   const uint8_t* strip(int64_t number) const { return (const uint8_t*)matrix->weights + number * form.strip_bytes; }
 
@@ -32,7 +39,7 @@ struct Part {
   void put(const void* sums, int64_t row, int64_t strip) const {
     for (int64_t i = 0, column = strip * STRIP; i < STRIP; i += LANES, column += LANES) {
       const Floats found = loaded<Floats>((const float*)sums + i);
-      BFloat16::put(out + row * matrix->rows + column, matrix->bias ? found + loaded<Floats>(matrix->bias + column) : found);
+      BFloat16::put(out + row * out_stride + column, matrix->bias ? found + loaded<Floats>(matrix->bias + column) : found);
     }
   }
 };
@@ -407,15 +414,15 @@ inline bool multiply_dense(const Part& part, int64_t begin, int64_t end) {
   const uint16_t* weights = (const uint16_t*)matrix.weights + begin * matrix.columns;
   const DenseProduct call = {BFLOAT16, true, 1, part.num_rows, matrix.columns, end - begin, part.rows, 0, matrix.columns,
                              weights, 0, matrix.columns, matrix.bias ? matrix.bias + begin : nullptr, part.out + begin, 0,
-                             matrix.rows, 1};
+                             part.out_stride, 1};
   return !dense(&call);
 }
 
-// Whether any of the matrices that the same rows are multiplied with takes rows in the form of `Multiply`.
-inline bool take_packed(const Part* parts, int64_t count) {
+// Brings the rows of parts, which have the same ones, from `begin` to `end` into the form that any of them takes.
+inline void pack_rows(const Part* parts, int64_t count, int64_t begin, int64_t end) {
   for (int64_t i = 0; i < count; ++i)
-    if (parts[i].matrix->bits != 16 && Multiply::takes_packed(parts[i])) return true;
-  return false;
+    if (parts[i].matrix->bits != 16 && Multiply::takes_packed(parts[i]))
+      return Multiply::pack(parts[i].rows, begin, end, parts[i].num_rows, parts[i].matrix->columns, (uint8_t*)parts[i].packed);
 }
 
 // Multiplies with the pairs of strips from `begin` to `end`. Returns false if there is not enough memory.
@@ -436,74 +443,69 @@ inline bool multiply_part(const Part& part, int64_t begin, int64_t end) {
   return true;
 }
 
-class Products {
- public:
-  explicit Products(const Product& call) : call_(call), columns_(call.matrices[0]->columns) {
-    for (int64_t i = 0; i < call.num_matrices; ++i) {
-      const Matrix& matrix = *call.matrices[i];
-      const int64_t strips = matrix.rows / STRIP;
-      parts_[i] = {&matrix, form_of(matrix), (const uint16_t*)call.rows, nullptr, call.num_rows, columns_ / INNER, strips,
-                   (uint16_t*)call.outs[i]};
-      pairs_ += (strips + 1) / 2;
+// Multiplies all parts. A thread takes some of the remaining pairs of strips, again and again, so that slow and fast threads
+// end at about the same time. Returns false if there is not enough memory.
+inline bool multiply_all(const Part* parts, int64_t num_parts, int64_t num_threads) {
+  int64_t pairs = 0;
+  for (int64_t i = 0; i < num_parts; ++i) pairs += parts[i].pairs();
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> has_failed{false};
+  const auto take = [&](int64_t, int64_t) {
+    for (int64_t begin = next; begin < pairs;) {
+      const int64_t end = begin + most(1, (pairs - begin) / (2 * num_threads));
+      if (!next.compare_exchange_weak(begin, end)) continue;
+      for (int64_t i = 0, first = 0; first < end; first += parts[i++].pairs()) {
+        const int64_t from = most(begin - first, 0), to = least(end - first, parts[i].pairs());
+        if (from < to && !multiply_part(parts[i], from, to)) has_failed = true;
+      }
+      begin = next;
     }
-  }
-
-  bool run() {
-    if (!call_.num_rows) return true;
-    static thread_local Memory memory;
-    if (take_packed(parts_, call_.num_matrices)) {
-      const int64_t needed = Multiply::packed_bytes(call_.num_rows, columns_);
-      if (!memory.reserve(needed)) return false;
-      packed_ = memory.take<uint8_t>(needed);
-      for (Part& part : parts_) part.packed = packed_;
-      const int64_t together = Multiply::PACKED_TOGETHER, count = up_to(call_.num_rows, together) / together;
-      spread(call_.num_threads, count, 16 / together, [=](int64_t begin, int64_t end) {
-        pack(begin * together, least(end * together, call_.num_rows));
-      });
-    }
-    const bool is_few = call_.num_rows <= Multiply::FEW_ROWS;
-    const int64_t count = is_few ? least((pairs_ + 3) / 4, call_.num_threads) : call_.num_threads;
-    spread(call_.num_threads, count, 1, [this](int64_t, int64_t) { take(); });
-    return !failed_;
-  }
-
- private:
-  const Product& call_;
-  const int64_t columns_;
-  Part parts_[MAX_MATRICES] = {};
-  int64_t pairs_ = 0;
-  std::atomic<int64_t> next_{0};
-  uint8_t* packed_ = nullptr;
-  std::atomic<bool> failed_{false};
-
-  void pack(int64_t begin, int64_t end) {
-    Multiply::pack((const uint16_t*)call_.rows, begin, end, call_.num_rows, columns_, packed_);
-  }
-
-  // A thread takes part of the remaining pairs, again and again, so that slow and fast threads end at about the same
-  // time.
-  void take() {
-    for (int64_t begin = next_; begin < pairs_;) {
-      const int64_t end = begin + most(1, (pairs_ - begin) / (2 * call_.num_threads));
-      if (!next_.compare_exchange_weak(begin, end)) continue;
-      multiply(begin, end);
-      begin = next_;
-    }
-  }
-
-  // Multiplies with the pairs of strips from `begin` to `end`, counted through all matrices.
-  void multiply(int64_t begin, int64_t end) {
-    for (int64_t i = 0; i < call_.num_matrices; ++i) {
-      const int64_t pairs = (parts_[i].strips + 1) / 2;
-      if (begin < pairs && end > 0 && !multiply_part(parts_[i], most(begin, 0), least(end, pairs))) failed_ = true;
-      begin -= pairs, end -= pairs;
-    }
-  }
-};
+  };
+  const bool is_few = parts->num_rows <= Multiply::FEW_ROWS;
+  spread(num_threads, is_few ? least((pairs + 3) / 4, num_threads) : num_threads, 1, take);
+  return !has_failed;
+}
 
 }  // namespace matrices
 
-int32_t product(const Product* call) { return !matrices::Products(*call).run(); }
+int32_t product(const Product* call) {
+  using namespace matrices;
+  static thread_local Memory memory;
+  const int64_t count = call->num_matrices, rows = call->num_rows, packed = Multiply::packed_bytes(rows, call->matrices[0]->columns);
+  if (!rows) return 0;
+  if (!memory.reserve(Memory::size_of<Part>(count) + packed)) return 1;
+  Part* parts = memory.take<Part>(count);
+  uint8_t* to = memory.take<uint8_t>(packed);
+  for (int64_t i = 0; i < count; ++i) parts[i] = Part(*call->matrices[i], call->rows, to, rows, call->outs[i], call->matrices[i]->rows);
+  const int64_t together = Multiply::PACKED_TOGETHER;
+  spread(call->num_threads, up_to(rows, together) / together, 16 / together, [=](int64_t begin, int64_t end) {
+    pack_rows(parts, count, begin * together, least(end * together, rows));
+  });
+  return !multiply_all(parts, count, call->num_threads);
+}
+
+int32_t head_product(const HeadProduct* call) {
+  using namespace matrices;
+  static thread_local Memory memory;
+  const int64_t heads = call->num_heads, rows = call->num_rows, columns = call->matrices[0]->columns;
+  const int64_t of_head = up_to(Multiply::packed_bytes(rows, columns), 64);
+  if (!rows) return 0;
+  if (!memory.reserve(Memory::size_of<Part>(heads) + Memory::size_of<uint16_t>(heads * rows * columns) + heads * of_head)) return 1;
+  Part* parts = memory.take<Part>(heads);
+  uint16_t* own = memory.take<uint16_t>(heads * rows * columns);
+  uint8_t* packed = memory.take<uint8_t>(heads * of_head);
+  spread(call->num_threads, heads, 1 + 4096 / (rows * columns), [=](int64_t begin, int64_t end) {
+    for (int64_t head = begin; head < end; ++head) {
+      uint16_t* to = own + head * rows * columns;
+      for (int64_t row = 0; row < rows; ++row)
+        memcpy(to + row * columns, (const uint16_t*)call->rows + head * call->head_stride + row * call->row_stride, columns * 2);
+      parts[head] = Part(*call->matrices[head], to, packed + head * of_head, rows,
+                         (uint16_t*)call->out + head * call->out_head_stride, call->out_row_stride);
+      pack_rows(parts + head, 1, 0, rows);
+    }
+  });
+  return !multiply_all(parts, heads, call->num_threads);
+}
 
 int32_t require_matrix(const Matrix* matrix, const int64_t* num_bytes) {
   const int64_t rows = matrix->rows, columns = matrix->columns;

@@ -86,14 +86,10 @@ inline void norm_row(const typename Type::Stored* row, const typename Type::Stor
 }
 
 template <class Type>
-inline int32_t norm_of(const Norm& call) {
+inline void put_norm(const Norm& call, int64_t row) {
   typedef typename Type::Stored Stored;
-  spread(call.num_threads, call.num_rows, 1 + 32768 / call.width, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      norm_row<Type>((const Stored*)call.rows + row * call.width, (const Stored*)call.weight, call.kind, call.width,
-                     (float)call.epsilon, (Stored*)call.out + row * call.width);
-  });
-  return 0;
+  norm_row<Type>((const Stored*)call.rows + row * call.width, (const Stored*)call.weight, call.kind, call.width,
+                 (float)call.epsilon, (Stored*)call.out + row * call.width);
 }
 
 // The values of a curve, a table with one number more, at LANES numbers or the `left` ones.
@@ -109,23 +105,14 @@ inline Floats curve_at(const uint16_t* numbers, const uint16_t* curve, int64_t l
   return BFloat16::load(found);
 }
 
-// gate = curve(gate) × up, or curve(gate) × up_curve(up), or without `up` curve(gate)
-inline void gate_row(uint16_t* gate, const uint16_t* up, const uint16_t* curve, int64_t width,
+// out = curve(gate) × up, or curve(gate) × up_curve(up), or without `up` curve(gate)
+inline void gate_row(const uint16_t* gate, const uint16_t* up, const uint16_t* curve, int64_t width, uint16_t* out,
                      const uint16_t* up_curve = nullptr) {
   for (int64_t i = 0; i < width; i += LANES) {
     const int64_t left = least(LANES, width - i);
     Floats found = curve_at(gate + i, curve, left);
     if (up) found *= up_curve ? curve_at(up + i, up_curve, left) : some_of<BFloat16>(up + i, left);
-    put_some<BFloat16>(gate + i, found, left);
-  }
-}
-
-int32_t norm(const Norm* call) {
-  switch (call->dtype) {
-    case FLOAT32:
-      return norm_of<Float32>(*call);
-    default:
-      return norm_of<BFloat16>(*call);
+    put_some<BFloat16>(out + i, found, left);
   }
 }
 

@@ -64,9 +64,11 @@ class PlannedStep {
       case PICK:
         return pick(*set<Pick>(operation));
       case NORM:
-        return norm(set<Norm>(operation));
+        return norm(*set<Norm>(operation));
       case PRODUCT:
         return product(set<Product>(operation));
+      case HEAD_PRODUCT:
+        return head_product(set<HeadProduct>(operation));
       case DENSE:
         return dense(set<DenseProduct>(operation));
       case ANGLES:
@@ -113,6 +115,8 @@ class PlannedStep {
     return 1;
   }
 
+  int32_t norm(const Norm& call) const { return each(call, put_norm<Float32>, put_norm<BFloat16>, 1 + 32768 / call.width); }
+
   int32_t pick(const Pick& call) const {
     return each_row(call.num_rows, 1 + 65536 / call.row_bytes, [&](int64_t row) {
       memcpy((char*)call.out + row * call.row_bytes, (const char*)call.rows + call.numbers[row] * call.row_bytes, call.row_bytes);
@@ -121,7 +125,7 @@ class PlannedStep {
 
   int32_t add(const Sum& call) const {
     return in_parts(call.num_rows * call.width, 32768, [&](int64_t begin, int64_t end) {
-      call.dtype == FLOAT32 ? add_part<Float32>(call, begin, end) : add_part<BFloat16>(call, begin, end);
+      with_type(call.dtype, [&](auto type) { add_part<decltype(type)>(call, begin, end); });
     });
   }
 
@@ -139,12 +143,12 @@ class PlannedStep {
       char *to = (char*)call.rows + call.numbers[i] * row_bytes, *from = (char*)call.from + i * row_bytes;
       if (!call.adds) return (void)memcpy(to, from, row_bytes);
       const Sum sum = {call.dtype, 1, call.width, 1.0, to, from, to};
-      call.dtype == FLOAT32 ? add_part<Float32>(sum, 0, call.width) : add_part<BFloat16>(sum, 0, call.width);
+      with_type(call.dtype, [&](auto type) { add_part<decltype(type)>(sum, 0, call.width); });
     });
   }
 
   int32_t dense_experts(const DenseExperts& call) const {
-    return call.dtype == FLOAT32 ? DenseMixture<Float32>(call).run() : DenseMixture<BFloat16>(call).run();
+    return with_type(call.dtype, [&](auto type) { return DenseMixture<decltype(type)>(call).run(); });
   }
 
   int32_t widen(const Widening& call) const {
@@ -163,7 +167,7 @@ class PlannedStep {
     const Run* runs = nullptr;
     if (call.table >= 0 && !(runs = runs_in(memory, {call.table, call.table}, call.to, call.to, false, is_of_logits))) return 1;
     return in_parts(call.num_rows, 16, [&](int64_t begin, int64_t end) {
-      call.dtype == FLOAT32 ? put_heads<Float32>(call, runs, begin, end) : put_heads<BFloat16>(call, runs, begin, end);
+      with_type(call.dtype, [&](auto type) { put_heads<decltype(type)>(call, runs, begin, end); });
     });
   }
 

@@ -4,6 +4,8 @@
 
 #pragma once
 
+#include <atomic>
+
 #include "interface.h"
 #include "memory.h"
 #include "parts.h"
@@ -55,7 +57,7 @@ class ConvolvedChannels {
     }
     for (int64_t k = 0; k < kernel_; ++k) {
       const float* numbers = (const float*)window_[(oldest + k) % kernel_];
-      for (int64_t lane = 0; lane < width_; ++lane) state[lane * kernel_ + k] = stored(numbers[lane]);
+      for (int64_t lane = 0; lane < width_; ++lane) state[lane * kernel_ + k] = Type::narrowed(numbers[lane]);
     }
   }
 
@@ -63,12 +65,6 @@ class ConvolvedChannels {
   const Convolution& call_;
   const int64_t first_, width_, kernel_;
   Floats weights_[MAX_KERNEL][CHANNELS / LANES], window_[MAX_KERNEL][CHANNELS / LANES] = {}, bias_[CHANNELS / LANES];
-
-  static Stored stored(float number) {
-    Stored all_of_them[LANES];
-    Type::put(all_of_them, all(number));
-    return all_of_them[0];
-  }
 
   void step(const Stored* row, Stored* out, int64_t oldest) {
     const int64_t newest = oldest ? oldest - 1 : kernel_ - 1;
@@ -84,42 +80,35 @@ class ConvolvedChannels {
   }
 };
 
-template <class Type>
-inline int32_t convolved(const Convolution& call, const StateRun* runs) {
-  const int64_t blocks = (call.channels + CHANNELS - 1) / CHANNELS;
-  const int64_t grain = 1 + 16384 / (1 + call.num_rows * CHANNELS);
-  spread(call.num_threads, blocks, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      ConvolvedChannels<Type> channels(call, block * CHANNELS);
-      for (int64_t run = 0, row = 0; run < call.num_runs; row += runs[run++].num_rows) channels.run(runs[run], row);
-    }
+int32_t convolution(const Convolution* call, const StateRun* runs) {
+  if (call->kernel > MAX_KERNEL) return 1;
+  const int64_t blocks = (call->channels + CHANNELS - 1) / CHANNELS;
+  const int64_t grain = 1 + 16384 / (1 + call->num_rows * CHANNELS);
+  spread(call->num_threads, blocks, grain, [&](int64_t begin, int64_t end) {
+    with_type(call->dtype, [&](auto type) {
+      for (int64_t block = begin; block < end; ++block) {
+        ConvolvedChannels<decltype(type)> channels(*call, block * CHANNELS);
+        for (int64_t run = 0, row = 0; run < call->num_runs; row += runs[run++].num_rows) channels.run(runs[run], row);
+      }
+    });
   });
   return 0;
 }
 
-int32_t convolution(const Convolution* call, const StateRun* runs) {
-  if (call->kernel > MAX_KERNEL) return 1;
-  switch (call->dtype) {
-    case FLOAT32:
-      return convolved<Float32>(*call, runs);
-    default:
-      return convolved<BFloat16>(*call, runs);
-  }
-}
-
-// Calls `work(run, row, head)` for each head of each sequence; `row` is the sequence's first one. False if one of them
-// has no memory.
-template <class Body>
-inline bool for_heads(int64_t num_threads, const StateRun* runs, int64_t num_runs, int64_t heads, const Body& work) {
-  bool is_done = true;
-  spread(num_threads, num_runs * heads, 1, [&](int64_t begin, int64_t end) {
+// Computes each head of each sequence. Returns 1 if one of them has no memory.
+template <template <class> class Head, class Call>
+inline int32_t for_heads(const Call& call, const StateRun* runs) {
+  std::atomic<bool> has_failed{false};
+  spread(call.num_threads, call.num_runs * call.heads, 1, [&](int64_t begin, int64_t end) {
     int64_t run = 0, row = 0;
     for (int64_t item = begin; item < end; ++item) {
-      while (run < item / heads) row += runs[run++].num_rows;
-      if (!work(runs[run], row, item % heads)) __atomic_store_n(&is_done, false, __ATOMIC_RELAXED);
+      while (run < item / call.heads) row += runs[run++].num_rows;
+      with_type(call.dtype, [&](auto type) {
+        if (!Head<decltype(type)>(call, runs[run], row, item % call.heads).run()) has_failed = true;
+      });
     }
   });
-  return is_done;
+  return has_failed;
 }
 
 template <class Type>
@@ -253,20 +242,7 @@ class DeltaHead {
   }
 };
 
-template <class Type>
-inline bool delta_ruled(const DeltaRule& call, const StateRun* runs) {
-  return for_heads(call.num_threads, runs, call.num_runs, call.heads,
-                   [&](const StateRun& run, int64_t row, int64_t head) { return DeltaHead<Type>(call, run, row, head).run(); });
-}
-
-int32_t delta_rule(const DeltaRule* call, const StateRun* runs) {
-  switch (call->dtype) {
-    case FLOAT32:
-      return !delta_ruled<Float32>(*call, runs);
-    default:
-      return !delta_ruled<BFloat16>(*call, runs);
-  }
-}
+int32_t delta_rule(const DeltaRule* call, const StateRun* runs) { return for_heads<DeltaHead>(*call, runs); }
 
 // Rows of a head's state that go over all tokens together.
 constexpr int64_t STATE_ROWS = 16;
@@ -329,21 +305,7 @@ class StateSpaceHead {
   }
 };
 
-template <class Type>
-inline bool state_spaced(const StateSpace& call, const StateRun* runs) {
-  return for_heads(call.num_threads, runs, call.num_runs, call.heads, [&](const StateRun& run, int64_t row, int64_t head) {
-    return StateSpaceHead<Type>(call, run, row, head).run();
-  });
-}
-
-int32_t state_space(const StateSpace* call, const StateRun* runs) {
-  switch (call->dtype) {
-    case FLOAT32:
-      return !state_spaced<Float32>(*call, runs);
-    default:
-      return !state_spaced<BFloat16>(*call, runs);
-  }
-}
+int32_t state_space(const StateSpace* call, const StateRun* runs) { return for_heads<StateSpaceHead>(*call, runs); }
 
 }  // namespace
 }  // namespace diskprefix

@@ -134,12 +134,7 @@ inline void gate_bfloats(const Gate& call, int64_t row) {
       weigh<BFloat16>(out + i, BFloat16::one(call.curve[gate[i / call.each]]), call.each);
     return;
   }
-  for (int64_t i = 0; i < call.width; i += LANES) {
-    const int64_t left = least(LANES, call.width - i);
-    Floats found = curve_at(gate + i, call.curve, left);
-    if (up) found *= some_of<BFloat16>(up + i, left);
-    put_some<BFloat16>(out + i, found, left);
-  }
+  gate_row(gate, up, call.curve, call.width, out);
 }
 
 template <class Type>

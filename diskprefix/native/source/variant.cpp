@@ -10,6 +10,6 @@
 namespace diskprefix {
 
 extern const Operators VARIANT;
-const Operators VARIANT = {TEXT(VARIANT), require_matrix, attention, product, experts, pack, look_up, run, split, join};
+const Operators VARIANT = {TEXT(VARIANT), require_matrix, attention, pack, look_up, run, split, join};
 
 }  // namespace diskprefix

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <utility>
 
+#include "interface.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -197,6 +199,7 @@ struct Float32 {
   typedef float Stored;
   static Floats load(const float* from) { return loaded<Floats>(from); }
   static float one(float stored) { return stored; }
+  static float narrowed(float number) { return number; }
   static void put(float* to, Floats numbers) { store(to, numbers); }
 };
 
@@ -210,6 +213,12 @@ struct BFloat16 {
     float number;
     memcpy(&number, &bits, 4);
     return number;
+  }
+  // Of a number that it has.
+  static uint16_t narrowed(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, 4);
+    return bits >> 16;
   }
   static void put(uint16_t* to, Floats numbers) {
     Words bits = (Words)numbers;
@@ -238,6 +247,12 @@ struct Float16 {
     for (int lane = 0; lane < LANES; ++lane) to[lane] = to_half(numbers[lane]);
   }
 };
+
+// Calls `body` with the form of a model's numbers.
+template <class Body>
+inline auto with_type(int64_t dtype, const Body& body) {
+  return dtype == FLOAT32 ? body(Float32()) : body(BFloat16());
+}
 
 // One step of turning a square of LANES × LANES: squares of STEP × STEP beside the diagonal change places.
 template <int STEP, int... LANE>

@@ -442,11 +442,11 @@ struct Block {
     INLINE Lanes of(Lanes codes) const {
       if (!HAS_TABLE) return codes;
 #if defined(__AVX512BW__)
-      return (Lanes)_mm512_shuffle_epi8((__m512i)numbers, (__m512i)codes) & (uint16_t)0xff;
+      return (Lanes)_mm512_shuffle_epi8((__m512i)numbers, (__m512i)codes);
 #elif defined(__AVX2__)
-      return (Lanes)_mm256_shuffle_epi8((__m256i)numbers, (__m256i)codes) & (uint16_t)0xff;
+      return (Lanes)_mm256_shuffle_epi8((__m256i)numbers, (__m256i)codes);
 #else
-      for (int lane = 0; lane < 2 * LANES; ++lane) codes[lane] = ((const uint8_t*)&numbers)[codes[lane]];
+      for (uint8_t* code = (uint8_t*)&codes; code < (uint8_t*)(&codes + 1); ++code) *code = ((const uint8_t*)&numbers)[*code];
       return codes;
 #endif
     }
@@ -494,7 +494,12 @@ struct Block {
   // A pair of columns of a part of a strip.
   static INLINE Factors factors_of(const Planes& planes, int pair, const Table& table) {
     if constexpr (BITS == 8) return (Factors)__builtin_convertvector(loaded<BytesOfLanes>(planes.bytes + 32 * pair), Shorts);
-    return table.of(codes_of(planes, pair));
+    if constexpr (HAS_TABLE && BITS == 4) {
+      // The bytes of a word have the codes of two lines, which are looked up together.
+      const Lanes both = table.of(down(planes.words[pair / OF_LOW], LOW * (pair % 2)) & (uint16_t)0x0f0f);
+      return pair & 2 ? both >> 8 : both & (uint16_t)0xff;
+    }
+    return table.of(codes_of(planes, pair)) & (uint16_t)(HAS_TABLE ? 0xff : 0xffff);
   }
 
 #endif

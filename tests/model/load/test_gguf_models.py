@@ -263,6 +263,8 @@ def test_a_file_of_deepseek_gives_the_parameters_and_logits_of_the_model(
     assert {name.rpartition(".")[2] for name in kept} >= {"kv_a_proj_with_mqa", "o_proj", "down_proj"}
     assert "layers.0.self_attn.kv_b_proj" not in kept
     assert len([name for name in kept if name.endswith(".experts.gate")]) == (0 if kind == "dense" else 2)
+    assert all((f"layers.0.self_attn.kv_b_proj.{of}" in kept) is is_split for of in ("keys", "values"))
+    kept = {name: quants for name, quants in kept.items() if ".kv_b_proj." not in name}
     require_numbers(kept, lambda name: array_of(state[name if name in state else f"model.{name}"]), ExpertsForm())
     taken = sum({part.ctypes.data: part.nbytes for _, part in served.named()}.values())
     assert needs_of_gguf(file, "auto").weights_bytes == pytest.approx(taken, rel=0.02)
