@@ -331,8 +331,8 @@ class Settings:
     )
     ahead: str = _cache(
         "auto",
-        "Compute the history of a conversation as the next question will have it, while nobody waits: a template may "
-        "drop thoughts there. N is the most seconds of a processor in an hour, auto 3600. On battery nothing is.",
+        "While nobody waits, compute a conversation as its next question will have it, without earlier thoughts. N is "
+        "the most processor seconds an hour, auto 3600. Off on battery.",
         is_common=True,
         metavar="off|auto|N",
     )
