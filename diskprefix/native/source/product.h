@@ -70,8 +70,8 @@ void blocks(const Factor* left, int64_t left_stride, const Number* matrix, int64
 template <class Terms, int R, int VECTORS, class Factor, class Stored>
 inline void vectors_of_tokens(const Factor* rows, int64_t inner, const Stored* tokens, int64_t stride, float* out,
                               int64_t out_stride) {
-  // The next tokens, or farther ahead if these are short. Of long ones that is too early: what follows in each of them.
-  const int64_t next = VECTORS * LANES * stride * (int64_t)sizeof(Stored), ahead = next > 65536 ? 1024 : most(PREFETCH_BYTES, next);
+  // The next tokens, or farther ahead if these are short.
+  const int64_t ahead = most(PREFETCH_BYTES, VECTORS * LANES * stride * (int64_t)sizeof(Stored));
   Floats sums[VECTORS][R] = {};
   for (int64_t i = 0; i < inner; i += Terms::STEP * LANES)
     for (int vector = 0; vector < VECTORS; ++vector) {
