@@ -408,7 +408,7 @@ class CacheReport:
     `saved`: `none` if there was nothing to save, `queued` if the writer has it, `stored` if it was stored before,
     `dropped` if not all could be saved, because of `dropped_because`. `broken` is a difference from an earlier prompt
     with nearly equal text after it, None without one, `broken_line` the prompt's line there, and `broken_tool` the tool
-    that wrote it. `lost` are the tokens that were computed again. `rewriting` and `replayed` are the prompt's.
+    that wrote it. `recomputed` are the tokens that were computed again. `rewriting` and `replayed` are the prompt's.
     """
 
     selection: Selection
@@ -423,7 +423,7 @@ class CacheReport:
     broken: Break | None = None
     broken_line: str = ""
     broken_tool: str = ""
-    lost: tuple[Lost, ...] = ()
+    recomputed: tuple[Lost, ...] = ()
     rewriting: Rewriting = field(default_factory=Rewriting)
     replayed: int = 0
 
@@ -441,7 +441,7 @@ class CacheReport:
 
 def _logged(value: Any) -> str:
     if isinstance(value, tuple):
-        return ",".join(map(str, value))
+        return ",".join(":".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in value)
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -251,7 +251,7 @@ class CachedRequest:
             broken=broken,
             broken_line=self.prompt.source.line_at(broken.at) if broken and self.prompt.source else "",
             broken_tool=self.prompt.source.tool_at(broken.at) if broken and self.prompt.source else "",
-            lost=self._context.lost(restored, self.selection, broken, self._miss_reason),
+            recomputed=self._context.lost(restored, self.selection, broken, self._miss_reason),
             rewriting=self.prompt.rewriting,
             replayed=self.prompt.replayed,
         )

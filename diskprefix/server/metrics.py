@@ -282,7 +282,7 @@ class ServerMetrics:
         if cache.restored:
             self._prompt_tokens.labels(cache.source).inc(cache.restored)
         self._prompt_tokens.labels("computed").inc(usage.prompt_tokens - cache.restored)
-        for cause, num_tokens in cache.lost:
+        for cause, num_tokens in cache.recomputed:
             self._lost_tokens.labels(cause).inc(num_tokens)
         self._reply_tokens.inc(usage.completion_tokens)
         self._draft_tokens.labels("accepted").inc(timings.accepted_tokens)

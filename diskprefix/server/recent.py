@@ -114,7 +114,7 @@ def lost_tokens(report: CacheReport, client: str, now: float) -> list[LostTokens
     if report.broken is not None:
         broken, tool = broken_by(report), shown(report.broken_tool, _NAME_CHARS)
         place = {"line": broken["line"], "normalisers": tuple(broken["normalisers"]), "tool": tool}
-    return [row(cause=cause, tokens=num, **(place if cause == "diverged" else {})) for cause, num in report.lost]
+    return [row(cause=cause, tokens=num, **(place if cause == "diverged" else {})) for cause, num in report.recomputed]
 
 
 class BrokenLines:

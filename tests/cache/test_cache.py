@@ -228,12 +228,12 @@ def test_the_miss_reason_says_what_would_help(runner: Runner) -> None:
     for reason in ("new", "not_stored"):
         report = runner.run(PROMPT, "auto:1", boundaries=(3,)).report
         assert (report.miss_reason, report.diverged_at, report.saved) == (reason, None, "none")
-        assert report.lost == (() if reason == "new" else (("not_stored", len(PROMPT)),))
+        assert report.recomputed == (() if reason == "new" else (("not_stored", len(PROMPT)),))
     runner.run(PROMPT, "full")
     report = runner.run(PROMPT[:BLOCK].copy(), "full").report
     assert (report.restored, report.matched, report.miss_reason) == (0, BLOCK, "no_logits")
-    assert report.lost == (("no_logits", BLOCK),)
-    assert runner.run(PROMPT, "full").report.lost == ()
+    assert report.recomputed == (("no_logits", BLOCK),)
+    assert runner.run(PROMPT, "full").report.recomputed == ()
     misses = runner.cache.stats()["misses"]
     CachedRequest(runner.cache, Prompt(PROMPT), FULL).close()
     assert runner.cache.stats()["misses"] == misses, "it ended before it was looked up"

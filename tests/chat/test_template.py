@@ -318,7 +318,7 @@ def test_the_templates_markers_are_found_out_once(tokenizer: Any, monkeypatch: p
     assert tried > 2
     for _ in range(3):
         rendered(renderer, conversation_of(("user", "hello")))
-    assert len(applied) - tried == 3 * 2  # the prompt, and the end of its system part
+    assert len(applied) - tried == 3 * 3  # the prompt, the end of its system part, and of its question
 
 
 @pytest.mark.parametrize(

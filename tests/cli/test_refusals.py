@@ -64,7 +64,7 @@ REFUSED = """
 2 | inspect --kv-cache-dir ~nobody-here/kv         | ~nobody-here is the home folder of nobody here
 2 | inspect 3fa --kv-cache-dir kv                  | at least 4 hexadecimal characters
 2 | inspect zzzz --kv-cache-dir kv                 | no entry starts with 'zzzz', diskprefix inspect
-2 | inspect --tree --stats --kv-cache-dir kv       | give one of ENTRY, --tree and --stats
+2 | inspect --tree --stats --kv-cache-dir kv       | give one of ENTRY, --tree, --stats and --lost
 2 | inspect --model nobody --kv-cache-dir kv       | there are prompts of tiny
 4 | inspect --kv-cache-dir broken                  | data.mdb is damaged: , `verify --fix` cannot repair this
 4 | inspect --kv-cache-dir none                    | holds no diskprefix store

@@ -134,7 +134,7 @@ def test_the_table_shows_each_row_with_its_figures(made: Made, run: Run) -> None
     )
     assert any(line.startswith("one-off: 5 requests, ") for line in lines)
     of_first = lines[3 : lines.index("", lines.index("sliceable, 4.0 GiB"))]
-    titles = ["scope", "hits", "restored", "written", "bytes", "evictions", "saved"]
+    titles = ["scope", "hits", "restored", "written", "bytes", "evictions", "saved", "ahead"]
     assert of_first[0].split() == titles
     assert [line.split()[0] for line in of_first[1:] if line] == [
         "sliceable,", "auto:8", "upper-bound", "sliceable,", "chat"

@@ -216,7 +216,7 @@ def test_memory_is_taken_ahead_for_the_longest_prompt_and_a_turn_or_less_where_l
     parts |= {"tokenizer": tiny.tokenizer(), "processor": None, "origin": None, "finish": None, "in_memory": None}
     loaded: Any = SimpleNamespace(**parts, name="tiny", fit=fit)
     store = SimpleNamespace(longest_prompt=lambda: 3000)
-    cache: Any = SimpleNamespace(layout=layout, settings=Settings(), store=store, close=bool)
+    cache: Any = SimpleNamespace(layout=layout, settings=Settings(), store=store, close=bool, on_forget=[])
     for free in (0, 200 * layout.bytes_per_token, 1 << 40):
         set_free_memory(monkeypatch, lambda free=free: free)  # type: ignore[misc]
         Engine(loaded, runtime_of(model, cache.layout, 256), cache)

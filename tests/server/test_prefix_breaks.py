@@ -123,7 +123,7 @@ def report(line: str, *lost: Lost) -> CacheReport:
         broken=Break(3, 1000),
         broken_line=line,
         broken_tool="date\x1b",
-        lost=lost,
+        recomputed=lost,
         rewriting=Rewriting(would_change=("clock",)),
     )
 

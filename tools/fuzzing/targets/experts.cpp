@@ -33,13 +33,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     Guarded whole(num_rows * width * 2), some((end - begin) * width * 2);
     Experts call = all;
     call.out = whole.marked().as<void>(), call.num_threads = 1 + seed % 4;
-    const int32_t refused = operators->experts(&call);
+    const int32_t refused = run_alone(operators, {EXPERTS, 0, &call}, num_rows, call.num_threads);
     if (refused != (is_sound ? 0 : 2)) fail("experts are refused, or should be", operators->name);
     if (refused) continue;
     Experts alone = call;
     alone.num_rows = end - begin, alone.num_threads = 1, alone.out = some.marked().as<void>();
     alone.rows = rows.as<uint16_t>() + begin * width, alone.chosen += begin * num_chosen, alone.weights += begin * num_chosen;
-    if (operators->experts(&alone)) fail("experts of some rows fail", operators->name);
+    if (run_alone(operators, {EXPERTS, 0, &alone}, end - begin, 1)) fail("experts of some rows fail", operators->name);
     require_same(BFLOAT16, some.as<void>(), whole.as<uint16_t>() + begin * width, (end - begin) * width, "rows have other bits alone",
                  operators->name);
     if (num_chosen > 1 || num_experts > 1 || !has_up || has_up_curve || wild) continue;
@@ -50,7 +50,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     Gate gates = {BFLOAT16, 0, inner, 1, inner, inner, IDENTITY, 1.0, of_gate.as<void>(), of_up.as<void>(), curve(), of_gate.as<void>()};
     Product out_of = {0, 1, of_gate.as<void>(), {down[0]}, {gated.marked().as<void>()}};
     const std::vector<Operation> operations = {{PRODUCT, 0, &into}, {GATE, 0, &gates}, {PRODUCT, 0, &out_of}};
-    if (operators->experts(&call) || !run_plan(operators, operations, num_rows, call.num_threads)) fail("gated products fail", operators->name);
+    if (run_alone(operators, {EXPERTS, 0, &call}, num_rows, call.num_threads) || !run_plan(operators, operations, num_rows, call.num_threads)) fail("gated products fail", operators->name);
     // The sum of experts makes a zero positive.
     for (int64_t i = 0; i < num_rows * width; ++i)
       if (uint16_t a = whole.as<uint16_t>()[i], b = gated.as<uint16_t>()[i]; a != b && (a | b) & 0x7fff)

@@ -242,6 +242,13 @@ void diskprefix::share(int64_t, int64_t end, int64_t, Work work, void* context) 
 #endif
 }
 
+// Runs one operation. Returns 0, or what the executor says: 1 without memory, 2 for a number that no expert has.
+inline int32_t run_alone(const Operators* operators, const Operation& operation, int64_t rows, int64_t threads) {
+  const Plan plan = {1, &operation};
+  const PlanStep step = {rows, 0, 0, 1 << 20, 0, nullptr, threads};
+  return operators->run(&plan, &step);
+}
+
 // Runs operations as a plan: they compute `rows` rows, those of `runs` where sequences matter.
 inline bool run_plan(const Operators* operators, const std::vector<Operation>& operations, int64_t rows, int64_t threads,
                      const std::vector<PlanRun>& runs = {}) {

@@ -32,13 +32,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       outs.emplace_back(num_rows * matrices[i]->get()->rows * 2);
       call.matrices[i] = matrices[i]->get(), call.outs[i] = outs[i].marked().as<void>();
     }
-    if (operators->product(&call)) fail("a product fails", operators->name);
+    if (run_alone(operators, {PRODUCT, 0, &call}, num_rows, threads)) fail("a product fails", operators->name);
     for (int64_t i = 0; i < num_matrices; ++i) {
       const Matrix& matrix = *matrices[i]->get();
       Guarded some((end - begin) * columns * 2), out((end - begin) * matrix.rows * 2);
       some.copied(rows.as<uint16_t>() + begin * columns);
-      const Product alone = {end - begin, 1, some.as<void>(), {&matrix}, {out.marked().as<void>()}, 1};
-      if (operators->product(&alone)) fail("a product of some rows fails", operators->name);
+      Product alone = {end - begin, 1, some.as<void>(), {&matrix}, {out.marked().as<void>()}, 1};
+      if (run_alone(operators, {PRODUCT, 0, &alone}, end - begin, 1)) fail("a product of some rows fails", operators->name);
       require_same(BFLOAT16, out.as<void>(), outs[i].as<uint16_t>() + begin * matrix.rows, (end - begin) * matrix.rows,
                    "rows have other bits alone", operators->name);
       std::vector<uint16_t> found(outs[i].as<uint16_t>(), outs[i].as<uint16_t>() + num_rows * matrix.rows);
