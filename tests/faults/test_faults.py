@@ -88,7 +88,8 @@ def test_a_full_disk_stops_saving_until_there_is_room_again(disk: Path, caplog: 
     stats = runner.cache.stats()
     assert (stats["state"], stats["error"]) == ("degraded", stats["full_disk"])
     assert f"the disk of --kv-cache-dir {disk}/kv is full: " in stats["error"]
-    assert lines_about(caplog, "serving without saving") == 1
+    # Names are drawn, so some beginning of a prompt may fit that no other did.
+    assert lines_about(caplog, "serving without saving") == 1 + lines_about(caplog, "saving again")
     saved = runner.cache.stats()["entries"]
     remount(disk, "size=200m")
     token_ids = random_prompt(seed + 2, 2000)
