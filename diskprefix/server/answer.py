@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from importlib import import_module
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -56,31 +57,10 @@ SESSION_HEADERS = (
 routes = Routes("completions")
 
 
-# The first request of an API imports it: together they take longer than all else that the server imports.
-
-
-def _responses_body() -> type[BaseModel]:
-    from diskprefix.api.responses import ResponseRequest
-
-    return ResponseRequest
-
-
-def _compact_body() -> type[BaseModel]:
-    from diskprefix.api.compaction import CompactRequest
-
-    return CompactRequest
-
-
-def _messages_body() -> type[BaseModel]:
-    from diskprefix.api.anthropic import MessagesRequest
-
-    return MessagesRequest
-
-
-def _counted_body() -> type[BaseModel]:
-    from diskprefix.api.anthropic import CountTokensRequest
-
-    return CountTokensRequest
+def _late(module: str, name: str) -> Callable[[], type[BaseModel]]:
+    """Returns what imports the body of an API, with its first request: together they take longer to import than all
+    else of the server."""
+    return lambda: cast("type[BaseModel]", getattr(import_module(f"diskprefix.api.{module}"), name))
 
 
 @routes.add("POST /v1/chat/completions", "Chat", Chat.body, media_types=STREAMED)
@@ -101,7 +81,7 @@ async def completions(request: Request) -> Response:
     return await answer(request, Completions())
 
 
-@routes.add("POST /v1/responses", "Response", _responses_body, media_types=STREAMED)
+@routes.add("POST /v1/responses", "Response", _late("responses", "ResponseRequest"), media_types=STREAMED)
 async def responses(request: Request) -> Response:
     """Reply to a conversation that is given as items, or that continues a stored response.
 
@@ -112,7 +92,7 @@ async def responses(request: Request) -> Response:
     return await answer(request, Responses())
 
 
-@routes.add("POST /v1/responses/compact", "Summary of a conversation", _compact_body)
+@routes.add("POST /v1/responses/compact", "Summary of a conversation", _late("compaction", "CompactRequest"))
 async def compact_response(request: Request) -> Response:
     """Let the model sum up a conversation. Later requests send the result in place of the conversation.
 
@@ -123,7 +103,7 @@ async def compact_response(request: Request) -> Response:
     return await answer(request, Compaction())
 
 
-@routes.add("POST /v1/messages", "Anthropic messages", _messages_body, media_types=STREAMED)
+@routes.add("POST /v1/messages", "Anthropic messages", _late("anthropic", "MessagesRequest"), media_types=STREAMED)
 async def messages(request: Request) -> Response:
     """Reply to a conversation, in the form of Anthropic's API.
 
@@ -403,7 +383,7 @@ class _Counted(Generic[B]):
         return ParsedRequest(prompt=self.conversation(body, notes), sampling=SamplingParams())
 
 
-@routes.add("POST /v1/messages/count_tokens", "Anthropic: count tokens", _counted_body)
+@routes.add("POST /v1/messages/count_tokens", "Anthropic: count tokens", _late("anthropic", "CountTokensRequest"))
 async def count_tokens(request: Request) -> Response:
     """`input_tokens` is the length of the prompt that `POST /v1/messages` makes of the same body."""
     from diskprefix.api.anthropic import CountTokensRequest
@@ -412,7 +392,9 @@ async def count_tokens(request: Request) -> Response:
     return JSONResponse({"input_tokens": await _length(request, counted)})
 
 
-@routes.add("POST /v1/responses/input_tokens", "Count the tokens of a response's input", _responses_body)
+@routes.add(
+    "POST /v1/responses/input_tokens", "Count the tokens of a response's input", _late("responses", "ResponseRequest")
+)
 async def count_input_tokens(request: Request) -> Response:
     """`input_tokens` is the length of the prompt that `POST /v1/responses` makes of the same body."""
     from diskprefix.api.response_store import ResponseStore

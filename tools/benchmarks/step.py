@@ -12,13 +12,11 @@ from typing import Any
 
 import click
 import numpy as np
-import torch
 from rich.console import Console
 
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.loader import load_model
-from diskprefix.model.planned import PlanRuntime, plan_layout
 from diskprefix.model.runtime import Rows
 from diskprefix.native import calls
 from diskprefix.settings import Settings
@@ -56,15 +54,13 @@ def _one_by_one(run: Run, names: list[str], seconds: dict[str, float]) -> Run:
     return each
 
 
-@torch.inference_mode()
 def measured(model: str, rounds: int) -> dict[str, Any]:
     """Returns microseconds by step and part. Raises `ModelError`, and `ClickException` for a model without a plan."""
     loaded = load_model(Settings(model=model), real.print_report)
-    if loaded.weights is None:
+    if (found := loaded.runtime) is None:
         raise click.ClickException(f"{model} has no plan: {loaded.reason}")
-    layout = plan_layout(loaded.weights, loaded.config)
-    found = PlanRuntime(loaded.weights, loaded.config, layout, 256)
-    pool, operators = PagePool(layout, block_size=256), found.plan._operators
+    layout, operators = found.layout, found.plan._operators
+    pool = PagePool(layout, block_size=256)
     names = [type(call).__name__.removesuffix("Call") for call, _ in found.plan.made_of]
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in _TOKENS}
     for number in range(2 * rounds + 2):

@@ -83,7 +83,7 @@ def try_wheel(root: DebianRoot, times: Times, log: Path, *, is_small: bool) -> N
     if is_small:
         pip, place = "small/bin/pip install", "small"
         install = f"python3 -m venv small && {pip} -r /wheels/{SMALL} && {pip} --no-deps {wheel}"
-        variables["PATH"] = "/root/small/bin:/usr/bin:/bin"
+        variables["PATH"] = "small/bin:/usr/bin:/bin"
     with times.taken(install, "it is installed"):
         root.call(install, variables, log)
     times.rows.append(("", "what is installed takes, MB", installed_mb(root.folder / "root" / place)))
