@@ -317,7 +317,15 @@ def test_a_request_that_waits_for_another_is_matched_when_that_is_far_enough(
 def test_where_a_prompt_changed_is_found_on_another_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     by = list[str]()
     monkeypatch.setattr(context, "find_break", lambda *_: by.append(threading.current_thread().name))
-    one = request(NEW)
+    submit, one = engine.cache.aside.submit, request(NEW)
+
+    def begun(*call: Any) -> Any:
+        """A request that ends before the search begins cancels it."""
+        search = submit(*call)
+        wait_for(lambda: search.running() or search.done())
+        return search
+
+    monkeypatch.setattr(engine.cache.aside, "submit", begun)
     source: Any = SimpleNamespace(line_at=str)
     run_together(engine, [replace(one, prompt=replace(one.prompt, source=source))])
     assert by == ["kv-aside_0"]
