@@ -33,17 +33,23 @@ def serve() -> None:
         time.sleep(0.05)
 
 
+def wait() -> None:
+    """Unlike `signal.pause`, it is ended by a signal that comes just before it, too."""
+    while True:
+        time.sleep(0.05)
+
+
 def work(action: str, _settings: Settings, _front: FrontLine) -> None:
     if action == "serve":
         serve()
     elif action == "load":
         log.info("loading in %d", os.getpid())
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        signal.pause()
+        wait()
     elif action == "hang":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("loading in %d", os.getpid())
-        signal.pause()
+        wait()
     elif action == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     else:
