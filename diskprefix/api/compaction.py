@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Literal
 
+from pydantic import Field
+
 from diskprefix.api.dialect import Head, Json
 from diskprefix.api.fields import optional
 from diskprefix.api.reply import WholeReply
@@ -19,6 +21,9 @@ _MAX_CHARS = 20_000
 class CompactRequest(ResponseRequest):
     """`POST /v1/responses/compact`."""
 
+    model: str | None = Field(
+        description="Name of the served model. As in OpenAI's API it has to be there; null: the one."
+    )
     stream: Literal[False] | None = optional("Not supported.")
 
 

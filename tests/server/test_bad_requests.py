@@ -29,7 +29,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello"},
     "/v1/responses": {"input": "hello"},
     "/v1/responses/input_tokens": {"input": "hello"},
-    "/v1/responses/compact": {"input": "hello"},
+    "/v1/responses/compact": {"model": None, "input": "hello"},
     "/v1/messages": {"max_tokens": 8, "messages": [USER]},
     "/v1/messages/count_tokens": {"messages": [USER]},
     "/v1/embeddings": {"input": "hello"},

@@ -325,9 +325,11 @@ def test_a_trigger_at_the_end_of_the_input_has_the_conversation_compacted(
 
 def test_a_model_that_sums_up_nothing_is_an_error(http: httpx.Client, engine: ScriptedEngine) -> None:
     engine.script = saying(thought("Hm."))
-    answer = http.post(f"{ROUTE}/compact", json={"input": TURNS})
+    answer = http.post(f"{ROUTE}/compact", json={"model": None, "input": TURNS})
     assert answer.status_code == 500
     assert "wrote nothing" in answer.json()["error"]["message"]
+    answer = http.post(f"{ROUTE}/compact", json={"input": TURNS})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
 
 
 class Chain:
