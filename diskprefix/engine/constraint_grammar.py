@@ -86,8 +86,11 @@ def _grammar(constraint: Constraint, param: str) -> str:
         case "choice":
             return _choice_grammar(json.loads(constraint.source))
         case "lark":
-            rules = _JSON_RULE.sub(lambda rule: "\n".join(json_rules(rule[1], json.loads(rule[2]))), constraint.source)
-            return _NO_FORCING + rules
+            return _NO_FORCING + _JSON_RULE.sub(_json_rule, constraint.source)
+
+
+def _json_rule(rule: re.Match[str]) -> str:
+    return "\n".join(json_rules(rule[1], {"x-guidance": _JSON_OPTIONS} | json.loads(rule[2])))
 
 
 def reason_against(tokenizer: LLTokenizer, constraint: Constraint, param: str) -> str:

@@ -105,6 +105,7 @@ def test_each_kind_of_constraint_is_kept(compiler: ConstraintCompiler, constrain
         assert re.fullmatch(pattern, reply.text), reply.text
 
 
+SOME_ONES = {"type": "array", "items": {"const": 1}, "minItems": 1}
 OBJECT_TEXT = '{"a": [1, {"b": null}], "c": "é"}'
 
 
@@ -116,7 +117,8 @@ OBJECT_TEXT = '{"a": [1, {"b": null}], "c": "é"}'
         (regex("abc(def)*"), "ab", "abc(def)*"),
         (regex("abc(def)*"), "abc", "abc"),
         (regex("abc"), "", "abc"),
-        (schema({"type": "array", "items": {"const": 1}, "minItems": 1}), "[" + " " * 500, r"\[\s{,99}1.*"),
+        (schema(SOME_ONES), "[" + " " * 500, r"\[\s{,99}1.*"),
+        (Constraint(kind="lark", source=f"start: %json {json.dumps(SOME_ONES)}"), "[" + " " * 500, r"\[\s{,99}1.*"),
     ],
 )
 def test_what_is_likely_is_written_as_far_as_the_constraint_lets_it(

@@ -319,11 +319,20 @@ class Life:
         self.restart()
 
     def forget(self) -> None:
-        """As purged, and as evicted."""
+        """As purged, or as evicted: some of what nothing continues, which are checkpoints, tails and last blocks."""
         cache = self.driven.engine.cache
         cache.settle()
         assert cache.writer.flush(30)
-        purge(cache.store, PurgeFilter(), time.time(), lambda _: None)
+        if self.chance.random() < 0.3:
+            purge(cache.store, PurgeFilter(), time.time(), lambda _: None)
+            return
+        with cache.store.changes() as changes:
+            for _ in range(self.chance.randint(1, 6)):
+                table = changes.usages()
+                leaves = np.flatnonzero(table.records["children"] == 0)
+                if len(leaves):
+                    name = table.names[self.chance.choice(leaves.tolist())]
+                    changes.delete_node(name, changes.parent(name))
 
     def a_fetch_fails(self) -> None:
         self.bad_fetches += 1

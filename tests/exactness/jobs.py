@@ -57,10 +57,10 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One model in one dtype; q8 is bfloat16 with keys and values in 8 bits. `model`: the folder of a real one, None
-    for the tiny one of that name. `device`: where a real one is computed. `folder` is the job's own: the store and the
-    answers of both processes. `reply`: greedy tokens after each prompt. `at_grid`: on the grid, even if the model is
-    exact at every token."""
+    """One model in one dtype; q8 is bfloat16 with keys and values in 8 bits, Q4_1 with weights in these quants.
+    `model`: the folder of a real one, None for the tiny one of that name. `device`: where a real one is computed.
+    `folder` is the job's own: the store and the answers of both processes. `reply`: greedy tokens after each prompt.
+    `at_grid`: on the grid, even if the model is exact at every token."""
 
     name: str
     dtype: str
@@ -74,7 +74,7 @@ class Job:
 
     @property
     def computes_in(self) -> str:
-        return "bfloat16" if self.dtype == "q8" else self.dtype
+        return self.dtype if self.dtype == "float32" else "bfloat16"
 
     @property
     def store(self) -> Path:

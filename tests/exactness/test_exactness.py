@@ -4,6 +4,7 @@ the suite that says so can fail."""
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,12 +32,13 @@ from diskprefix.store.schema import node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import Logits, TokenIds
+from tests import forked
 from tests.engine.driving import patch_steps
 from tests.exactness import rows, worker
 from tests.exactness.architectures import ARCHITECTURES, WITH_DRAFT_LAYER, tiny_model
 from tests.exactness.forms import Alone, Answered, Comparison, SeveralRow, several_rows
 from tests.exactness.jobs import Job, Kind, Lengths, cases_of, expected
-from tests.exactness.rows import DTYPES, UNSUPPORTED, Row, judged, run_jobs
+from tests.exactness.rows import DTYPES, UNSUPPORTED, Row, answers_of, judged, run_jobs
 from tests.examples import examples
 from tests.naming import name_nodes
 from tests.runner import random_prompt
@@ -436,6 +438,22 @@ def test_rows_of_another_picture_turn_the_suite_red(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(EncodedPictures, "load", loaded)
     row = in_this_process("qwen3_vl with pictures", tmp_path, at_grid=False)
     assert [case.case for case in row.cases if case.reason] == ["shorter"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "at_grid"),
+    [
+        *(("llama", "bfloat16", at_grid) for at_grid in (True, False)),
+        *((name, "Q4_1", False) for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")),
+    ],
+)
+def test_after_a_kill_a_restored_run_equals_a_cold_run(name: str, dtype: str, at_grid: bool, tmp_path: Path) -> None:
+    (job,) = (replace(job, at_grid=at_grid) for job in jobs_of((name,), (dtype,), tmp_path, 4))
+    for phase in ("save", "restore"):
+        assert forked.run(worker.do, phase, job) == -signal.SIGKILL
+    row = judged(job, answers_of(job, "save"), answers_of(job, "restore"))
+    assert row.bitwise, row.reason
+    assert row.exact_at == ("grid" if at_grid else "token")
 
 
 def test_a_failure_in_either_process_is_the_reason(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
-"""A restore that ends inside a block gives the cold run's logits and reply bit for bit, also after a kill."""
+"""A restore that ends inside a block gives the cold run's logits and reply bit for bit."""
 
 from __future__ import annotations
 
-import json
 import random
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,11 @@ import torch
 from diskprefix.cache.matching import Matcher
 from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.tokens import TokenIds, as_token_ids
-from tests import forked
-from tests.exactness import pictures, restart_worker, worker
+from tests.exactness import pictures, worker
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.exactness.jobs import Job
-from tests.model.gguf_files import write_deepseek
 from tests.runner import Runner, random_prompt, same, tiny_settings
 
-Request = dict[str, Any]
 BLOCK = 32
 
 
@@ -114,46 +109,3 @@ def test_it_is_found_that_the_rest_of_a_picture_is_not_seen(tmp_path: Path, monk
 
     monkeypatch.setattr(PromptPictures, "rows", without_what_began_before)
     assert different_inside("gemma4", tmp_path)
-
-
-def run_in_a_process(folder: Path, dtype: str, requests: list[Request], name: str, **changes: Any) -> Any:
-    """`changes` are further values of the worker's plan."""
-    plan, out = folder / f"{name}.json", folder / f"{name}.npz"
-    plan.write_text(json.dumps({"folder": str(folder / "kv"), "dtype": dtype, "requests": requests} | changes))
-    assert forked.run(restart_worker.main, str(plan), str(out)) == -signal.SIGKILL
-    return np.load(out)
-
-
-def requests(seed: int, count: int) -> list[Request]:
-    """Prompts that begin with an anchor, cut anywhere, and go on with words of their own."""
-    rng = random.Random(seed)
-    anchors = [(1000 + i, rng.randint(2 * BLOCK, 5 * BLOCK)) for i in range(3)]
-    found = []
-    for i in range(count):
-        anchor, length = rng.choice(anchors)
-        seeds = [[anchor, length, rng.randint(BLOCK // 2, length)], [10 * seed + i, rng.randint(1, 2 * BLOCK)]]
-        found.append({"seeds": seeds, "scope": rng.choice(["full", "auto", str(rng.randint(BLOCK, 6 * BLOCK))])})
-    return found
-
-
-@pytest.mark.parametrize(
-    ("exact_at", "mixture"),
-    [("token", ""), ("grid", ""), ("token", "qwen3_moe"), ("token", "gpt_oss"), ("token", "deepseek.gguf")],
-)
-def test_after_a_kill_a_restored_run_equals_a_cold_run(
-    exact_at: str, mixture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if mixture.endswith(".gguf"):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        mixture = str(write_deepseek(tmp_path / mixture, "V3"))
-    first, second = requests(1, 12), requests(2, 30)
-    plan: dict[str, Any] = {"exact_at": exact_at, "block_size": BLOCK, "mixture": mixture}
-    run_in_a_process(tmp_path, "bfloat16", first, "first", **plan)
-    restored = run_in_a_process(tmp_path, "bfloat16", second, "second", **plan)
-    off = [request | {"scope": "off"} for request in second]
-    cold = run_in_a_process(tmp_path, "bfloat16", off, "cold", **plan)
-    assert restored["logits"].tobytes() == cold["logits"].tobytes()
-    assert restored["greedy"].tolist() == cold["greedy"].tolist()
-    assert (restored["restored"] > 0).sum() > 20
-    assert (restored["restored"] % BLOCK > 0).sum() > 20 or exact_at == "grid"
-    assert not cold["restored"].any()

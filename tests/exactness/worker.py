@@ -26,9 +26,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from diskprefix.kv.layout import LayerSpec, Layout
 from diskprefix.model.drafts import DraftRow
 from diskprefix.model.load.loader import load_model
+from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
-from tests.exactness.architectures import tiny_model
+from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.exactness.jobs import Answer, Answers, Case, Job, Kind, MakeTokens, cases_of, read_jobs
 from tests.exactness.pictures import PICTURED, load_pictured
 from tests.model.tensor_weights import modules_of
@@ -63,7 +64,9 @@ def load(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
     if job.name in PICTURED:
         return load_pictured(job)
     dtype = getattr(torch, job.computes_in)
-    if job.model is None:
+    if job.dtype in FILE_FORMS:
+        model = quantised_tiny_model(job.name, job.dtype)
+    elif job.model is None:
         model = tiny_model(job.name, dtype)
     elif not (Path(job.model) / "tokenizer.json").is_file():
         model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).eval()

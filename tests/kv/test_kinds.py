@@ -203,46 +203,26 @@ def test_a_rehearsed_layout_is_remembered_for_the_numbers_it_was_made_with(
 ORIGINAL = 4 * BLOCK
 """Positions that the scaled kinds of RoPE start from."""
 HEAD = 16
-STATIC: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": {"factor": 4.0},
-    "proportional": {},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": ORIGINAL},
-    "llama3": {
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": ORIGINAL,
-    },
-}
-MOVING: dict[str, dict[str, Any]] = {
-    "dynamic": {"factor": 4.0},
-    "longrope": {
-        "factor": 4.0,
-        "short_factor": [1.0] * (HEAD // 2),
-        "long_factor": [2.0] * (HEAD // 2),
-        "original_max_position_embeddings": ORIGINAL,
-    },
-}
+OPTIONS: dict[str, Any] = {
+    "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "short_factor": [1.0] * (HEAD // 2),
+    "long_factor": [2.0] * (HEAD // 2), "original_max_position_embeddings": ORIGINAL,
+}  # fmt: skip
+MOVING = ("dynamic", "longrope")
 
 
-def llama_with(rope_type: str) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    rope = {"rope_type": rope_type, "rope_theta": 10000.0} | (STATIC | MOVING)[rope_type]
-    positions = ORIGINAL if rope_type == "dynamic" else 4 * ORIGINAL
-    config = LlamaConfig(**SIZES, max_position_embeddings=positions, rope_parameters=rope)
-    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
-
-
-@pytest.mark.parametrize("rope_type", [*STATIC, *MOVING])
+@pytest.mark.parametrize("rope_type", ["default", *ROPE_INIT_FUNCTIONS])
 def test_a_rope_that_depends_on_the_run_is_not_cached(rope_type: str) -> None:
     """A static one gives each position its own angles, so a prefix is the same in each run."""
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0} | OPTIONS
+    if rope_type == "dynamic":
+        del rope["original_max_position_embeddings"]
+    config = LlamaConfig(**SIZES, max_position_embeddings=ORIGINAL, rope_parameters=rope)
     reasons = (f"{rope_type} RoPE",) if rope_type in MOVING else ()
-    assert rehearse(llama_with(rope_type)).unsupported == reasons
+    assert rehearse(LlamaForCausalLM(config).eval()).unsupported == reasons
 
 
 def test_every_kind_of_rope_that_transformers_knows_was_looked_at() -> None:
-    assert {"default", *ROPE_INIT_FUNCTIONS} == STATIC.keys() | MOVING.keys()
+    assert ROPE_INIT_FUNCTIONS.keys() == {"linear", "proportional", "yarn", "llama3", *MOVING}
 
 
 def test_a_rope_of_one_kind_of_layer_counts() -> None:

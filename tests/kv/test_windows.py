@@ -19,10 +19,10 @@ from diskprefix.kv.numbers import Array
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.sizes import MAX_TAKEN_BACK, num_pages
-from diskprefix.model.runtime import Rows
+from diskprefix.model.planned import NotExact
 from tests.exactness.architectures import tiny_model
 from tests.modules import layout_of
-from tests.steps import forward, run
+from tests.steps import forward
 
 BLOCK, LENGTH = 32, 900
 AT_TOKENS = {
@@ -104,20 +104,6 @@ def test_a_run_in_pages_that_slide_has_the_bits_of_one_that_keeps_all(name: str)
         assert there <= num_pages(LENGTH, BLOCK, table.group.window)
 
 
-def test_several_sequences_slide_in_one_packed_step(gemma: Model) -> None:
-    sequences = [gemma.sequence() for _ in range(3)]
-    steps = [random.Random(seed).choices((1, 7, 100, 60), k=9) for seed in range(3)]
-    expected = [gemma.run(gemma.sequence(slides=False), part) for part in steps]
-    for number in range(9):
-        rows = []
-        for sequence, part in zip(sequences, steps, strict=True):
-            start = sequence.num_tokens
-            rows.append(Rows(sequence, gemma.ids[0, start : start + part[number]].numpy()))
-        logits = [of_last for (of_last,) in run(gemma.model, rows)]
-        assert same(logits, [found[number] for found in expected])
-    assert all(sequence.complete_from for sequence in sequences)
-
-
 def test_a_sequence_is_gone_on_from_where_its_window_is_there(gemma: Model) -> None:
     source, keeps = gemma.sequence(), gemma.sequence(slides=False)
     for one in (source, keeps):
@@ -133,6 +119,11 @@ def test_a_sequence_is_gone_on_from_where_its_window_is_there(gemma: Model) -> N
         keeps.truncate(end)
         sequence.truncate(end)
         assert same(gemma.run(sequence, [3, 60]), gemma.run(keeps, [3, 60]))
+    too_early = KVSequence(source.pool)
+    assert too_early.begin_with(source.prefix())
+    too_early.truncate(first - 1)
+    with pytest.raises(NotExact, match="does not keep"):
+        gemma.run(too_early, [3])
 
 
 @pytest.mark.parametrize(("have", "end"), [(0, 420), (400, 420), (0, 831), (200, 831), (830, 831)])

@@ -17,21 +17,13 @@ from diskprefix.model.families.rotary import rotary_of
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER
 from tests.exactness.architectures import WITH_DRAFT_LAYER, tiny_model
 from tests.model.tensor_weights import decoder_of
-from tests.model.test_plan import FAMILIES, YARN
+from tests.model.test_plan import BESIDES, FAMILIES, YARN
 
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
 LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("mimo_v2_flash", {"head_dim": 24, "v_head_dim": 16}),
-    ("mimo_v2_flash", {"head_dim": 24, "v_head_dim": 16, "num_key_value_heads": 1}),
-    ("gpt_bigcode", {"multi_query": False}),
-    (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
-    ),
+    *BESIDES,
     ("starcoder2", {"sliding_window": None}),
-    ("granitemoehybrid", {"position_embedding_type": "rope"}),
-    ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     *(
         ("llama", {"head_dim": 96, "rope_parameters": one})
         for one in (LINEAR, LLAMA_3, YARN, YARN | {"truncate": False})

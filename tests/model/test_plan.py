@@ -136,54 +136,54 @@ MULTIPLIERS = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("llama", {"rope_parameters": YARN}),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
-        ),
-        ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}),
-        ("stablelm", {"use_parallel_residual": True}),
-        ("phi", {"qk_layernorm": True}),
-        ("cohere", {"use_qk_norm": True, "logit_scale": 0.25}),
-        ("cohere2", {"logit_scale": 0.25}),
-        (
-            "cohere2_moe",
-            {
-                "num_shared_experts": 1,
-                "expert_selection_fn": "sigmoid",
-                "mlp_layer_types": ["dense"] + ["sparse"] * 3,
-                "prefix_dense_intermediate_size": 96,
-                "layer_types": ["full_attention", "sliding_attention"] * 2,
-            },
-        ),
-        ("cohere2_moe", {"rms_norm_eps": 1e-6}),
-        ("gpt_neox", {"use_parallel_residual": False}),
-        ("gpt_bigcode", {"multi_query": False}),
-        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
-        ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
-        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
-        ("gemma4", {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}),
-        ("mimo_v2_flash", {"head_dim": 24, "v_head_dim": 16}),
-        ("mimo_v2_flash", {"head_dim": 24, "v_head_dim": 16, "num_key_value_heads": 1}),
-        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
-        ("deepseek_v2", {"topk_method": "greedy", "n_group": 4, "topk_group": 2}),
-        ("falcon_h1", MULTIPLIERS),
-        ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
-        ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}),
-        ("granitemoehybrid", {"num_local_experts": 0}),
-        ("granitemoehybrid", {"position_embedding_type": "rope", "residual_multiplier": 0.5}),
-        ("lfm2_moe", {"use_expert_bias": False}),
-        ("mamba2", {"residual_in_fp32": False, "time_step_limit": [0.1, 0.3]}),
-        ("nemotron_h", {"moe_latent_size": 32}),
-        ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
-        ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
-        ("qwen3_next", {"mlp_only_layers": [1]}),
-    ],
-)
+BESIDES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"rope_parameters": YARN}),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}),
+    ("stablelm", {"use_parallel_residual": True}),
+    ("phi", {"qk_layernorm": True}),
+    ("cohere", {"use_qk_norm": True, "logit_scale": 0.25}),
+    ("cohere2", {"logit_scale": 0.25}),
+    (
+        "cohere2_moe",
+        {
+            "num_shared_experts": 1,
+            "expert_selection_fn": "sigmoid",
+            "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+            "prefix_dense_intermediate_size": 96,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
+    ),
+    ("cohere2_moe", {"rms_norm_eps": 1e-6}),
+    ("gpt_neox", {"use_parallel_residual": False}),
+    ("gpt_bigcode", {"multi_query": False}),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
+    ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    ("gemma4", {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}),
+    ("mimo_v2_flash", {"head_dim": 24, "v_head_dim": 16}),
+    ("mimo_v2_flash", {"head_dim": 24, "v_head_dim": 16, "num_key_value_heads": 1}),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+    ("deepseek_v2", {"topk_method": "greedy", "n_group": 4, "topk_group": 2}),
+    ("falcon_h1", MULTIPLIERS),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}),
+    ("granitemoehybrid", {"num_local_experts": 0}),
+    ("granitemoehybrid", {"position_embedding_type": "rope", "residual_multiplier": 0.5}),
+    ("lfm2_moe", {"use_expert_bias": False}),
+    ("mamba2", {"residual_in_fp32": False, "time_step_limit": [0.1, 0.3]}),
+    ("nemotron_h", {"moe_latent_size": 32}),
+    ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
+    ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    ("qwen3_next", {"mlp_only_layers": [1]}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), BESIDES)
 def test_a_plan_has_what_a_configuration_says_besides(name: str, fields: dict[str, Any]) -> None:
     require_logits(tiny_model(name, torch.float32, **fields))
 

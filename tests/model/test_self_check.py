@@ -15,20 +15,15 @@ import torch
 from transformers import PreTrainedModel
 
 from diskprefix.engine.measured_model import measured
-from diskprefix.grid.state_layout import made_up_tokens
-from diskprefix.kv.pages import PagePool
-from diskprefix.kv.sequence import KVSequence
 from diskprefix.model import self_check
 from diskprefix.model.load import loader
 from diskprefix.model.plan import ComputePlan
 from diskprefix.model.planned import NotExact, PlanRuntime, config_of, first_layers
 from diskprefix.native import build, library
 from diskprefix.settings import Settings
-from diskprefix.tokens import floor_to_grid
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
 from tests.modules import layout_of
-from tests.steps import forward
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -176,32 +171,3 @@ def test_what_is_remembered_and_cannot_be_is_checked_again(damaged: Any, monkeyp
     monkeypatch.setattr(self_check._passed, "get", lambda _: damaged)
     monkeypatch.setattr(self_check, "_check", refused)
     assert layout_of(tiny_model("llama", torch.float32), "these weights")[1] == "so"
-
-
-def restored(model: PreTrainedModel, cold: KVSequence, num_tokens: int, *, num_missing: int = 0) -> torch.Tensor:
-    """Logits of a restored prompt, behind which memory is not finite. `num_missing`: pages too few of windows."""
-    sequence, size = KVSequence(cold.pool), cold.pool.block_size
-    for number, (table, computed) in enumerate(zip(sequence.tables, cold.tables, strict=True)):
-        first = floor_to_grid(table.group.first_needed(num_tokens), size)
-        sequence.prepare_restore(number, first + num_missing * size if first else 0, num_tokens)
-        for at, (page, source) in enumerate(zip(table.pages, computed.pages, strict=False)):
-            if page is not None and source is not None:
-                page.rows.fill(0xFF)
-                page.tensor[:, :, : num_tokens - at * size] = source.tensor[:, :, : num_tokens - at * size]
-    sequence.truncate(num_tokens)
-    with torch.inference_mode():
-        return forward(model, sequence, made_up_tokens(model, 8, 3))[-1]
-
-
-@pytest.mark.parametrize("block_size", [16, 48, 256])
-def test_a_restored_run_needs_the_pages_of_its_windows_only(block_size: int) -> None:
-    model = tiny_model("gemma3", torch.bfloat16)
-    layout, _ = layout_of(model)
-    assert any(group.window for group in layout.groups)
-    cold = KVSequence(PagePool(layout, block_size=block_size))
-    with torch.inference_mode():
-        forward(model, cold, made_up_tokens(model, 7, 600))[-1]
-        expected = forward(model, cold, made_up_tokens(model, 8, 3))[-1]
-    assert torch.equal(restored(model, cold, 600), expected)
-    with pytest.raises(NotExact, match="does not keep"):
-        restored(model, cold, 600, num_missing=1)

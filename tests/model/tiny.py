@@ -181,10 +181,10 @@ def write_wheel(folder: Path, gguf: Path, *, name: str = "tiny_model", version: 
     return wheel, hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
-def llama(*, seed: int = 0, **changes: Any) -> Any:
-    """A random `LlamaForCausalLM` of two layers in float32, in evaluation mode."""
+def llama(*, seed: int = 0, kind: str = "Llama", **changes: Any) -> Any:
+    """A random `LlamaForCausalLM`, or one of another kind, of two layers in float32, in evaluation mode."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     sizes: dict[str, Any] = {
         "hidden_size": HIDDEN,
@@ -196,7 +196,8 @@ def llama(*, seed: int = 0, **changes: Any) -> Any:
         "max_position_embeddings": 128,
     }
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**(sizes | changes))).eval()
+    config = getattr(transformers, f"{kind}Config")(**(sizes | changes))
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
 
 
 def tokenizer() -> Any:
@@ -223,20 +224,4 @@ def write_folder(path: Path, *, seed: int = 0, dtype: Any = None, **changes: Any
 
 def write_sliding(path: Path) -> Path:
     """A folder with a model of sliding windows alone, 32 tokens wide, and the tokenizer."""
-    import torch
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    config = MistralConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=len(tokens()),
-        sliding_window=32,
-        max_position_embeddings=512,
-    )
-    MistralForCausalLM(config).save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return path
+    return write_folder(path, kind="Mistral", sliding_window=32, max_position_embeddings=512)

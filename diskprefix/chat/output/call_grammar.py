@@ -61,7 +61,8 @@ class CallGrammar:
         tag, because no grammar takes the letters of a special token."""
         starts = [f'"{number}" {self._opened(number, tag)}' for number, tag in enumerate(self._tags, start=1)]
         for index, function in enumerate(self._functions):
-            arguments = self._json(f"object_{index}", _object(function))
+            # No template writes such calls, so their layout is the model's.
+            arguments = self._rule(f"object_{index}", f"%json {json.dumps(_object(function), ensure_ascii=False)}")
             starts.append(rf'/{_written(_object_head([function]))}/ /"\s*:/ {_BLANKS} {arguments} {_BLANKS} "}}"')
         return "\n".join([f"start: {' | '.join(starts)}", *self._rules]) + "\n"
 

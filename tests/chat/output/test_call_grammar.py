@@ -175,9 +175,9 @@ def test_a_call_that_begins_in_a_text_follows_the_schema_of_its_tool(name: str) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_object_without_tags_that_calls_a_tool_follows_its_schema(name: str) -> None:
+def test_an_object_without_tags_that_calls_a_tool_follows_its_schema_in_the_models_layout(name: str) -> None:
     for called, key, taken in [("a", "n", True), ("a", "m", False), ("c", "x", None)]:
-        text = f'```json\n{{\n "name": "{called}",\n "arguments": {{"{key}": true}}\n}}\n```\nDone.'
+        text = f'```json\n{{\n "name": "{called}",\n "arguments": {{\n  "{key}":true\n }}\n}}\n```\nDone.'
         assert follows(format_named(name), text) is taken
 
 

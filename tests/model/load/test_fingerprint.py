@@ -22,13 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix import PrefixCacheSession
-from diskprefix.identity import Fingerprint
 from diskprefix.model.load import fingerprint, kernel_settings
 from diskprefix.model.load.fingerprint import fingerprint_of_modules, remembered_digest, weights_digest
 from diskprefix.model.load.kernel_settings import cpu_kind
 from diskprefix.settings import Settings
 from diskprefix.tokens import file_digest, root_hash
 from tests.engine.driving import done, load, run, tokens
+from tests.model.test_plan_fingerprint import literal
 from tests.model.tiny import llama as tiny
 from tests.model.tiny import write_folder
 
@@ -196,34 +196,12 @@ def test_weights_and_modes_never_share_a_root() -> None:
     assert len({root_of(tiny(), mode, digest) for mode in ("strict", "portable") for digest in "ab"}) == 4
 
 
-roots = st.tuples(
-    st.integers(16, 65536),
-    st.integers(1, 9),
-    st.text(max_size=8),
-    st.text(max_size=8),
-)
+roots = st.tuples(st.integers(16, 65536), st.integers(1, 9), st.text(max_size=8), st.text(max_size=8))
 
 
 @given(roots, roots)
 def test_block_size_layout_and_salt_are_told_apart(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-    assert (LITERAL.identity(*one) == LITERAL.identity(*other)) is (one == other)
-
-
-LITERAL = Fingerprint(
-    {
-        "weights_digest": "0123456789abcdef0123456789abcdef",
-        "model_class": "LlamaForCausalLM",
-        "architecture": '{"hidden_size":32}',
-        "code": "0123456789abcdef",
-        "mode": "strict",
-    },
-    frozenset(),
-)
-
-
-def test_the_root_of_a_given_fingerprint_never_changes() -> None:
-    """A change here makes every store miss: it must be meant."""
-    assert root_hash(LITERAL.identity(256, 1, "layout", "salt")).hex() == "876ef2570dea61ff639c8123b6b47bfe"
+    assert (literal().identity(*one) == literal().identity(*other)) is (one == other)
 
 
 def test_the_fingerprint_can_be_shown_as_json() -> None:

@@ -106,6 +106,7 @@ def write(folder: Path, tokenizer: Path | Backend, model_type: str | None = None
     return folder
 
 
+SMALL = ("gpt-2", "llama-spm", "phi-3")
 PUBLISHED = [
     ("command-r", "cohere", "CohereTokenizerFast", {}),
     ("deepseek-coder", "llama", "LlamaTokenizerFast", {"bos_token": "<｜begin▁of▁sentence｜>"}),
@@ -128,24 +129,9 @@ PUBLISHED = [
 ]
 
 
-LARGE = [
-    "command-r",
-    "deepseek-coder",
-    "deepseek-llm",
-    "deepseek-v3",
-    "gemma-4",
-    "llama-bpe",
-    "mistral-nemo",
-    "qwen2",
-    "qwen35",
-    "refact",
-    "starcoder",
-]
-
-
 @pytest.mark.parametrize(
     ("vocabulary", "model_type", "class_name", "settings"),
-    [pytest.param(*one, marks=[pytest.mark.slow] if one[0] in LARGE else []) for one in PUBLISHED],
+    [pytest.param(*one, marks=[] if one[0] in SMALL else [pytest.mark.slow]) for one in PUBLISHED],
 )
 def test_published_tokenizers_give_the_tokens_of_transformers(
     vocabulary: str, model_type: str, class_name: str, settings: dict[str, Any], tmp_path: Path
