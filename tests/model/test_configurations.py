@@ -69,7 +69,9 @@ def test_layouts_and_positions_are_those_of_the_modules(name: str, fields: dict[
 
 def test_keys_and_values_in_8_bits_are_items_of_32_numbers() -> None:
     sizes = {}
-    for name, fields in (("llama", {"head_dim": 96}), ("llama", {"head_dim": 80}), ("deepseek_v3", {}), ("mamba2", {})):
+    for name, fields in (
+        ("llama", {"head_dim": 96}), ("llama", {"head_dim": 80}), ("qwen2", {}), ("deepseek_v3", {}), ("mamba2", {})
+    ):  # fmt: skip
         config = tiny_model(name, torch.bfloat16, **fields).config
         wide, narrow = (layout_of(config, "bfloat16", kv_type) for kv_type in ("auto", "q8"))
         assert narrow.states == wide.states
@@ -79,6 +81,8 @@ def test_keys_and_values_in_8_bits_are_items_of_32_numbers() -> None:
     assert sizes == {
         ("llama", 96): (1536, 8 * 3 * 34),
         ("llama", 80): (1280, 8 * 3 * 34),
+        # Keys stay, and a head of 16 numbers is an item.
+        ("qwen2",): (256, 128 + 4 * 34),
         ("deepseek_v3",): (160, 2 * 2 * 34),
         ("mamba2",): (0, 0),
     }

@@ -59,7 +59,7 @@ BY_PARTS = """
     nemotron_h falcon_h1 granitemoehybrid
 """
 """Those that have all parts between them."""
-IN_8_BITS = "llama gemma3 gemma4 gpt_oss mimo_v2_flash deepseek_v3 qwen3_next falcon_h1"
+IN_8_BITS = "llama qwen2 gemma3 gemma4 gpt_oss mimo_v2_flash deepseek_v3 qwen3_next falcon_h1"
 """Those of which keys and values are computed in 8 bits too."""
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
