@@ -44,7 +44,8 @@ def test_the_form_of_the_weights_and_the_kernels_are_part_of_the_identity(file: 
         return found.fingerprint.identity(16, 1, "layout")
 
     forms = [("native", "auto"), ("auto", "auto")]
-    own = [("native", kernels, "strict") for kernels in ("torch", *of_this_cpu())]
+    # Integers are summed up without rounding, with these instructions and with others.
+    own = [("native", kernels, "strict") for kernels in ("torch", *of_this_cpu()) if kernels != "avx2_vnni"]
     assert len({root(*one) for one in [*forms, *own]}) == len(forms) + len(own)
     assert root("auto", of_this_cpu()[-1]) == root("auto", "auto")
 
