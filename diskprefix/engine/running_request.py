@@ -434,15 +434,18 @@ class RunningRequest:
         usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=self.num_generated, cached_tokens=report.restored)
         restored, ttft_ms = self.cached.restored, (self.first_token_at - self.ticket.arrived_at) * 1e3
         queue_ms = (self.started - self.ticket.arrived_at) * 1e3
-        begun_ms = queue_ms + restored.lookup_ms + restored.restore_ms
-        late_ms = min(restored.restore_ms, max(0.0, begun_ms - ttft_ms))
+        # The first token of a stored prompt may come before all is looked up, read or, of several replies, computed.
+        parts, left_ms = list[float](), ttft_ms - queue_ms
+        for part_ms in (restored.lookup_ms, restored.restore_ms, self.prefill_s * 1e3):
+            parts.append(min(part_ms, max(0.0, left_ms)))
+            left_ms -= parts[-1]
+        lookup_ms, restore_ms, prefill_ms = parts
         timings = Timings(
             queue_ms=queue_ms,
-            lookup_ms=restored.lookup_ms,
-            restore_ms=restored.restore_ms - late_ms,
-            late_restore_ms=late_ms,
-            # Of several replies to a stored prompt, one may compute its end behind the first token.
-            prefill_ms=min(self.prefill_s * 1e3, max(0.0, ttft_ms - begun_ms + late_ms)),
+            lookup_ms=lookup_ms,
+            restore_ms=restore_ms,
+            late_restore_ms=restored.restore_ms - restore_ms,
+            prefill_ms=prefill_ms,
             ttft_ms=ttft_ms,
             decode_ms=decode_s * 1e3,
             decode_tokens_per_s=(self.num_generated - 1) / decode_s if decode_s > 0 else 0.0,
