@@ -326,8 +326,14 @@ def test_attention_reads_numbers_in_8_bits_as_their_products(operators: Operator
         for key_dim, value_dim in ((64, 96), (80, 16)):
             layer = Layer.of(replace(SMALL, key_dim=key_dim, value_dim=value_dim, dtype=dtype))
             in_8_bits = [in_eights(operators, one.transpose(0, 1).contiguous()) for one in (layer.keys, layer.values)]
-            memory = [torch.mul(*scales_and_codes(one)).flatten(-2).to(dtype) for one in in_8_bits]
-            layer = replace(layer, keys=memory[0][..., :key_dim], values=memory[1][..., :value_dim])
+            factors = dtype if operators.variant in (*WITH_PAIRS, "neon_bf16") else torch.float32
+            memory = [torch.mul(*scales_and_codes(one)).flatten(-2).to(factors) for one in in_8_bits]
+            of_factors = replace(
+                layer,
+                queries=layer.queries.to(factors),
+                keys=memory[0][..., :key_dim],
+                values=memory[1][..., :value_dim],
+            )
             for run in (Run(LENGTH - 1, 1), Run(250, 3), Run(200, 300)):
                 pages = Pages([one[:, : run.end] for one in in_8_bits], page_tokens)
                 queries = layer.queries[:, run.start : run.end]
@@ -337,4 +343,4 @@ def test_attention_reads_numbers_in_8_bits_as_their_products(operators: Operator
                     value_dim=value_dim,
                     scale=layer.case.scale,
                 )
-                assert bits(found) == bits(layer.attended(run))
+                assert bits(found) == bits(of_factors.attended(run).to(dtype))

@@ -23,7 +23,7 @@ constexpr int64_t BLOCK = 32;               // rows of a product
 constexpr int64_t MIN_CHUNK = 64;           // keys and values are packed once for a chunk of rows
 constexpr int64_t MAX_CHUNK = 512;
 constexpr int64_t STRIDE = KEY_TILE + 16;   // of scores and weights, not a power of two
-constexpr int64_t PART = 64;                // tokens of 8 bits that are widened at a time, so that they stay in the cache
+constexpr int64_t PART_BYTES = 16384;       // numbers of 8 bits are widened in parts of about this size, which stay in the cache
 constexpr int64_t ALONE = 8192;             // with fewer numbers of rows than this, in each tile, one thread is faster
 constexpr float NOTHING = -1e30f;           // the maximum of no scores: finite, as infinities have no difference
 constexpr float HIDDEN = -__builtin_inff();
@@ -64,25 +64,19 @@ inline void put_eights(const typename Type::Stored* from, int64_t count, Eights*
   }
 }
 
-// The opposite of `put_eights`.
-template <class Type>
-inline void widen_eights(const Eights* from, int64_t count, typename Type::Stored* to) {
+// The opposite of `put_eights`: factors of a product, code × scale. In float32 they are exact, in bfloat16 rounded.
+template <class Product>
+inline void widen_eights(const Eights* from, int64_t count, typename Product::Factor* to) {
   for (; count >= 32; count -= 32, ++from, to += 32) {
     __builtin_prefetch((const char*)from + PREFETCH_BYTES, 0, 2);
     const Floats scale = all(BFloat16::one(from->scale));
-    for (int64_t i = 0; i < 32; i += 2 * LANES) {
-      const Floats low = __builtin_convertvector(wide_ints(from->codes + i), Floats) * scale;
-      const Floats high = __builtin_convertvector(wide_ints(from->codes + i + LANES), Floats) * scale;
-#if defined(HAS_PAIRS)
-      if constexpr (std::is_same<Type, BFloat16>::value) Pairs::put_factors(to + i, low, high);
-      else
-#endif
-      Type::put(to + i, low), Type::put(to + i + LANES, high);
-    }
+    for (int64_t i = 0; i < 32; i += 2 * LANES)
+      Product::put_factors(to + i, __builtin_convertvector(wide_ints(from->codes + i), Floats) * scale,
+                           __builtin_convertvector(wide_ints(from->codes + i + LANES), Floats) * scale);
   }
   if (count > 0) {
-    typename Type::Stored some[32];
-    widen_eights<Type>(from, 32, some);
+    typename Product::Factor some[32];
+    widen_eights<Product>(from, 32, some);
     memcpy(to, some, count * sizeof *some);
   }
 }
@@ -170,7 +164,7 @@ class Computation {
 
   struct Scratch {
     Factor *queries, *turned, *keys, *values;
-    Stored* gathered;  // the keys of a tile that lie in several pages, then its values
+    Factor* gathered;  // the keys of a tile that lie in several pages or are in 8 bits, then its values
     float* scores;  // and in the same rows the weights, as soon as a score is not needed any more
     State state, tile;
     Span* visible;  // of each row the tokens that it sees
@@ -265,7 +259,7 @@ class Computation {
                           2 * Memory::size_of<float>(BLOCK) + Memory::size_of<float>(BLOCK * columns_) +
                           2 * Memory::size_of<float>(rows) + Memory::size_of<float>(rows * columns_) +
                           Memory::size_of<Span>(rows) +
-                          Memory::size_of<Stored>(KEY_TILE * most(call_.key_dim, call_.value_dim));
+                          Memory::size_of<Factor>(KEY_TILE * most(call_.key_dim, call_.value_dim));
     if (!memory.reserve(bytes)) return false;
     scratch.queries = memory.take<Factor>(rows * inner_);
     scratch.turned = memory.take<Factor>(16 * inner_);
@@ -275,7 +269,7 @@ class Computation {
     scratch.tile = state_in(memory, BLOCK);
     scratch.state = state_in(memory, rows);
     scratch.visible = memory.take<Span>(rows);
-    scratch.gathered = memory.take<Stored>(KEY_TILE * most(call_.key_dim, call_.value_dim));
+    scratch.gathered = memory.take<Factor>(KEY_TILE * most(call_.key_dim, call_.value_dim));
     return true;
   }
 
@@ -317,42 +311,39 @@ class Computation {
   // Keys are then multiplied as they lie in memory.
   bool has_few(const Task& task) const { return task.num_rows <= Product::FEW_ROWS && call_.key_dim == inner_; }
 
-  // Rows of one head, `stride` numbers apart.
-  struct HeadRows {
-    const Stored* first;
-    int64_t stride;
-  };
-
-  // The rows of the first tokens of a tile: as they lie in a page, or copied to `gathered` if they lie in several pages or
-  // are in 8 bits.
-  // Rows of missing pages, which nobody sees, are zeros there: a weight of 0 does not hide what is no number.
-  static HeadRows rows_of_tile(const Run& run, const Rows& rows, int64_t head, int64_t start, int64_t present, int64_t dim,
-                               Stored* gathered) {
+  // Calls `body` with the rows of the first tokens of a tile, and how many numbers they are apart: as they lie in a page, or
+  // copied to `gathered` if they lie in several pages, or widened there if they are in 8 bits.
+  template <class Body>
+  static void with_rows(const Run& run, const Rows& rows, int64_t head, int64_t start, int64_t present, int64_t dim,
+                        Factor* gathered, const Body& body) {
     if (rows.in_eights) {
-      Stored* to = gathered;
-      for (int64_t first = 0, count; first < present; first += count) {
-        count = least(present - first, run.page_tokens - (start + first) % run.page_tokens);
-        const Eights* from = row_of<Eights>(run, rows, head, start + first);
-        for (int64_t token = 0; token < count; ++token, to += dim)
-          if (from) widen_eights<Type>(from + token * rows.token_stride, dim, to);
-          else memset(to, 0, dim * sizeof(Stored));
-      }
-      return {gathered, dim};
+      gather<Eights>(run, rows, head, start, present, dim, gathered, widen_eights<Product>);
+      return body((const Factor*)gathered, dim);
     }
     if (start % run.page_tokens + present <= run.page_tokens)
-      return {row_of<Stored>(run, rows, head, start), rows.token_stride};
-    for (int64_t token = 0; token < present; ++token) {
-      const Stored* from = row_of<Stored>(run, rows, head, start + token);
-      if (from) memcpy(gathered + token * dim, from, dim * sizeof(Stored));
-      else memset(gathered + token * dim, 0, dim * sizeof(Stored));
+      return body((const Stored*)row_of<Stored>(run, rows, head, start), rows.token_stride);
+    gather<Stored>(run, rows, head, start, present, dim, (Stored*)gathered,
+                   [](const Stored* from, int64_t count, Stored* to) { memcpy(to, from, count * sizeof *to); });
+    body((const Stored*)gathered, dim);
+  }
+
+  // Rows of missing pages, which nobody sees, are zeros: a weight of 0 does not hide what is no number.
+  template <class Element, class Number, class Copy>
+  static void gather(const Run& run, const Rows& rows, int64_t head, int64_t start, int64_t present, int64_t dim, Number* to,
+                     const Copy& copy) {
+    for (int64_t first = 0, count; first < present; first += count) {
+      count = least(present - first, run.page_tokens - (start + first) % run.page_tokens);
+      const Element* from = row_of<Element>(run, rows, head, start + first);
+      for (int64_t token = 0; token < count; ++token, to += dim)
+        if (from) copy(from + token * rows.token_stride, dim, to);
+        else memset(to, 0, dim * sizeof *to);
     }
-    return {gathered, dim};
   }
 
   // Calls `body` for tokens of a tile: all of them, or if they are in 8 bits parts that stay in the cache.
   template <class Body>
-  static void in_parts(const Rows& rows, int64_t count, const Body& body) {
-    const int64_t part = rows.in_eights ? PART : KEY_TILE;
+  static void in_parts(const Rows& rows, int64_t count, int64_t dim, const Body& body) {
+    const int64_t part = rows.in_eights ? up_to(PART_BYTES / (dim * (int64_t)sizeof(Factor)), KEYS) : KEY_TILE;
     for (int64_t first = 0; first < count; first += part) body(first, least(part, count - first));
   }
 
@@ -361,23 +352,24 @@ class Computation {
     const Run& run = runs_[task.run];
     const int64_t start = (task.first_tile + tile) * KEY_TILE;
     const int64_t present = least(KEY_TILE, end_of(task) - start), num_keys = up_to(present, KEYS);
-    const auto rows_from = [&](const Rows& rows, int64_t first, int64_t count, int64_t dim) {
-      return rows_of_tile(run, rows, task.head, start + first, count, dim, scratch.gathered);
+    const auto with = [&](const Rows& rows, int64_t first, int64_t count, int64_t dim, const auto& body) {
+      with_rows(run, rows, task.head, start + first, count, dim, scratch.gathered, body);
     };
     const int64_t as_they_lie = has_few(task) ? present / KEYS * KEYS : 0;
-    in_parts(run.keys, as_they_lie, [&](int64_t first, int64_t count) {
-      const auto [keys, stride] = rows_from(run.keys, first, count, call_.key_dim);
-      Product::multiply_tokens(scratch.turned, task.num_rows, inner_, keys, stride, count, scratch.scores + first, STRIDE);
+    in_parts(run.keys, as_they_lie, call_.key_dim, [&](int64_t first, int64_t count) {
+      with(run.keys, first, count, call_.key_dim, [&](const auto* keys, int64_t stride) {
+        Product::multiply_tokens(scratch.turned, task.num_rows, inner_, keys, stride, count, scratch.scores + first, STRIDE);
+      });
     });
-    if (as_they_lie < num_keys) {
-      const auto [keys, stride] = rows_from(run.keys, as_they_lie, present - as_they_lie, call_.key_dim);
-      Product::pack_turned(keys, stride, present - as_they_lie, num_keys - as_they_lie, call_.key_dim, inner_, scratch.keys);
-    }
+    if (const int64_t left = present - as_they_lie; left > 0)
+      with(run.keys, as_they_lie, left, call_.key_dim, [&](const auto* keys, int64_t stride) {
+        Product::pack_turned(keys, stride, left, num_keys - as_they_lie, call_.key_dim, inner_, scratch.keys);
+      });
     const bool packs_values = !has_few(task) || !takes_values<Product>(call_.value_dim);
-    if (packs_values) {
-      const auto [values, stride] = rows_from(run.values, 0, present, call_.value_dim);
-      Product::pack_plain(values, stride, present, num_keys, call_.value_dim, columns_, scratch.values);
-    }
+    if (packs_values)
+      with(run.values, 0, present, call_.value_dim, [&](const auto* values, int64_t stride) {
+        Product::pack_plain(values, stride, present, num_keys, call_.value_dim, columns_, scratch.values);
+      });
     for (int64_t row = 0; row < task.num_rows; row += BLOCK) {
       const int64_t num_rows = least(BLOCK, task.num_rows - row), end = scratch.visible[row + num_rows - 1].end;
       const int64_t seen = up_to(least(present, end - start), KEYS);
@@ -389,10 +381,11 @@ class Computation {
       if (packs_values)
         Product::multiply(weights, WEIGHTS, scratch.values, num_keys, columns_, found.taken, columns_, num_rows, seen, columns_);
       else if constexpr (Product::VALUES > 0)
-        in_parts(run.values, present, [&](int64_t first, int64_t count) {
-          const auto [values, stride] = rows_from(run.values, first, count, call_.value_dim);
-          Product::multiply_values(weights + first, WEIGHTS, num_rows, values, stride, count, call_.value_dim, found.taken,
-                                   columns_, first > 0);
+        in_parts(run.values, present, call_.value_dim, [&](int64_t first, int64_t count) {
+          with(run.values, first, count, call_.value_dim, [&](const auto* values, int64_t stride) {
+            Product::multiply_values(weights + first, WEIGHTS, num_rows, values, stride, count, call_.value_dim, found.taken,
+                                     columns_, first > 0);
+          });
         });
       if (!task.of_tiles) scratch.state.from(row).merge(found, num_rows);
     }

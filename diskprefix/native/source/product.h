@@ -149,7 +149,8 @@ struct VectorProduct {
   }
 
   // [tokens, dim] as a matrix [inner, tokens]. Of `num_tokens` tokens `present` are there, the others are 0.
-  static void pack_turned(const Stored* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
+  template <class Number>
+  static void pack_turned(const Number* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
                           int64_t inner, float* to) {
     for (int64_t token = 0; token < num_tokens; token += LANES)
       for (int64_t first = 0; first < inner; first += LANES) {
@@ -162,7 +163,8 @@ struct VectorProduct {
   }
 
   // [tokens, dim] as a matrix [tokens, columns].
-  static void pack_plain(const Stored* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
+  template <class Number>
+  static void pack_plain(const Number* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
                          int64_t columns, float* to) {
     for (int64_t token = 0; token < num_tokens; ++token)
       for (int64_t first = 0; first < columns; first += LANES) {
@@ -171,8 +173,10 @@ struct VectorProduct {
       }
   }
 
-  static Floats part_of(const Stored* from, int64_t width, bool is_present) {
-    return is_present && width > 0 ? some_of<Type>(from, width) : Floats{};
+  template <class Number>
+  static Floats part_of(const Number* from, int64_t width, bool is_present) {
+    typedef std::conditional_t<std::is_same<Number, float>::value, Float32, Type> Form;
+    return is_present && width > 0 ? some_of<Form>(from, width) : Floats{};
   }
 
   // out [rows, columns] = left [rows, inner] × the first rows and columns of a packed matrix [all_inner, all_columns]. With
@@ -187,18 +191,20 @@ struct VectorProduct {
     copy_rows(rows, stride, num_rows, inner, to);
   }
 
-  static void multiply_tokens(const float* rows, int64_t num_rows, int64_t inner, const Stored* tokens, int64_t stride,
+  template <class Number>
+  static void multiply_tokens(const float* rows, int64_t num_rows, int64_t inner, const Number* tokens, int64_t stride,
                               int64_t num_tokens, float* out, int64_t out_stride) {
     rows_by_tokens<VectorProduct, FEW_ROWS>(rows, num_rows, inner, tokens, stride, num_tokens, out, out_stride);
   }
 
   // out [rows, columns] = weights [rows, tokens] × values [tokens, columns] as they lie in memory, for `FEW_ROWS` or less, or
   // with `adds` more. Each number has the bits that `multiply` gives it.
-  static void multiply_values(const float* weights, int64_t weights_stride, int64_t num_rows, const Stored* values,
+  template <class Number>
+  static void multiply_values(const float* weights, int64_t weights_stride, int64_t num_rows, const Number* values,
                               int64_t stride, int64_t num_tokens, int64_t, float* out, int64_t columns, bool adds) {
     for (int64_t begin = 0; begin < num_tokens; begin += TOKENS) {
-      const auto some = num_rows == 1 ? blocks<VectorProduct, 1, LANES, float, Stored>
-                                      : blocks<VectorProduct, FEW_ROWS, LANES / FEW_ROWS, float, Stored>;
+      const auto some = num_rows == 1 ? blocks<VectorProduct, 1, LANES, float, Number>
+                                      : blocks<VectorProduct, FEW_ROWS, LANES / FEW_ROWS, float, Number>;
       some(weights + begin, weights_stride, values + begin * stride, LANES, stride, out, columns, num_rows,
            least(TOKENS, num_tokens - begin), columns, adds || begin > 0);
     }

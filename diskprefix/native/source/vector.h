@@ -103,6 +103,12 @@ inline Ints wide_ints(const int8_t* from) {
   return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
 #elif defined(__AVX2__)
   return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#elif defined(__SSE2__)
+  __m128i four = _mm_cvtsi32_si128(loaded<int32_t>(from));
+  four = _mm_unpacklo_epi8(four, four);
+  return (Ints)_mm_srai_epi32(_mm_unpacklo_epi16(four, four), 24);
+#elif defined(__aarch64__)
+  return (Ints)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(loaded<uint32_t>(from)))));
 #else
   Ints numbers;
   for (int lane = 0; lane < LANES; ++lane) numbers[lane] = from[lane];
