@@ -194,7 +194,7 @@ def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path)
         ('[a]\nmodel = "x"\nkv_memory = [1]', "a.kv_memory: must be a number or a text"),
         ('[a]\nmodel = "x"\nspeculative = true', "a.speculative: must be one of off, ngram, mtp, auto, in quotes"),
         ('[a]\nmodel = "x"\ndraft_model = ""', "a.draft_model: must be a file, a folder or a repository"),
-        ('[a]\nmodel = "x"\nspeculative = "off"\ndraft_model = "y"', "a: --draft-model: it guesses nothing with"),
+        ('[a]\nmodel = "x"\nspeculative = "off"\ndraft_model = "y"', "a: --draft-model: has no effect with"),
         ('[a]\nmodel = "x"\nport = 80', "a.port: unknown key"),
         ('[a]\nmodel = "x"\nweights = "int3"', "a.weights: "),
         ('[a]\nmodel = "x"\nkv-memory = 1000000000\nkv_memory = 1000000000', "is there twice"),
