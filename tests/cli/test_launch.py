@@ -523,7 +523,7 @@ def test_cleaning_shows_what_it_would_remove_and_asks(
     kept = place.files()
     [shown, refused] = lines(run("launch", "--clean"))
     assert re.fullmatch(rf"to remove: {place.launches}/codex \(\d files, .* B\), with what Codex keeps there", shown)
-    assert refused.endswith("standard input is no terminal; add --yes")
+    assert refused.endswith("standard input is not a terminal; add --yes")
     terminal = io.StringIO("n\n")
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", terminal)

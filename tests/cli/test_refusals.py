@@ -79,8 +79,8 @@ REFUSED = """
 2 | purge --salt '' --kv-cache-dir kv              | '--salt': it is empty
 2 | purge --model '' --kv-cache-dir kv             | '--model': it is empty
 2 | purge --older-than soon --kv-cache-dir kv      | is not a duration
-2 | purge --model tiyn --yes --kv-cache-dir kv     | --model: nothing is stored of 'tiyn', `diskprefix inspect` shows
-2 | purge --salt s --json --kv-cache-dir kv        | --salt: nothing is stored of this tenant
+2 | purge --model tiyn --yes --kv-cache-dir kv     | --model: nothing is stored for 'tiyn', `diskprefix inspect` shows
+2 | purge --salt s --json --kv-cache-dir kv        | --salt: nothing is stored for this tenant
 4 | purge --all --yes --kv-cache-dir broken        | data.mdb is damaged:
 4 | purge --all --yes --kv-cache-dir none          | holds no diskprefix store
 4 | purge --all --dry-run --kv-cache-dir empty     | holds no diskprefix store

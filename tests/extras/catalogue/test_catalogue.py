@@ -197,7 +197,7 @@ def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path)
         ('[a]\nmodel = "x"\nspeculative = "off"\ndraft_model = "y"', "a: --draft-model: has no effect with"),
         ('[a]\nmodel = "x"\nport = 80', "a.port: unknown key"),
         ('[a]\nmodel = "x"\nweights = "int3"', "a.weights: "),
-        ('[a]\nmodel = "x"\nkv-memory = 1000000000\nkv_memory = 1000000000', "is there twice"),
+        ('[a]\nmodel = "x"\nkv-memory = 1000000000\nkv_memory = 1000000000', "is given twice"),
         ("a = 3", "a: must be a table"),
         ("[a", "is not valid TOML"),
         ('[a]\nmodel = "x"\n[b]\nmodel = "y"\naliases = ["a"]', "two models are called 'a'"),
