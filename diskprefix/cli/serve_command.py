@@ -41,7 +41,7 @@ store cannot be used; 5 the accelerator failed, and only a new process can use i
 """
 
 
-@click.command(cls=GroupedCommand, epilog=_EPILOG)
+@click.command(cls=GroupedCommand, short_help="Serve a model, with its prefix cache on disk.", epilog=_EPILOG)
 @setting_options(SETTINGS)
 @policy_option(CACHE)
 @option("--print-config", is_flag=True, help="Print every setting with its value and source, and exit.")

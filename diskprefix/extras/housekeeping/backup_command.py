@@ -29,7 +29,7 @@ from diskprefix.store.folder import DATA
 from diskprefix.units import format_size
 
 
-@click.command(short_help="Copy the store, also while a daemon runs.")
+@click.command(short_help="Copy the store, even while a daemon runs.")
 @click.argument("target", metavar="FOLDER", type=PathType(file_okay=False))
 @store_options
 def backup(target: Path, kv_cache_dir: Path, as_json: bool) -> None:

@@ -146,7 +146,7 @@ def _installed() -> Settings | None:
     return build_settings(policy_values(str(_policy()))) if _policy().exists() else None
 
 
-@click.group()
+@click.group(short_help="Run the daemon as a service of this user.")
 def service() -> None:
     """Run the daemon as your own service: it starts at login, and again after a failure. No root is needed.
 
