@@ -32,7 +32,7 @@ def expanded(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise SettingsError(f"{path}: {Path(path).parts[0]} is the home folder of nobody here") from error
+        raise SettingsError(f"{path}: {Path(path).parts[0]} names no user of this machine") from error
 
 
 def policies_folder() -> Path:
@@ -144,124 +144,123 @@ class Settings:
     model: str | None = _model(
         None,
         "A Hugging Face hub id (org/name, org/name:quant), a short name (qwen3.5:4b), a folder, a .gguf file, or the "
-        "name of a model that Ollama, LM Studio or llama.cpp has here. Several, with commas between them or each with "
-        "its own --model, are loaded when requests name them.",
+        "name of a model that Ollama, LM Studio or llama.cpp has here. Several models (separated by commas, or one "
+        "--model each) are loaded when requests name them.",
         is_common=True,
         metavar="ID|PATH",
         unset="the embedded SmolLM2-135M-Instruct",
     )
     models_dir: Path | None = _model(
         None,
-        "A folder with models: each .gguf file and each folder with a config.json and weights, four folders deep.",
+        "A folder of models: each .gguf file and each folder with a config.json and weights, four folders deep.",
         is_common=True,
         kind="folder",
         unset="none",
     )
     models_file: Path | None = _model(
         None,
-        "A file with models, their aliases and their own settings.",
+        "A TOML file of models with their aliases and settings.",
         kind="file",
         unset="$XDG_CONFIG_HOME/diskprefix/models.toml, if there is no --model",
     )
     device: str = _model(
         "auto",
-        "cpu, cuda (AMD too), cuda:1, xpu (Intel), mps and so on. auto takes an accelerator if there is one.",
+        "cpu, cuda (AMD too), cuda:1, xpu (Intel), mps and so on. auto uses an accelerator if there is one.",
         is_common=True,
         metavar="NAME",
     )
     dtype: str = _model(
         "auto",
-        "The type in which the model computes. auto takes the type of the weights.",
+        "The data type of the computation. auto uses the type of the weights.",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     weights: str = _model(
         "auto",
-        "The form of the weights in memory. auto keeps the quants of a .gguf file, native unpacks them.",
+        "The weights in memory. auto keeps the quantization of a .gguf file, native unpacks it.",
         is_common=True,
         choices=("auto", "native"),
     )
     kv_type: str = _model(
         "auto",
-        "The type of keys and values, in memory and on disk. auto takes that in which the model computes, q8 8 bits: "
-        "about half the size (three quarters in Qwen2 models, whose keys stay). Prefixes of one type are not found "
-        "with the other.",
+        "The data type of keys and values in memory and on disk: auto (the type of the computation) or q8 (8 bits, "
+        "about half the size; three quarters for Qwen2 models, whose keys keep their type). Prefixes saved with one "
+        "type are not found with the other.",
         choices=("auto", "q8"),
     )
     kernels: str = _model(
         "auto",
-        "What computes on a CPU: auto (the best of the compiled operators for it), one of their variants such as avx2, "
-        "or torch.",
+        "The operators on a CPU: auto (the best compiled variant for it), a variant such as avx2, or torch.",
         metavar="auto|torch|VARIANT",
     )
     served_model_name: str | None = _model(
-        None, "The model's name for clients.", is_common=True, metavar="NAME", unset="the model's own"
+        None, "The model's name in the API.", is_common=True, metavar="NAME", unset="the model's own"
     )
-    chat_template: Path | None = _model(None, "A Jinja file: a chat template.", kind="file", unset="the model's own")
+    chat_template: Path | None = _model(None, "A Jinja chat template file.", kind="file", unset="the model's own")
     chat_template_kwargs: str | None = _model(
         None,
-        "Variables for the chat template, as a JSON object. Those of a request win.",
+        "Variables for the chat template, as a JSON object. Variables in a request override them.",
         metavar="JSON",
-        unset="what keeps the thoughts of earlier turns, if the template has it",
+        unset="the switch that keeps thoughts of earlier turns, if the template has one",
     )
     speculative: str = _model(
         "auto",
-        "Speculative decoding, where that is faster; replies do not change. ngram drafts from earlier text that a "
-        "reply repeats, mtp with the draft layer that some models have, auto with both. With such a layer, off and "
-        "ngram do not find prefixes that auto and mtp saved.",
+        "Speculative decoding where it is faster; replies do not change. ngram drafts from earlier text that a reply "
+        "repeats, mtp with the draft layer that some models have, auto with both. For models with such a layer, off "
+        "and ngram do not find prefixes saved with auto and mtp.",
         is_common=True,
         choices=("off", "ngram", "mtp", "auto"),
     )
     draft_model: str | None = _model(
         None,
-        "A smaller model with the same vocabulary, which drafts tokens too. It takes a part of --kv-memory.",
+        "A smaller model with the same vocabulary that also drafts tokens. It uses part of --kv-memory.",
         is_common=True,
         metavar="ID|PATH",
         unset="none",
     )
     sampling: str | None = _model(
         None,
-        "How a request is sampled that does not say it: temperature, top_p, top_k, min_p, repetition_penalty, "
+        "Sampling defaults for requests that do not set them: temperature, top_p, top_k, min_p, repetition_penalty, "
         "presence_penalty, frequency_penalty.",
         metavar="NAME=VALUE,…",
-        unset="temperature=1; of the embedded model temperature=0.2,top_p=0.9",
+        unset="temperature=1; for the embedded model temperature=0.2,top_p=0.9",
     )
     host: str = _server(
-        "127.0.0.1", "The address to listen on. Without --api-keys, everybody who reaches it is served.", is_common=True
+        "127.0.0.1", "The address to listen on. Without --api-keys, anybody who can reach it is served.", is_common=True
     )
     port: int = _server(
-        8642, "The port to listen on. 0 takes a free port and logs it.", is_common=True, bounds=(0, 65535)
+        8642, "The port to listen on. 0 picks a free port and logs it.", is_common=True, bounds=(0, 65535)
     )
     api_keys: Path | None = _server(
         None,
-        "A file with the keys that clients must send, one on each line, with an optional name before it. Each key has "
-        "its own cache. SIGHUP reads the file again.",
+        "A file of API keys, one per line with an optional name before it. Clients must send one of them. Each key has "
+        "its own cache. SIGHUP rereads the file.",
         is_common=True,
         kind="file",
         unset="no key is needed",
     )
     max_queue: int = _server(
         64,
-        "The most requests that may wait; others get a 503 with Retry-After. One API key may use half of these places, "
-        "then it gets a 429.",
+        "The maximum number of waiting requests; more get a 503 with Retry-After. One API key may take half of these "
+        "places, then it gets a 429.",
         bounds=(1, 100_000),
     )
     max_sequences: int = _server(
         8,
-        "The most replies that are computed at a time. The first request of an API key starts even if all "
-        "places are taken.",
+        "The maximum number of replies computed at once. The first request of an API key starts even if all places are "
+        "taken.",
         is_common=True,
         bounds=(1, 1024),
     )
     prefill_compression: str = _server(
         "off",
         "Leave out the oldest exchanges of a conversation that has more than N tokens. auto: three quarters of the "
-        "model's positions. The reply says so.",
+        "model's positions. The reply reports it.",
         metavar="off|auto|N",
     )
     kv_memory: int | None = _server(
         None,
-        "Memory for the state of requests. The context that is served is as long as it has room for. A request that "
-        "does not fit beside others waits; one that never fits gets a 400.",
+        "Memory for the state of requests. It limits the context length. A request that does not fit beside others "
+        "waits; one that can never fit gets a 400.",
         is_common=True,
         kind="size",
         unset="half of what the weights leave free",
@@ -269,20 +268,20 @@ class Settings:
     )
     front: bool = _server(
         False,
-        "Serve the model in a process of its own, which is started again if it dies, behind one that holds the port. "
-        "It needs about 35 MiB of memory. Several models and --idle-unload do the same.",
+        "Run the model in a separate process, restarted if it dies, behind a front process that holds the port. The "
+        "front needs about 35 MiB of memory. Several models and --idle-unload always use one.",
     )
     memory_limit: int | None = _server(
         None,
-        "Memory for all models together, if there are several. What does not fit beside others takes turns with them.",
+        "Memory for all models together, if there are several. Models that do not fit together take turns.",
         kind="size",
-        unset="what is free when the first one is loaded",
+        unset="the memory that is free when the first one is loaded",
         bounds=(1024**2, MAX_BUDGET),
     )
     idle_unload: float = _server(
         0.0,
-        "Unload a model that had no request for this time. The next request loads it again, with its conversations "
-        "from disk.",
+        "Unload a model that had no request for this long. The next request loads it again; its conversations are "
+        "restored from disk.",
         kind="duration",
         unset="models stay until others need the memory",
         bounds=(0, 100 * 365 * 86400),
@@ -304,42 +303,42 @@ class Settings:
     )
     kv_cache_budget: int = _cache(
         4 * 1024**3,
-        "The largest size of the store's file. The least useful blocks are evicted.",
+        "The maximum size of the store's file. The least useful blocks are evicted.",
         is_common=True,
         kind="size",
         bounds=(MIN_BUDGET, MAX_BUDGET),
     )
     kv_cache_write_budget: str = _cache(
         "off",
-        "The most that is written to the store's disk in 24 hours, such as 20GiB/day. The more of it is used, the less "
-        "is saved of what may not come again.",
+        "The maximum written to the store's disk in 24 hours, such as 20GiB/day. As it is used up, fewer prefixes are "
+        "saved that may not be needed again.",
         metavar="off|SIZE/day",
     )
     kv_cache_ttl: float = _cache(
         0.0,
-        "Remove state that was not used for this time: 90s, 15m, 12h, 7d, 2w.",
+        "Remove state that was not used for this long: 90s, 15m, 12h, 7d, 2w.",
         is_common=True,
         kind="duration",
         unset="nothing expires",
         bounds=(0, 100 * 365 * 86400),
     )
-    kv_cache_min_tokens: int = _cache(64, "Do not save prefixes with fewer tokens.", bounds=(0, 2**31 - 1))
+    kv_cache_min_tokens: int = _cache(64, "Do not save prefixes with fewer tokens than this.", bounds=(0, 2**31 - 1))
     normalise: str = _cache(
         "report",
-        "What to do about text that clients change in each request: billing-header, total-tokens, hoisted-nudges, "
-        "clock, schema-keys, tool-order. off, report (name it) or on (undo the change), for all or by name.",
+        "How to treat text that clients change in every request (billing-header, total-tokens, hoisted-nudges, clock, "
+        "schema-keys, tool-order): off, report (name it) or on (undo the change), for all or by name.",
         metavar="[NAME=]MODE,…",
     )
     ahead: str = _cache(
         "auto",
-        "While nobody waits, compute a conversation as its next question will have it, without earlier thoughts. N is "
-        "the most processor seconds an hour, auto 3600. Off on battery.",
+        "While no request waits, compute conversations in the form that the next question will have, without earlier "
+        "thoughts. N is the maximum of CPU seconds per hour; auto is 3600. Off on battery.",
         is_common=True,
         metavar="off|auto|N",
     )
     record: Path | None = _cache(
         None,
-        "Append hashes and lengths of each request to this file, for diskprefix simulate. It has no text.",
+        "Append hashes and lengths of each request, but no text, to this file, for diskprefix simulate.",
         is_common=True,
         kind="file",
         unset="nothing is recorded",
@@ -352,19 +351,19 @@ class Settings:
     )
     block_size: int = _cache(
         256,
-        "The tokens of a block and of a step of prefill. Stores do not share prefixes across block sizes.",
+        "The number of tokens in a block and in a prefill step. Prefixes of one size are not found with another.",
         bounds=(16, 65536),
     )
     fingerprint: str = _cache(
         "strict",
-        "strict: use saved state only where the same bits are computed. portable: share it between machines with other"
-        " kernels, devices and versions of libraries.",
+        "strict: use saved state only where the model computes the same bits. portable: share it between machines with "
+        "different kernels, devices and library versions.",
         choices=("strict", "portable"),
     )
     namespace_key_file: Path | None = _shared(
         None,
-        "A file with a secret (at least 16 bytes). Machines that share the cache need the same file. It names blocks "
-        "and signs what is uploaded.",
+        "A file with a secret (at least 16 bytes). Machines that share the cache need the same file. The secret "
+        "names blocks and signs uploads.",
         is_common=True,
         kind="file",
         unset="each store has its own secret",
@@ -372,7 +371,7 @@ class Settings:
     remote_tier: str | None = _shared(
         None,
         "A bucket that machines share: s3://bucket/prefix, gs://…, az://…, file:///path. It needs --namespace-key-file "
-        "and the extra remote. Credentials come from the provider's own variables.",
+        "and the extra remote. Credentials come from the provider's usual variables.",
         is_common=True,
         metavar="URL",
         unset="none",
@@ -478,12 +477,12 @@ class Settings:
                 raise SettingsError(f"{flag}: {value} is out of range ({shown(minimum)} to {shown(maximum)})")
         _ = self.sampling_values, self.write_budget_bytes, self.template_variables, self.ahead_s
         if self.draft_model is not None and self.speculative == "off":
-            raise SettingsError("--draft-model: it guesses nothing with --speculative off")
+            raise SettingsError("--draft-model: has no effect with --speculative off")
         threshold = str(self.prefill_compression)
         if not re.fullmatch("off|auto|[0-9]{2,9}", threshold) or (threshold.isdigit() and int(threshold) < 16):
             raise SettingsError(f"--prefill-compression: {threshold!r} is not off, auto or a number of tokens from 16")
         if self.remote_tier is not None and self.namespace_key_file is None:
-            reason = "machines that share a bucket name and sign what lies there with one key"
+            reason = "machines that share a bucket need one key to name and sign its objects"
             raise SettingsError(f"--remote-tier needs --namespace-key-file: {reason}")
 
 

@@ -103,11 +103,11 @@ def cli() -> None:
     Examples:
       diskprefix serve                          serve the embedded SmolLM2-135M-Instruct
       diskprefix serve --model ~/models/qwen    serve a folder, a hub id or a .gguf file
-      diskprefix run qwen3.5:4b                 fetch a model, and talk to it
+      diskprefix run qwen3.5:4b                 fetch a model and talk to it
       diskprefix launch claude                  start Claude Code with a daemon
-      diskprefix clients codex                  print the settings with which Codex uses the daemon
+      diskprefix clients codex                  print the settings that make Codex use the daemon
       diskprefix inspect                        list the saved prompts
-      diskprefix purge --older-than 7d          remove prompts that were not used for a week
+      diskprefix purge --older-than 7d          remove prompts not used for a week
       diskprefix simulate day.jsonl             show the effect of other settings
     """
 
@@ -139,7 +139,7 @@ def _run(args: list[str] | None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "diskprefix":
             raise
-        problem = f"{error.name} is not installed; everything that is needed comes with: pip install diskprefix"
+        problem = f"{error.name} is not installed; this installs everything that is needed: pip install diskprefix"
         return _fail(problem, _USAGE_EXIT_CODE)
     except OSError as error:
         # An error without a file's name is that of an open file: the output.

@@ -24,7 +24,7 @@ def find_policy(name_or_path: str) -> Path:
     if name_or_path in presets:
         return presets[name_or_path]
     raise SettingsError(
-        f"--policy: no preset {name_or_path!r} (there are: {', '.join(presets)}); the name of a file must end in .toml"
+        f"--policy: no preset {name_or_path!r} (there are: {', '.join(presets)}); a file name must end in .toml"
     )
 
 
@@ -41,7 +41,7 @@ def read_policy(path: Path, convert: Callable[[str, Any], Any] | None = None) ->
         if name not in SETTINGS:
             raise SettingsError(f"{where}: unknown key {key!r}")
         if name in settings:
-            raise SettingsError(f"{where}: {key}: is there twice, with - and with _")
+            raise SettingsError(f"{where}: {key}: is given twice, with - and with _")
         try:
             settings[name] = checked_value(name, value, convert)
         except SettingsError as error:

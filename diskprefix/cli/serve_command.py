@@ -41,16 +41,16 @@ store cannot be used; 5 the accelerator failed, and only a new process can use i
 """
 
 
-@click.command(cls=GroupedCommand, epilog=_EPILOG)
+@click.command(cls=GroupedCommand, short_help="Serve a model, with its prefix cache on disk.", epilog=_EPILOG)
 @setting_options(SETTINGS)
 @policy_option(CACHE)
-@option("--print-config", is_flag=True, help="Print every setting, its value and where that came from, and end.")
+@option("--print-config", is_flag=True, help="Print every setting with its value and source, and exit.")
 @click.pass_context
 def serve(context: click.Context, /, print_config: bool, **flags: Any) -> None:
     """Serve a model over an OpenAI-compatible API and keep its prefix cache on disk.
 
     The port answers /health at once. Requests are served when the model is loaded. On SIGTERM and Ctrl-C the daemon
-    finishes the running request, writes what is pending, and ends.
+    finishes the running request, writes pending state, and exits.
     """
     settings = build_settings(flags)
     if print_config:

@@ -124,7 +124,7 @@ def say(line: str) -> None:
 def confirmed(question: str, otherwise: str = "add --yes") -> bool:
     """Asks at the terminal. Without a terminal, raises a `SettingsError` that ends with `otherwise`."""
     if not sys.stdin.isatty():
-        raise SettingsError(f"cannot ask, because standard input is no terminal; {otherwise}")
+        raise SettingsError(f"cannot ask, because standard input is not a terminal; {otherwise}")
     return click.confirm(question, default=False, err=True)
 
 

@@ -238,7 +238,7 @@ def test_what_cannot_be_deleted_in_the_bucket_is_an_error_and_goes_with_the_next
         (("--remote-tier", "s3://[x"), "--remote-tier: 's3://[x' cannot be used"),
         (("--remote-tier", "file:///no/such/folder"), "cannot be used: Generic LocalFileSystem"),
         (("--namespace-key-file", "/none"), "--namespace-key-file: cannot read /none"),
-        (("--namespace-key-file", "~nobody-here/k"), "~nobody-here is the home folder of nobody here"),
+        (("--namespace-key-file", "~nobody-here/k"), "~nobody-here names no user of this machine"),
     ],
 )
 def test_a_bucket_that_cannot_be_opened_is_told_before_anything_is_purged(

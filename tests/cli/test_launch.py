@@ -313,7 +313,7 @@ def test_print_shows_everything_and_does_nothing(
     assert not cache_home().exists()
     assert ended.stdout.endswith("Then: codex exec 'a b'\n")
     ended = run("launch", "codex", "--print", "--model", "m")
-    assert ended.stdout.startswith("No daemon has it. `diskprefix serve --policy agent --model m` would be started")
+    assert ended.stdout.startswith("No daemon serves it. `diskprefix serve --policy agent --model m` would be started")
     assert (place.files(), place.served(), list(place.records.iterdir())) == (before, [], [])
 
 
@@ -503,7 +503,7 @@ def test_a_daemon_that_stays_is_used_again_and_ends_when_another_model_is_wanted
     ("props", "card", "line"),
     [
         ((200, {"full_cache": {"gate": {"prefill_s_per_token": 0.01}}}), {}, "about 3.2 min, once (as measured here)"),
-        ((403, {}), {"needs": {"weights in Q4_K": 4 << 30}}, "once (a guess from the size of the model)"),
+        ((403, {}), {"needs": {"weights in Q4_K": 4 << 30}}, "once (estimated from the size of the model)"),
         ((403, {}), {}, ""),
     ],
 )
@@ -523,7 +523,7 @@ def test_cleaning_shows_what_it_would_remove_and_asks(
     kept = place.files()
     [shown, refused] = lines(run("launch", "--clean"))
     assert re.fullmatch(rf"to remove: {place.launches}/codex \(\d files, .* B\), with what Codex keeps there", shown)
-    assert refused.endswith("standard input is no terminal; add --yes")
+    assert refused.endswith("standard input is not a terminal; add --yes")
     terminal = io.StringIO("n\n")
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", terminal)

@@ -148,7 +148,7 @@ def test_all_parts_come_from_their_folder_with_its_encoder_and_what_cannot_be_re
     assert listed(run) == [f"{REPO}:Q5_1"]
     (folder / "tiny-Q6_K.gguf").write_bytes(b"GGUF")
     ended = run("pull", f"{REPO}:Q6_K")
-    assert (ended.exit_code, "Q6_K is here, and cannot be served: " in ended.stderr) == (3, True)
+    assert (ended.exit_code, "Q6_K is here, but cannot be served: " in ended.stderr) == (3, True)
     run("rm", f"{REPO}:Q5_1", f"{REPO}:Q6_K", "--yes")
     assert not [*Path(constants.HF_HUB_CACHE).rglob("*.gguf")]
 

@@ -46,7 +46,7 @@ REFUSED = """
 2 | serve extra                                    | extra
 2 | serve --record ''                              | it is empty
 2 | serve --kv-cache-dir ''                        | it is empty
-2 | serve --record ~nobody-here/requests           | ~nobody-here is the home folder of nobody here
+2 | serve --record ~nobody-here/requests           | ~nobody-here names no user of this machine
 2 | serve --model caf\udce9                         | --model: 'caf\\udce9' has bytes that are not UTF-8
 2 | serve --kv-cache-dir caf\udce9/kv               | --kv-cache-dir: , has bytes that are not UTF-8
 2 | XDG_CACHE_HOME=/caf\udce9 serve                 | XDG_CACHE_HOME: , has bytes that are not UTF-8
@@ -54,14 +54,14 @@ REFUSED = """
 3 | serve --model /not/there                       | error: --model: , /not/there
 3 | serve --model /not/there,/nor/here             | error: --model: , /not/there
 3 | serve --draft-model x                          | error: --draft-model: , no file or folder
-2 | serve --draft-model x --speculative off        | --draft-model: it guesses nothing with --speculative off
+2 | serve --draft-model x --speculative off        | --draft-model: has no effect with --speculative off
 2 | DISKPREFIX_PORT=http serve                     | DISKPREFIX_PORT, http
 2 | DISKPREFIX_FRONT=sometimes serve               | DISKPREFIX_FRONT, sometimes
 2 | DISKPREFIX_API_KEYS= serve                     | 'DISKPREFIX_API_KEYS', it is empty
 4 | serve --model org/absent --kv-cache-dir shared | mode 1777, give a folder of your own in it
 2 | doctor --port 99999                            | --port
 2 | inspect --kv-cache-dir ''                      | it is empty
-2 | inspect --kv-cache-dir ~nobody-here/kv         | ~nobody-here is the home folder of nobody here
+2 | inspect --kv-cache-dir ~nobody-here/kv         | ~nobody-here names no user of this machine
 2 | inspect 3fa --kv-cache-dir kv                  | at least 4 hexadecimal characters
 2 | inspect zzzz --kv-cache-dir kv                 | no entry starts with 'zzzz', diskprefix inspect
 2 | inspect --tree --stats --kv-cache-dir kv       | give one of ENTRY, --tree, --stats and --lost
@@ -79,8 +79,8 @@ REFUSED = """
 2 | purge --salt '' --kv-cache-dir kv              | '--salt': it is empty
 2 | purge --model '' --kv-cache-dir kv             | '--model': it is empty
 2 | purge --older-than soon --kv-cache-dir kv      | is not a duration
-2 | purge --model tiyn --yes --kv-cache-dir kv     | --model: nothing is stored of 'tiyn', `diskprefix inspect` shows
-2 | purge --salt s --json --kv-cache-dir kv        | --salt: nothing is stored of this tenant
+2 | purge --model tiyn --yes --kv-cache-dir kv     | --model: nothing is stored for 'tiyn', `diskprefix inspect` shows
+2 | purge --salt s --json --kv-cache-dir kv        | --salt: nothing is stored for this tenant
 4 | purge --all --yes --kv-cache-dir broken        | data.mdb is damaged:
 4 | purge --all --yes --kv-cache-dir none          | holds no diskprefix store
 4 | purge --all --dry-run --kv-cache-dir empty     | holds no diskprefix store
@@ -101,7 +101,7 @@ REFUSED = """
 4 | export ffff --kv-cache-dir broken              | data.mdb is damaged:
 2 | import ''                                      | it is empty
 2 | simulate ''                                    | it is empty
-2 | simulate ~nobody-here/trace.jsonl              | ~nobody-here is the home folder of nobody here
+2 | simulate ~nobody-here/trace.jsonl              | ~nobody-here names no user of this machine
 2 | simulate                                       | Missing argument 'TRACE...'
 2 | simulate nowhere.jsonl                         | nowhere.jsonl: it cannot be read: No such file
 2 | simulate .                                     | it cannot be read: Is a directory

@@ -182,7 +182,7 @@ def test_a_setting_comes_from_variables_that_are_not_empty_and_from_flags(
         ("front", '"yes"', "front: must be true or false"),
         ("host", "[]", "host: must be a number or a text"),
         ("max_queues", "3", "unknown key 'max_queues'"),
-        ("max-queue", "4", "max-queue: is there twice, with - and with _"),
+        ("max-queue", "4", "max-queue: is given twice, with - and with _"),
     ],
 )
 def test_a_wrong_value_in_a_policy_file_is_named_with_its_line(

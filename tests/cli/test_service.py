@@ -115,7 +115,7 @@ def test_an_installed_service_holds_its_port_over_a_kill_and_leaves_nothing_when
     ("program", "said"),
     [
         (None, "systemctl was not found"),
-        ("echo Failed to connect to bus: No medium found >&2; exit 1", "there is no systemd session of this user"),
+        ("echo Failed to connect to bus: No medium found >&2; exit 1", "this user has no systemd session"),
     ],
 )
 @pytest.mark.parametrize("command", ["install", "status", "remove"])

@@ -37,23 +37,23 @@ _PLACES = ("models_dir", "models_file", "kv_memory")
 
 
 @click.command("list", short_help="List the models that are known by name.")
-@click.option("--architectures", is_flag=True, help="List the architectures of folders and files.")
+@click.option("--architectures", is_flag=True, help="List the architectures of model folders and files.")
 @setting_options(_PLACES)
 @json_option
 def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
-    """List the models of models.toml, those below --models-dir, those that were fetched from the hub, those that
-    Ollama, LM Studio and llama.cpp have on this machine, and the embedded one if it is the default. The columns are the
-    form of the weights, the size of the files, the memory that the model needs, and the longest context that is served.
+    """List the models in models.toml, below --models-dir and in the hub's cache, the models that Ollama, LM Studio and
+    llama.cpp have on this machine, and the embedded model if it is the default. The columns are the quantization, the
+    size of the files, the memory that the model needs, and the longest context that is served.
 
-    The form is the one that the file's name or its header says, such as Q4_K_M, or else that of most weights. Headers
-    are read, and nothing else. A model that does not fit into the free memory has a "no" in the column fits. Models of
-    other programs are served where they are, by the names that those programs give them.
+    The quantization is named by the file's name or header, such as Q4_K_M, or else is that of most weights. Only
+    headers are read. A model that does not fit into the free memory has "no" in the column fits. Models of other
+    programs are served in place, under the names that those programs give them.
 
-    With --architectures, the names in folders and in .gguf files have a column each. A prefix is restored anywhere (at
-    every token or block) or at checkpoints. Exact at token: the state of a token has the same bits however the prompt
-    is cut into steps; grid: only in steps of --block-size tokens. Verified are the types in which restored and cold
-    runs gave the same bits. The daemon tests a restore when it loads a model for the first time; one that fails is
-    served without the cache.
+    With --architectures, one column has the names used in folders, another those in .gguf files. A prefix is restored
+    anywhere (at every token or block) or at checkpoints. Exact at token: the state of a token has the same bits however
+    the prompt is cut into steps; grid: only in steps of --block-size tokens. Verified lists the types in which restored
+    and cold runs gave the same bits. The daemon tests a restore when it loads a model for the first time; a model that
+    fails is served without the cache.
 
     \b
     diskprefix list
@@ -89,17 +89,18 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
     click.echo(f"{counted(len(rows), 'model')}, {format_size(available_ram_bytes())} of memory free")
 
 
-@click.command("show", short_help="Show what a model is, needs, and is served with.")
+@click.command("show", short_help="Show the memory, context and settings of a model.")
 @click.argument("name", metavar="NAME|FILE|FOLDER", callback=nonempty)
-@click.option("--plan", is_flag=True, help="Show what a step computes: one layer of each kind.")
+@click.option("--plan", is_flag=True, help="Also show what a step computes: one layer of each kind.")
 @setting_options((*_PLACES, "weights", "kv_type"))
 @json_option
 def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
-    """Show a model of `diskprefix list`, a .gguf file or the folder of a model: the memory that it needs by the
-    forms of its weights, its context, its template and its settings.
+    """Show a model from `diskprefix list`, a .gguf file or a model folder: the memory that it needs by quantization,
+    its context, its template and its settings.
 
-    With --plan, what a step computes, without reading weights: the operators in order, one layer of each kind. A line
-    has what is read and written, the weights with their shapes and forms, and the numbers of the operator.
+    With --plan, also show what a step computes, without reading weights: the operators in order, one layer of each
+    kind. Each line has the buffers that are read and written, the weights with their shapes and quantizations, and the
+    operator's parameters.
 
     \b
     diskprefix show unsloth/Qwen3.5-4B-GGUF:Q8_0

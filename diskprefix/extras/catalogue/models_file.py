@@ -52,7 +52,7 @@ def _listed(path: Path, name: str, table: object) -> ListedModel:
     for key, value in table.items():
         field = key.replace("-", "_")
         if field in values:
-            raise SettingsError(f"{where}.{key}: is there twice, with - and with _")
+            raise SettingsError(f"{where}.{key}: is given twice, with - and with _")
         try:
             values[field] = _value(field, value)
         except SettingsError as error:

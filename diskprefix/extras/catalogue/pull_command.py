@@ -33,15 +33,15 @@ from diskprefix.values import require_model_name
 def pull(name: str, as_json: bool) -> None:
     """Fetch a model, so that `serve` finds it on this machine. Only the files that are needed are fetched.
 
-    NAME is a short name, such as qwen3.5:4b; a wrong one lists them.
+    NAME is a short name, such as qwen3.5:4b; an unknown name lists the known ones.
 
-    QUANT is a quant of a repository with .gguf files, such as Q4_K_M. Without it, such a repository gives the one with
-    the most bits that fits into the free memory, at most 8 of a weight if there is a choice. Of a repository with
+    QUANT is a quantization in a repository of .gguf files, such as Q4_K_M. Without it, the one with the most bits that
+    fits into the free memory is fetched, with at most 8 bits per weight if there is a choice. In a repository of
     safetensors, these are fetched.
 
-    A connection that breaks goes on where it was; a pull that ends before begins a file again. The SHA-256 of large
-    files is checked, and there must be enough space on the disk. The files lie in the cache folder of huggingface_hub,
-    whose variables apply: HF_HOME, HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE, and those of proxies.
+    A broken connection resumes where it stopped; an interrupted pull starts its file again. The SHA-256 of large
+    files is checked, and the disk must have enough space. The files are in the cache folder of huggingface_hub, whose
+    variables apply: HF_HOME, HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE, and the proxy variables.
 
     \b
     diskprefix pull qwen3.5:4b
@@ -63,7 +63,7 @@ def pull(name: str, as_json: bool) -> None:
         fetched = name
     row = row_of(KnownModel(name=fetched, settings=Settings(model=str(path)), source=name, path=path, origin="pulled"))
     if row["problem"]:
-        raise ModelError(f"{fetched} is here, and cannot be served: {row['problem']}")
+        raise ModelError(f"{fetched} is here, but cannot be served: {row['problem']}")
     if as_json:
         print_json(row)
         return
@@ -92,10 +92,10 @@ def _warn(listing: HubListing) -> None:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @json_option
 def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
-    """Remove models from the cache folder of huggingface_hub, with the folders that were made of .gguf files.
+    """Remove models from the cache folder of huggingface_hub, with the folders made from their .gguf files.
 
-    NAME is that of `diskprefix list`. Only models that were fetched from the hub are removed, whichever program did;
-    other files of their repositories and files of yours are not. What the prefix cache has saved stays: see `diskprefix
+    NAME is a name in `diskprefix list`. Only models fetched from the hub, by any program, are removed; other files of
+    their repositories and your own files stay. The prompts that the prefix cache has saved stay too: see `diskprefix
     purge --model`.
 
     \b
@@ -132,7 +132,7 @@ def _not_pulled(name: str, here: Sequence[str]) -> str:
         return f"{name} is a file or folder of yours; rm removes only what was fetched from the hub"
     require_model_name(name)
     if (model := found_model(name)) is not None:
-        return f"{name} belongs to {model.owner}, and only that removes it"
+        return f"{name} belongs to {model.owner}, and must be removed there"
     near = get_close_matches(name, here, n=1)
     hint = f"the nearest name is {near[0]!r}" if near else "`diskprefix list` shows the names"
     return f"no model that was fetched from the hub is called {name!r}; {hint}"

@@ -20,19 +20,17 @@ from diskprefix.extras.daemon_call import running_daemon
 @click.option(
     "--model", metavar="NAME", callback=nonempty, show_default="one in memory", help="The model, if there are several."
 )
-@api_key_option(
-    "The key, for a daemon with --api-keys. It is printed with the settings.", otherwise="the key of this user"
-)
+@api_key_option("The key, for a daemon with --api-keys. It is printed with the settings.", otherwise="this user's key")
 @json_option
 def clients(name: str | None, url: str, model: str | None, api_key: str | None, as_json: bool) -> None:
-    """Print the environment and the files with which a client uses the running daemon: its address, its model, the key,
+    """Print the environment variables and files that make a client use the running daemon: its address, model and key,
     and how many tokens the model takes.
 
     NAME is one of claude-code, codex, opencode, qwen-code, cline, aider, continue, goose, hermes, pi, open-webui,
-    langchain, pydantic-ai and llm. Without a NAME all are printed. Nothing is written: the settings are for your own
-    files. Where an agent shortens its history, so that much is computed again, they switch that off. `diskprefix
-    launch` starts an agent without them. The key of this user is a secret, drawn at the first use: without it, other
-    users of the daemon can test no guesses of what your agents send.
+    langchain, pydantic-ai and llm. Without NAME, all are printed. Nothing is written: the settings are for your own
+    files. If an agent shortens its history, so that much is recomputed, they switch that off. `diskprefix launch`
+    starts an agent without them. This user's key is a secret generated at first use. Other users of the daemon do not
+    have it, so they cannot test guesses about what your agents send.
 
     \b
     diskprefix clients codex

@@ -32,8 +32,8 @@ _PROC = Path("/proc")
 @json_option
 @click.pass_context
 def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> None:
-    """Show the models in memory of all daemons of this user, or of the one at --url: the memory that each needs, when
-    it was loaded, and its requests. A prompt that is being computed is shown with the time that is left.
+    """Show the models that all daemons of this user, or the one at --url, have in memory: the memory that each needs,
+    when it was loaded, and its requests. A prompt that is being computed is shown with the time left.
 
     \b
     diskprefix ps
@@ -141,10 +141,10 @@ def _progress(running: dict[str, Any]) -> str:
 @json_option
 @click.pass_context
 def stop(context: click.Context, model: str | None, url: str, api_key: str | None, as_json: bool) -> None:
-    """Unload MODEL, which the next request loads again. Without MODEL, end the daemon of this user.
+    """Unload MODEL; the next request loads it again. Without MODEL, end this user's daemon.
 
-    A daemon saves what only its memory has before it gives the memory back. One that an agent or a conversation uses is
-    not ended. Of several daemons, --url names one.
+    Before a daemon frees its memory, it saves the state that is not yet on disk. A daemon that an agent or a
+    conversation uses is not ended. If there are several daemons, name one with --url.
 
     \b
     diskprefix stop
@@ -158,7 +158,7 @@ def stop(context: click.Context, model: str | None, url: str, api_key: str | Non
     if model is not None:
         done = _unload(urls, model, api_key)
     elif len(urls) > 1:
-        raise SettingsError(f"there are several daemons of yours; name one with --url: {', '.join(urls)}")
+        raise SettingsError(f"you have several daemons; name one with --url: {', '.join(urls)}")
     else:
         done = {"url": urls[0], "status": _end(urls[0])}
     if as_json:
@@ -184,7 +184,7 @@ def _unload(urls: list[str], model: str, api_key: str | None) -> dict[str, str]:
 def _end(url: str) -> str:
     """Ends a daemon of this user. Returns the status to show. Raises `NotReady` and `SettingsError`."""
     if (pid := process_of(url)) is None:
-        raise SettingsError(f"the daemon at {url} is not yours: its user ends it")
+        raise SettingsError(f"the daemon at {url} is not yours: only its user can end it")
     for daemon in shared_daemon().all():
         if daemon.url() == own_daemons().get(pid, url):
             with daemon.mutex():
@@ -194,7 +194,7 @@ def _end(url: str) -> str:
     is_service = False
     with suppress(OSError):
         is_service = "/diskprefix.service" in (_PROC / str(pid) / "cgroup").read_text(encoding="ascii")
-    waiting = status("the daemon finishes its requests, and saves what only memory holds …")
+    waiting = status("the daemon is finishing its requests, and saving what is only in memory …")
     # A daemon still saves after it has stopped to listen.
     with suppress(ProcessLookupError), waiting, open(os.pidfd_open(pid)) as process:
         os.kill(pid, signal.SIGTERM)

@@ -39,13 +39,13 @@ _SIGNAL_EXIT_CODE = 128
     "--model",
     metavar="NAME",
     callback=nonempty,
-    show_default="the served one, or the largest that was fetched, fits and calls tools",
+    show_default="the served one, or the largest fetched one that fits and calls tools",
     help="The model. If a daemon must be started, also a folder, a .gguf file or a repository.",
 )
 @url_option()
-@api_key_option("The key, for a daemon with --api-keys.", otherwise="the key of this user")
+@api_key_option("The key, for a daemon with --api-keys.", otherwise="this user's key")
 @click.option("--print", "prints", is_flag=True, help="Show what would be done, and do nothing.")
-@click.option("--clean", is_flag=True, help="Remove what AGENT, or all, and their launches have written. Asks first.")
+@click.option("--clean", is_flag=True, help="Remove what AGENT (or all agents) and launches wrote. Asks first.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @click.pass_context
 def launch(
@@ -61,18 +61,18 @@ def launch(
 ) -> int | None:
     """Start AGENT with ARGUMENTS, set up for the daemon. Without AGENT, list the agents and how to install them.
 
-    A daemon of yours that runs is used if it has the model, or without --model one that suits agents. Otherwise
-    `diskprefix serve --policy agent` is started with the largest model that was fetched, fits and calls tools, on
-    another port if need be, and ends with the last agent that uses it. If the process of the model dies before, another
-    is started. If that launch was killed, `diskprefix stop` ends the daemon. With --url, none is started.
+    If a daemon of yours runs and has the model (without --model: a model that suits agents), it is used. Otherwise
+    `diskprefix serve --policy agent` is started with the largest fetched model that fits and calls tools, on another
+    port if necessary. This daemon ends with the last agent that uses it. If the model's process dies earlier, another
+    one is started. If the launch was killed, `diskprefix stop` ends the daemon. With --url, no daemon is started.
 
-    No file of yours is changed: settings go into the agent's environment and into a profile of its own, a folder below
-    $XDG_CONFIG_HOME/diskprefix/launch. What the agent itself keeps (conversations, trusted folders) goes there too, if
-    the agent has a variable for that. Your own settings of the agent do not apply, except for what the launch does not
-    set in OpenCode and Aider; `diskprefix clients` prints what to add to them. --clean removes the profile.
+    Your own files are not changed: settings go into the agent's environment and into a separate profile, a folder below
+    $XDG_CONFIG_HOME/diskprefix/launch. The agent's own data (conversations, trusted folders) goes there too, if the
+    agent has a variable for that. Your own settings of the agent do not apply, except in OpenCode and Aider where
+    launch does not set them; `diskprefix clients` prints what to add to them. --clean removes the profile.
 
-    Agents send the key of this user, which is drawn at the first use: without it, other users of the daemon can test no
-    guesses of what your agents send.
+    Agents send this user's key, a secret generated at first use. Other users of the daemon do not have it, so they
+    cannot test guesses about what your agents send.
 
     \b
     diskprefix pull qwen3.5:4b
@@ -82,8 +82,8 @@ def launch(
     diskprefix launch claude --clean
 
     \b
-    Exit codes: 0 done; else that of the agent, or 128 and the number of the signal that ended it. Before it starts: 1
-    no daemon answers or starts, or --clean was declined; 2 wrong usage, no such agent here, or no model.
+    Exit codes: 0 done; else the agent's exit code, or 128 plus the number of the signal that ended it. Before it
+    starts: 1 no daemon answers or starts, or --clean was declined; 2 wrong usage, no such agent here, or no model.
     """
     shared = shared_daemon()
     if agent is None and not clean:
@@ -117,7 +117,7 @@ def launch(
         say(f"{known.title} uses {choice.served.model} at {choice.served.url}; its profile is {profile}")
         if known.first_prompt_tokens and choice.prefill_s_per_token:
             lasts = format_duration(known.first_prompt_tokens * choice.prefill_s_per_token)
-            how = "as measured here" if choice.is_measured else "a guess from the size of the model"
+            how = "as measured here" if choice.is_measured else "estimated from the size of the model"
             say(f"its first prompt has {known.first_prompt_tokens:,} tokens: about {lasts}, once ({how})")
         if (token := token_for(choice.served.url)) is not None:
             say(dashboard_line(choice.served.url, token))
@@ -181,7 +181,7 @@ def _served(running_url: str | None, url: str, model: str | None, api_key: str |
             return choice.served
     flags = flags_of_model(model, fetches=False)
     started = shlex.join(["diskprefix", "serve", "--policy", "agent", *flags])
-    click.echo(f"No daemon has it. `{started}` would be started, and says what to write for model and context:\n")
+    click.echo(f"No daemon serves it. `{started}` would be started; it reports model and context:\n")
     return Served(url=url, model=flags[-1] if flags else "MODEL", key=key, context=LEAST_CONTEXT)
 
 

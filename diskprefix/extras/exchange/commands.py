@@ -27,7 +27,7 @@ from diskprefix.units import counted, format_size
     "--output",
     metavar="FILE",
     type=PathType(),
-    show_default="the beginning of the id, in the current folder",
+    show_default="named by the beginning of the id, in the current folder",
     help="The file to write, or the folder to write it into.",
 )
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
@@ -40,8 +40,8 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
 
     The prompt keeps its tenant: in the other store, only requests with the same key and salt can use it.
 
-    This is safe beside a running daemon. Every block is verified. If one is damaged, no file is written. The file
-    contains the prompt, so only its owner may read it.
+    The command is safe beside a running daemon. Every block is verified; if one is damaged, no file is written. The
+    file contains the prompt, so only its owner may read it.
 
     \b
     diskprefix inspect                            lists the ids
@@ -82,17 +82,17 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
 def import_(files: tuple[Path, ...], dry_run: bool, force: bool, kv_cache_dir: Path, as_json: bool) -> None:
     """Add exported prompts to the store.
 
-    This is safe beside a running daemon, whose next request can restore the prompts. All files are verified before
-    anything is written. Blocks that the store already has are not stored again. If the store is full, other blocks are
-    evicted. A file larger than the budget is refused.
+    The command is safe beside a running daemon, whose next request can restore the prompts. All files are verified
+    before anything is written. Blocks that the store already has are not stored again. If the store is full, other
+    blocks are evicted. A file larger than the budget is refused.
 
     A prompt keeps its tenant: only requests with the same key and salt can use it.
 
-    State can only be restored with the same weights, libraries, device and settings. So a file is refused if its model
-    was not served with this store. The error says what differs.
+    State can be restored only with the same weights, libraries, device and settings. A file is therefore refused if its
+    model was not served with this store; the error says what differs.
 
-    Import only files that you trust: the model answers from this state, and a checksum does not protect against a
-    deliberate change.
+    Import only files that you trust: the model answers from this state, and a checksum does not protect against
+    deliberate changes.
 
     \b
     diskprefix import manual.safetensors

@@ -29,14 +29,14 @@ from diskprefix.store.folder import DATA
 from diskprefix.units import format_size
 
 
-@click.command(short_help="Write a copy of the store, beside a running daemon.")
+@click.command(short_help="Copy the store, even while a daemon runs.")
 @click.argument("target", metavar="FOLDER", type=PathType(file_okay=False))
 @store_options
 def backup(target: Path, kv_cache_dir: Path, as_json: bool) -> None:
-    """Write a consistent copy of the store to FOLDER, which is created and must not hold a store.
+    """Write a consistent copy of the store to FOLDER. FOLDER is created, and must not hold a store yet.
 
-    A daemon may run, and go on saving: the copy has what was stored when it began. It holds the stored records and
-    nothing of what was purged. It is checked before it is complete. `diskprefix restore` puts it back.
+    A daemon may keep running and saving: the copy has what was stored when it began. It contains the stored records and
+    no purged data, and is checked before it is complete. `diskprefix restore` puts it back.
 
     \b
     diskprefix backup /mnt/backup/kv-monday
@@ -44,7 +44,7 @@ def backup(target: Path, kv_cache_dir: Path, as_json: bool) -> None:
     diskprefix inspect --kv-cache-dir /mnt/backup/kv-monday
 
     \b
-    Exit codes: 0 done, 2 wrong usage, 4 the store is damaged, FOLDER holds one already, or its disk is too full.
+    Exit codes: 0 done; 2 wrong usage; 4 the store is damaged, FOLDER already holds one, or its disk is too full.
     """
     target = target.absolute()
     require_store(kv_cache_dir)
@@ -53,14 +53,14 @@ def backup(target: Path, kv_cache_dir: Path, as_json: bool) -> None:
     _show("wrote", target / DATA, result, as_json)
 
 
-@click.command(short_help="Put a backup in the place of the store.")
+@click.command(short_help="Replace the store with a backup.")
 @click.argument("source", metavar="FOLDER", type=PathType(file_okay=False))
 @click.option("--yes", is_flag=True, help="Do not ask before a store is replaced.")
 @store_options
 def restore(source: Path, yes: bool, kv_cache_dir: Path, as_json: bool) -> int:
-    """Put the store that `diskprefix backup` wrote to FOLDER in the place of the one in the cache folder.
+    """Replace the store in the cache folder with the one that `diskprefix backup` wrote to FOLDER.
 
-    The daemon must not run. The store that is there is lost; the backup stays. The command may be interrupted at any
+    The daemon must not be running. The current store is lost; the backup stays. The command may be interrupted at any
     moment: the old file stays until the new one is complete, checked and on disk.
 
     \b
@@ -84,16 +84,17 @@ def restore(source: Path, yes: bool, kv_cache_dir: Path, as_json: bool) -> int:
     return 0
 
 
-@click.command(short_help="Return unused room of the store's file to the disk.")
+@click.command(short_help="Return unused space in the store's file to the disk.")
 @store_options
 def compact(kv_cache_dir: Path, as_json: bool) -> None:
-    """Write the store's file anew without the room that removed blocks left in it.
+    """Rewrite the store's file without the space that removed blocks left in it.
 
-    The file never shrinks by itself: new blocks use the room of blocks that were evicted or purged. Until then the room
-    still holds the old bytes. Compact the store to return that room to the disk, and to erase what was purged.
+    The file never shrinks by itself: new blocks reuse the space of evicted or purged blocks, and until then that space
+    still holds the old bytes. Compacting returns the space to the disk and erases purged data.
 
-    The daemon must not run, because its file is replaced. The command needs as much free disk as the new file takes.
-    It may be interrupted at any moment: the old file stays until the new one is complete, checked and on disk.
+    The daemon must not be running, because its file is replaced. The disk needs as much free space as the new file
+    takes. The command may be interrupted at any moment: the old file stays until the new one is complete, checked and
+    on disk.
 
     \b
     diskprefix compact
@@ -101,7 +102,7 @@ def compact(kv_cache_dir: Path, as_json: bool) -> None:
     diskprefix purge --older-than 30d --yes && diskprefix compact
 
     \b
-    Exit codes: 0 done, 2 wrong usage, 4 the store is in use or damaged, or the disk is too full.
+    Exit codes: 0 done; 2 wrong usage; 4 the store is in use or damaged, or the disk is too full.
     """
     require_store(kv_cache_dir)
     with advised(), progress("compacting", compacted_bytes(kv_cache_dir)) as advance:

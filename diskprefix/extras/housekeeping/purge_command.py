@@ -55,7 +55,7 @@ _OWN_TOOLS = "remove them with the bucket's own tools"
 @click.option("--all", "everything", is_flag=True, help="Remove everything.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
-@click.option("--erase", is_flag=True, help="Rewrite the file without what was removed. The disk needs room for both.")
+@click.option("--erase", is_flag=True, help="Rewrite the file without the removed data. The disk needs room for both.")
 @setting_option("remote_tier")
 @setting_option("namespace_key_file")
 @store_options
@@ -78,14 +78,13 @@ def purge(
     ENTRY is an id from inspect, or the beginning of one. A prompt is removed with its replies, stored responses, and
     all blocks that no other prompt needs. --model and --salt remove everything of the model or tenant.
 
-    Nothing finds the prompts any more, and a running daemon forgets them within seconds. If no other process has the
-    store open and less is left than was removed, the file is rewritten and shrinks. Otherwise it keeps its size, and
-    the removed bytes stay in free parts of it until something else is written there; with --erase, it is always
-    rewritten. The disk itself may keep old bytes, and backups still have them.
+    Purged prompts are no longer found, and a running daemon forgets them within seconds. If no other process has the
+    store open and less data is left than was removed, the file is rewritten and shrinks. Otherwise it keeps its size,
+    and the removed bytes stay in its free space until they are overwritten; --erase always rewrites the file. The disk
+    itself may keep old bytes, and backups still have them.
 
-    With --remote-tier, the prompts are removed from the bucket too. That is not done with --older-than, which a
-    lifecycle rule of the bucket does, or with --all, because others share the bucket: remove its objects with its own
-    tools.
+    With --remote-tier, the prompts are also removed from the bucket, except with --older-than (a lifecycle rule of the
+    bucket does this) and with --all (others share the bucket: remove its objects with its own tools).
 
     \b
     diskprefix purge 3fa9 42d1
@@ -161,7 +160,7 @@ def _bucket(
 ) -> tuple[Bucket | None, str | None]:
     """Returns the opened bucket, or why nothing is removed from it."""
     if purge_filter.older_than_s is not None:
-        return None, "what is old is removed there by a lifecycle rule of the bucket"
+        return None, "a lifecycle rule of the bucket removes old objects"
     if purge_filter.is_everything:
         return None, f"others share it: {_OWN_TOOLS}"
     if remote_tier is None or namespace_key_file is None:
@@ -194,11 +193,11 @@ def _require_known(snapshot: Snapshot, model: str | None, salt: str | None) -> N
     records = [record for _, record in snapshot.roots()]
     models = {record.model for record in records} | {served.model for _, served in snapshot.models()}
     if model is not None and model not in models:
-        raise SettingsError(f"--model: nothing is stored of {model!r}; `diskprefix inspect` shows the models")
+        raise SettingsError(f"--model: nothing is stored for {model!r}; `diskprefix inspect` shows the models")
     if salt is not None and not any(matches(record.tenant, salt) for record in records):
         # The value may be a secret, so it is not repeated.
-        advice = "`diskprefix inspect` shows the tenants (an API key is given itself and not by its name)"
-        raise SettingsError(f"--salt: nothing is stored of this tenant; {advice}")
+        advice = "`diskprefix inspect` shows the tenants (give an API key itself, not its name)"
+        raise SettingsError(f"--salt: nothing is stored for this tenant; {advice}")
 
 
 def _amounts(num_entries: int, num_blocks: int, num_bytes: int) -> str:
@@ -259,7 +258,7 @@ def _show_elsewhere(purged: Purged) -> None:
         click.echo(f"objects in the bucket stay: {purged.remote_error}", err=True)
 
     if purged.is_erased:
-        click.echo("rewrote the file: no byte of what was removed is in it")
+        click.echo("rewrote the file: it holds no removed bytes")
     elif purged.is_erased is not None:
         why = "another process still has the old one open: its bytes are on the disk until that process ends"
         click.echo(f"rewrote the file, but {why}", err=True)

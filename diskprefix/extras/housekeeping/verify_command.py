@@ -27,14 +27,14 @@ from diskprefix.units import counted, format_size
 def verify(fix: bool, kv_cache_dir: Path, as_json: bool) -> int:
     """Check the store for damage.
 
-    The command lets another process read the whole structure of the file, then checks each record (checksum, name,
-    place in the tree, counts, sizes) and its relations to other records. Then it reads, verifies and decodes every
-    payload. It is safe beside a running daemon, with --fix too. A daemon checks everything that it restores. This
-    command finds damage before a request does.
+    A separate process reads the whole structure of the file. Then the command checks each record (checksum, name,
+    place in the tree, counts, sizes) and its relations to other records, and reads, verifies and decodes every payload.
+    It is safe beside a running daemon, even with --fix. A daemon checks everything that it restores; this command finds
+    damage before a request does.
 
     With --fix, a damaged block is removed together with the blocks that continue it; any other damaged record is
-    removed alone. All other blocks can be restored. Prompts that lost blocks are computed again. Without --fix, nothing
-    is changed.
+    removed alone. All other blocks can still be restored. Prompts that lost blocks are recomputed. Without --fix,
+    nothing is changed.
 
     \b
     diskprefix verify

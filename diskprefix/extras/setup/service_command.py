@@ -112,7 +112,7 @@ def _run(*command: str) -> str:
         reason, *_ = [*done.stderr.strip().splitlines(), f"exit code {done.returncode}"]
         hint = "`journalctl --user -u diskprefix` may say more"
         if "connect to bus" in reason or "not been booted" in reason:
-            hint = "there is no systemd session of this user: log in as the user, or run `diskprefix serve`"
+            hint = "this user has no systemd session: log in as the user, or run `diskprefix serve`"
         raise NotReady(f"{' '.join(command[:3])}: {reason}; {hint}")
     return done.stdout
 
@@ -146,12 +146,12 @@ def _installed() -> Settings | None:
     return build_settings(policy_values(str(_policy()))) if _policy().exists() else None
 
 
-@click.group()
+@click.group(short_help="Run the daemon as a service of this user.")
 def service() -> None:
-    """Run the daemon as a service of yours: from login on, and again after a failure. No root is needed.
+    """Run the daemon as your own service: it starts at login, and again after a failure. No root is needed.
 
-    systemd holds the port: requests that come while the daemon starts wait. On macOS, launchd starts the daemon; that
-    was written from launchd's documentation and not tried.
+    systemd holds the port, so requests that arrive while the daemon starts wait. On macOS, launchd starts the daemon;
+    this was written from launchd's documentation and not tried.
 
     \b
     diskprefix service install --model ~/models/qwen
@@ -159,7 +159,7 @@ def service() -> None:
     journalctl --user -u diskprefix -f
     diskprefix service remove
 
-    Exit codes: 0 done; 1 it does not run, or there is no systemd session of this user; 2 wrong usage.
+    Exit codes: 0 done; 1 it does not run, or this user has no systemd session; 2 wrong usage.
     """
 
 
@@ -171,15 +171,15 @@ def install(as_json: bool, **flags: Any) -> int:
     """Start the daemon now and at each login, with the given options of `serve`.
 
     Options and DISKPREFIX_ variables are written to ~/.config/diskprefix/service.toml. A second install replaces them,
-    and starts the daemon again if something changed. The daemon stops when you log out, unless you linger: `loginctl
+    and restarts the daemon if something changed. The daemon stops when you log out, unless lingering is on: `loginctl
     enable-linger` starts your services at boot and keeps them running.
 
-    Exit codes: 0 done; 1 there is no systemd session of this user; 2 wrong usage, or the port is in use.
+    Exit codes: 0 done; 1 this user has no systemd session; 2 wrong usage, or the port is in use.
     """
     settings, manager, before = build_settings(flags), _manager(), _installed()
     manager.state()
     if not settings.port:
-        raise SettingsError("--port: a service needs a port of its own, not 0")
+        raise SettingsError("--port: a service needs a fixed port, not 0")
     if before is None or _address(before) != _address(settings):
         for listener in listen(settings.host, settings.port):
             listener.close()
@@ -201,7 +201,7 @@ def install(as_json: bool, **flags: Any) -> int:
 def status(as_json: bool) -> int:
     """Show whether the service is installed and runs.
 
-    Exit codes: 0 it runs or starts; 1 it does not, or there is no systemd session of this user.
+    Exit codes: 0 it runs or starts; 1 it does not, or this user has no systemd session.
     """
     return _show(_manager(), as_json)
 
@@ -211,7 +211,7 @@ def status(as_json: bool) -> int:
 def remove(as_json: bool) -> None:
     """Stop the daemon and remove the service. Models and saved prompts stay.
 
-    Exit codes: 0 done, or nothing was installed; 1 there is no systemd session of this user.
+    Exit codes: 0 done, or nothing was installed; 1 this user has no systemd session.
     """
     manager = _manager()
     if _installed() is not None:
@@ -228,7 +228,7 @@ def _show(manager: _Systemd | _Launchd, as_json: bool) -> int:
     if as_json:
         print_json({"installed": url is not None, "url": url, "settings": str(_policy())} | state)
     elif url is None:
-        click.echo(f"no service is installed; `{_MARK}` does it")
+        click.echo(f"no service is installed; run `{_MARK}`")
     else:
         pid = f" (pid {state['pid']})" if state["pid"] else ""
         click.echo(printable_only(f"{state['state']}{pid} {state.get('status', '')}".rstrip()))

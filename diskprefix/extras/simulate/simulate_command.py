@@ -66,7 +66,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read.
     "--regime",
     type=click.Choice(REGIMES, case_sensitive=False),
     multiple=True,
-    show_default=f"that of the recorded model, else {REGIMES[0]}",
+    show_default=f"the recorded model's, else {REGIMES[0]}",
     help="The kind of model, which decides where a prefix can be restored. token: at any token. sliceable: at the end "
     "of any block. checkpoints: at checkpoints only (recurrent or linear attention). Can be given several times.",
 )
@@ -81,7 +81,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read.
     "--policy",
     metavar="NAME|FILE",
     multiple=True,
-    help="A preset, such as agent, or a .toml file. It gets a row of its own. Settings that it lacks are those of the "
+    help="A preset, such as agent, or a .toml file. It gets its own row. Settings that it lacks are as in the "
     "other rows. Can be given several times.",
 )
 @setting_option("block_size", envvar=None, **_recorded(_DEFAULTS.block_size))
@@ -91,7 +91,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read.
 @setting_option(
     "kv_memory",
     envvar=None,
-    help="Memory for sequences that ended, in which a next turn continues.",
+    help="Memory that keeps finished sequences, so that the next turn can continue there.",
     show_default="none: everything is restored from the disk",
 )
 @setting_option("ahead", envvar=None)
@@ -108,11 +108,10 @@ def simulate(
     """Replay recorded workloads without a model. Show what each setting would have restored and written.
 
     The daemon's own code decides what to keep and what to evict. Model, disk and clock are simulated. Scopes, marks and
-    times to live that single requests set apply in every row. Each model of a recording has a table and a store of its
-    own.
+    times to live that single requests set apply in every row. Each model of a recording gets its own table and store.
 
-    --kv-cache-gate, a full disk and a full write buffer are not simulated: everything that is found is
-    restored, and writing takes no time.
+    --kv-cache-gate, a full disk and a full write buffer are not simulated: everything that is found is restored, and
+    writing takes no time.
 
     \b
     TRACE is a file with one JSON object on each line:
@@ -125,14 +124,14 @@ def simulate(
     written    tokens written to disk, in % of the prompt tokens
     bytes      bytes written to disk
     evictions  evicted blocks and checkpoints
-    saved      time of prefill that restoring saved
-    ahead      tokens computed while nobody waited, of a recording that has them
+    saved      prefill time saved by restoring
+    ahead      tokens computed while no request waited, if the recording has them
     --json has more columns.
 
     \b
-    Below the table stands the scope that writes least of those that restore the most,
-    to one point.
-    upper-bound      a limit for all rules: every token that a prompt shares with an
+    The line below the table names the scope that writes least among those that restore
+    the most, to within one point.
+    upper-bound      the limit of all rules: every token that a prompt shares with an
                      earlier one is restored
     """
     cases_of = partial(

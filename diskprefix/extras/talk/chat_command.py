@@ -104,22 +104,22 @@ class Talk:
     "--max-tokens",
     type=click.IntRange(min=1),
     default=1024,
-    help="The most tokens of a reply. Small models may find no end.",
+    help="The maximum number of tokens in a reply. Small models may not stop by themselves.",
 )
 @option(
     "--temperature",
     type=click.FloatRange(0, 2),
     show_default="the daemon's",
-    help="How freely the model chooses its words; 0: always the likeliest.",
+    help="How freely the model chooses its words; 0: always the most likely ones.",
 )
-@click.option("--browser", is_flag=True, help="Open the chat page in a browser; all else is chosen there.")
+@click.option("--browser", is_flag=True, help="Open the chat page in a browser; everything else is set there.")
 @url_option()
-@api_key_option("The key to send.", otherwise="the key that agents of this user send")
+@api_key_option("The key to send.", otherwise="the key that this user's agents send")
 def chat(browser: bool, url: str, api_key: str | None, **options: Any) -> None:
     """Talk to the model of a running daemon.
 
-    A line below each reply says how many tokens of the prompt were restored, and when the first token came. `--browser`
-    opens the chat page instead.
+    A line below each reply shows how many tokens of the prompt were restored, and the time to the first token.
+    `--browser` opens the chat page instead.
     """
     if browser:
         for name in options:
@@ -163,7 +163,7 @@ def _one_turn(talk: Talk, url: str, api_key: str | None) -> bool:
         click.echo()
         return False
     except UnicodeDecodeError:
-        click.secho("that was no text in the encoding of this terminal", fg="red", err=True)
+        click.secho("this is not text in the encoding of this terminal", fg="red", err=True)
         return True
     word = text.partition(" ")[0]
     if text == "/bye":

@@ -30,7 +30,7 @@ cannot be fetched.
 
 
 @click.command(
-    short_help="Talk to a model: fetch it and start a daemon if need be.",
+    short_help="Talk to a model: fetch it and start a daemon if necessary.",
     epilog=_EPILOG,
     params=[each for each in chat.params if each.name not in ("model", "browser")],
 )
@@ -40,14 +40,14 @@ cannot be fetched.
 def run(
     context: click.Context, /, model: str, prompt: tuple[str, ...], url: str, api_key: str | None, **options: Any
 ) -> None:
-    """Talk to MODEL: a short name, ORG/NAME[:QUANT] of the hub, which is fetched if need be, a folder or a .gguf file.
+    """Talk to MODEL: a short name or ORG/NAME[:QUANT] of the hub (fetched if necessary), a folder or a .gguf file.
 
-    With PROMPT, print one reply and end. What comes from a pipe goes before PROMPT, or is the prompt.
+    With PROMPT, print one reply and exit. Piped input goes before PROMPT, or is the prompt.
 
-    A daemon of yours that serves MODEL is used. Otherwise one is started in the background, on another port if need be.
-    It unloads the model five minutes after the last request, and loads it again for the next one; what it has saved is
-    restored. `diskprefix ps` shows the daemon, and `diskprefix stop` ends it. If another model is run while nobody uses
-    the daemon, one with that model takes its place. With --url, none is started.
+    If a daemon of yours serves MODEL, it is used. Otherwise one is started in the background, on another port if
+    necessary. It unloads the model five minutes after the last request, and loads it again for the next one; saved
+    state is restored. `diskprefix ps` shows the daemon, and `diskprefix stop` ends it. If you run another model while
+    nobody uses the daemon, a daemon with that model replaces it. With --url, no daemon is started.
     """
     with ExitStack() as stack:
         if context.get_parameter_source("url") is ParameterSource.DEFAULT:

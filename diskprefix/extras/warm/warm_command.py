@@ -33,7 +33,7 @@ Examples:
   diskprefix warm --system prompt.txt                  a system prompt, for all chats that begin with it
   diskprefix warm document.txt                         a raw prompt, as /v1/completions takes it
   diskprefix warm conversation.json                    a list of messages, or a request body
-  diskprefix warm yesterday.jsonl                      one request body or list of messages on each line
+  diskprefix warm yesterday.jsonl                      one request body or list of messages per line
 
 Exit codes: 0 done; 1 a prompt failed, or no daemon answers; 2 wrong usage.
 """
@@ -68,7 +68,7 @@ class Target:
         if answer.status != 200:
             if otherwise is not None:
                 return otherwise
-            raise NotReady(f"the daemon does not say what it has written: {answer.message}")
+            raise NotReady(f"the daemon does not report what it has written: {answer.message}")
         state: Json = answer.body["full_cache"]["state"]
         return state
 
@@ -81,16 +81,16 @@ class Target:
     "--scope",
     metavar="SCOPE",
     default="full",
-    help="How much of each prompt is kept: full, auto:N or N. It replaces the scope in a body.",
+    help="How much of each prompt is kept: full, auto:N or N. It overrides the scope in a body.",
 )
 @option("--system", is_flag=True, help="Each text FILE is the system message of a chat, not a raw prompt.")
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 @option("--model", metavar="NAME", show_default="one in memory", help="The model, if the daemon has several.")
 @url_option()
 @api_key_option(
-    "The key to send. The prompts are saved for this key. Other users can see the option in the list of processes; "
-    "they cannot see the variable.",
-    otherwise="the key that agents of this user send",
+    "The key to send. The prompts are saved for this key. Other users can see the option in the process list, but not "
+    "the variable.",
+    otherwise="the key that this user's agents send",
 )
 def warm(
     files: tuple[str, ...],
@@ -103,9 +103,9 @@ def warm(
 ) -> int:
     """Compute prompts and save their state on disk before the first request needs them.
 
-    Each FILE is a text, a JSON list of messages, a JSON request body, or a .jsonl file with a list or body on each
-    line. The name - is standard input. A text is a raw prompt, which chats cannot use. With --system it is the system
-    message of a chat: every chat that begins with the same system message uses its state.
+    Each FILE is a text, a JSON list of messages, a JSON request body, or a .jsonl file with one list or body per line.
+    The name - stands for standard input. A text is a raw prompt, which chats cannot use. With --system it is the
+    system message of a chat: every chat that begins with this system message uses its state.
 
     The prompts are sent to a running daemon. Prompts that are already saved are not computed again.
 
@@ -198,7 +198,7 @@ def _wait_written(target: Target) -> Json | None:
                 break
             if time.monotonic() > deadline:
                 raise NotReady(
-                    f"the daemon has not written what was pending within {_PATIENCE_S:.0f} s; its log may say why"
+                    f"the daemon did not write its pending state within {_PATIENCE_S:.0f} s; its log may say why"
                 )
             time.sleep(_POLL_S)
             state = target.state()

@@ -39,7 +39,7 @@ def test_a_block_is_whole_pages_and_not_too_small(page: int, block: int) -> None
         ({}, "kv_cache_dir: must name the folder of the store"),
         (
             {"kv_cache_dir": "~nobody-here/kv"},
-            "kv_cache_dir: ~nobody-here/kv: ~nobody-here is the home folder of nobody",
+            "kv_cache_dir: ~nobody-here/kv: ~nobody-here names no user",
         ),
         (KV | {"bugdet": 1}, "bugdet: unknown key; there are: kv_cache_dir, kv_cache_budget, "),
         (KV | {"kv_cache_budget": "much"}, "kv_cache_budget: 'much' is not a size"),

@@ -319,5 +319,5 @@ def test_list_show_and_rm_know_what_other_programs_have(run: Run, ollama: Ollama
     assert [printed.count(name) for name in rows] == [1, 1, 1]
     assert "qwen2.5:0.5b (Ollama)" in run("show", "qwen2.5:0.5b").stdout
     run("pull", "qwen2.5:0.5b").assert_refused(2, "Ollama has qwen2.5:0.5b", "diskprefix serve --model qwen2.5:0.5b")
-    run("rm", "qwen2.5:0.5b", "--yes").assert_refused(2, "qwen2.5:0.5b belongs to Ollama, and only that removes it")
+    run("rm", "qwen2.5:0.5b", "--yes").assert_refused(2, "qwen2.5:0.5b belongs to Ollama, and must be removed there")
     run("serve", "--model", "qwen2.5:05b").assert_refused(3, "`diskprefix list`", "the nearest is qwen2.5:0.5b")

@@ -11,13 +11,13 @@ from diskprefix.extras.open_page import open_page
 @click.command(short_help="Open the dashboard in a browser.")
 @url_option()
 @api_key_option("The key named admin, for a daemon with --api-keys.", otherwise="the token of your daemon")
-@click.option("--print", "prints", is_flag=True, help="Print the link, which has the token, and open nothing.")
+@click.option("--print", "prints", is_flag=True, help="Print the link, token included, instead of opening it.")
 def dashboard(url: str, api_key: str | None, prints: bool) -> None:
-    """Open the dashboard of the running daemon in a browser. Where there is none, print the link.
+    """Open the dashboard of the running daemon in a browser. If there is no browser, print the link.
 
-    The link has the token of your daemons, so the page shows texts of prompts, also after a restart of the daemon. The
-    browser is given a file that only you can read, and not the link: other users see the arguments of programs. A
-    browser that may not read files below $XDG_CACHE_HOME, as some in a sandbox, needs the printed link.
+    The link contains the token of your daemons, so the page shows the texts of prompts, even after the daemon restarts.
+    The browser opens a file that only you can read, not the link itself, because other users can see the arguments of
+    programs. A browser that may not read files below $XDG_CACHE_HOME, such as a sandboxed one, needs the printed link.
 
     \b
     diskprefix dashboard

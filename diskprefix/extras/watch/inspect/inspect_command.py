@@ -35,13 +35,13 @@ _NUMBERS = ("tokens", "checkpoints", "stored", "shared", "hits")
 @click.command(short_help="List the saved prompts, and what they share.")
 @click.argument("entry", required=False)
 @click.option("--tree", is_flag=True, help="Show the prefix tree with its shared trunks.")
-@click.option("--stats", is_flag=True, help="Show the gain of the cache by model and tenant.")
-@click.option("--lost", is_flag=True, help="Show the tokens that were computed again in the last day, and why.")
+@click.option("--stats", is_flag=True, help="Show the cache's savings by model and tenant.")
+@click.option("--lost", is_flag=True, help="Show the tokens that were recomputed in the last day, and why.")
 @setting_option(
     "model",
     envvar=None,
     metavar="NAME",
-    help="Only the saved prompts of this model, named as in the list.",
+    help="Show only the saved prompts of this model, named as in the list.",
     show_default="all",
 )
 @store_options
@@ -50,9 +50,9 @@ def inspect(
 ) -> None:
     """List the saved prompts in the cache folder, the most recently used first.
 
-    With ENTRY, an id or the beginning of one, show that entry only: its text, its blocks, the entries that share them,
+    With ENTRY, an id or the beginning of one, show only that entry: its text, its blocks, the entries that share them,
     and its uses. A prompt that is extended gets a new id.
-    This is safe beside a running daemon: the command reads one consistent view and changes nothing.
+    The command is safe beside a running daemon: it reads one consistent view and changes nothing.
 
     \b
     stored       bytes on disk of all blocks of the entry
@@ -107,7 +107,7 @@ def _of_model(roots: Mapping[bytes, str], model: str) -> dict[bytes, str]:
     own = {root: name for root, name in roots.items() if name == model}
     if not own:
         names = ", ".join(sorted({*roots.values()})) or "no model"
-        raise SettingsError(f"--model: nothing is saved of {model}; there are prompts of {names}")
+        raise SettingsError(f"--model: no prompt of {model} is saved; there are prompts of {names}")
     return own
 
 

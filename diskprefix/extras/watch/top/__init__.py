@@ -14,9 +14,9 @@ from diskprefix.extras.daemon_call import running_daemon
 @click.command(short_help="Watch the daemon.")
 @url_option()
 @api_key_option("The key named admin, for a daemon with --api-keys.")
-@option("--model", help="The model to watch, of a daemon that has several. Default: one that is loaded.")
+@option("--model", help="The model to watch, if the daemon has several. Default: one that is loaded.")
 def top(url: str, api_key: str | None, model: str | None) -> None:
-    """Show the running daemon until `q` or Ctrl-C: its requests, memory, store and problems, and what the cache decided
+    """Show the running daemon until `q` or Ctrl-C: its requests, memory, store and problems, and the cache's decisions
     for the last requests.
 
     \b
