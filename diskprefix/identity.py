@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 _OF_BUILD = frozenset({"bits", "code", "torch_version", "transformers_version", "gguf_version", "numpy_version"})
 """The fields that an upgrade changes."""
 
 
-@dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(Struct, frozen=True):
     """Everything that changes the numbers of a model, by name. The root lacks the fields in `left_out`."""
 
     named: Mapping[str, str]

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from msgspec import Struct
+
 from diskprefix.errors import SettingsError
 from diskprefix.units import format_size, parse_size
 
@@ -89,8 +91,7 @@ def default_kv_cache_dir() -> Path:
     return (Path(directory) if directory else cache_home()) / "kv"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(Struct, frozen=True, kw_only=True):
     """Describes one field of `Settings`: its help, its kind and its range."""
 
     group: str

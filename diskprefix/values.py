@@ -8,8 +8,12 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from diskprefix.errors import InvalidScope, ModelNotFound
 from diskprefix.tenant_ids import TENANT_ID, id_of
@@ -143,8 +147,7 @@ SCOPE_WORDS: dict[ScopeKind, ScopeWord] = {
 }
 
 
-@dataclass(frozen=True)
-class Scope:
+class Scope(Struct, frozen=True):
     """A valid scope. `value` is the window of `auto` in requests, or the N of `tokens`; 0 for `off` and `full`.
 
     Raises `InvalidScope` for a combination that the grammar cannot express, so `parse_scope(str(scope)) == scope`.
@@ -205,8 +208,7 @@ class LeftOut(NamedTuple):
     last: str
 
 
-@dataclass(frozen=True)
-class Rewriting:
+class Rewriting(Struct, frozen=True):
     """The differences between a prompt and the conversation that the client sent.
 
     `would_change` names the normalisers that found something but were not on. `template_kwargs` are the variables of
@@ -216,11 +218,10 @@ class Rewriting:
     changes: tuple[Change, ...] = ()
     would_change: tuple[str, ...] = ()
     left_out: LeftOut | None = None
-    template_kwargs: Mapping[str, bool] = field(default_factory=dict)
+    template_kwargs: Mapping[str, bool] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class SourceText:
+class SourceText(Struct, frozen=True, eq=False):
     """The text of a prompt. `starts` has the index of each token's first character, shape (num_tokens,). `tools` are
     the names of its tools, `results` the texts that tools returned, each with the tool's name."""
 
@@ -247,8 +248,7 @@ class SourceText:
         return name if at >= 0 else ""
 
 
-@dataclass(frozen=True, eq=False)
-class Picture:
+class Picture(Struct, frozen=True, eq=False):
     """A picture of a prompt.
 
     `name` is a digest (16 bytes) of its content and of the processor's output. `text` replaces it in the prompt, with
@@ -268,8 +268,7 @@ class Picture:
     prepare: Callable[[], dict[str, Any]]
 
 
-@dataclass(frozen=True, eq=False)
-class Prompt:
+class Prompt(Struct, frozen=True, eq=False):
     """A tokenised prompt with its structure.
 
     `boundaries` are the safe cut positions, ascending, each one past a marker that the template wrote; text without
@@ -287,7 +286,7 @@ class Prompt:
     text: str = ""
     pictures: tuple[Picture, ...] = ()
     marks: tuple[Mark, ...] = ()
-    rewriting: Rewriting = field(default_factory=Rewriting)
+    rewriting: Rewriting = msgspec.field(default_factory=Rewriting)
     source: SourceText | None = None
     replayed: int = 0
 
@@ -299,8 +298,7 @@ class Prompt:
         return self.boundaries[index - 1] if index else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheOptions:
+class CacheOptions(Struct, frozen=True, kw_only=True):
     """The cache's options for one request.
 
     `scope` limits the kept part of the prompt, `tenant` owns its state. `group` (8 bytes, see `tenant_ids.group_of`;
@@ -327,8 +325,7 @@ class Break(NamedTuple):
     num_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Selection:
+class Selection(Struct, frozen=True, kw_only=True):
     """The policy's decision on how much of one prompt to keep. All positions and lengths are in tokens.
 
     The policy chooses the boundary `selected`. State is kept up to `aligned`, which is `selected` if the model is exact
@@ -397,8 +394,7 @@ class Lost(NamedTuple):
     num_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheReport:
+class CacheReport(Struct, frozen=True, kw_only=True):
     """The cache's work for one request. The response's `prefix_cache` object shows a part, the debug log everything.
 
     `restored` prompt tokens were not computed; their state came from `source` in `restore_ms`. `matched` tokens were
@@ -424,7 +420,7 @@ class CacheReport:
     broken_line: str = ""
     broken_tool: str = ""
     recomputed: tuple[Lost, ...] = ()
-    rewriting: Rewriting = field(default_factory=Rewriting)
+    rewriting: Rewriting = msgspec.field(default_factory=Rewriting)
     replayed: int = 0
 
     @property
@@ -434,7 +430,7 @@ class CacheReport:
 
     def log_line(self) -> str:
         """Returns one line with all values as `name=value`, without empty ones."""
-        hidden, values = ("selection", "broken_line", "broken_tool", "rewriting"), vars(self) | vars(self.selection)
+        hidden, values = ("selection", "broken_line", "broken_tool", "rewriting"), asdict(self) | asdict(self.selection)
         shown = {name: value for name, value in values.items() if name not in hidden and value not in (None, ())}
         return " ".join(["[disk-cache]", *(f"{name}={_logged(value)}" for name, value in shown.items())])
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
+from msgspec.structs import replace
 from pydantic import ConfigDict, Field, field_validator
 
 from diskprefix.api.anthropic_content import AnthropicMessageBody, TextBlock, neutral_messages

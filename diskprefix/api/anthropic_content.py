@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Literal, TypeAlias
 
+from msgspec.structs import replace
 from pydantic import AfterValidator, Field
 
 from diskprefix.api.fields import (

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import msgspec
+from msgspec import Struct
 
 from diskprefix.api.fields import RequestBody
 from diskprefix.api.parsed_request import ParsedRequest
@@ -24,8 +24,7 @@ Json: TypeAlias = dict[str, Any]
 B = TypeVar("B", bound=RequestBody)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Head:
+class Head(Struct, frozen=True, kw_only=True):
     """Values of a reply that are known before it begins."""
 
     id: str
@@ -54,8 +53,7 @@ def json_text(value: object) -> bytes:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-@dataclass(frozen=True)
-class ServerSentEvent:
+class ServerSentEvent(Struct, frozen=True):
     """An event of a stream. `data` that is an object is written as JSON; without `name` it is an unnamed event."""
 
     data: JsonObject | str
@@ -68,8 +66,7 @@ class ServerSentEvent:
         return b"%bdata: %b\n\n" % (name, data.encode() if isinstance(data, str) else json_text(data))
 
 
-@dataclass(frozen=True)
-class JsonLine:
+class JsonLine(Struct, frozen=True):
     """An event of a stream of lines (NDJSON)."""
 
     data: JsonObject

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, get_args, get_origin
 
+from msgspec import Struct
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -135,8 +135,7 @@ AS_SENT = WrapValidator(_as_sent)
 """Checks an object, but keeps the client's dict, because the order of its keys is part of the prompt."""
 
 
-@dataclass(frozen=True)
-class OneOf:
+class OneOf(Struct, frozen=True):
     """Chooses the member of a union by the JSON type of the value, and among objects by their field `type`.
 
     `expected` completes the error for a value without a member: "must be ...". `other` is the member for objects whose

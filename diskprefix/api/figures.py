@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
+
+from msgspec.structs import asdict
 
 from diskprefix.chat.normalisers import helpful_normalisers, shape_of
 from diskprefix.engine.request import DoneEvent

@@ -7,9 +7,11 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation, JsonObject
@@ -32,8 +34,7 @@ OF_ONE_OF = "`true`: a `oneOf` whose branches may overlap is an error. Otherwise
 _START = re.compile(r"^start\b(?=\s*:)", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class TextFormat:
+class TextFormat(Struct, frozen=True):
     """The format of the text of a reply. `path` is the field of the request that asks for it.
 
     `source` is JSON text of a schema, or a JSON list of texts. If it is not strict, branches of a `oneOf` may overlap.
@@ -66,8 +67,7 @@ class TextFormat:
         return cls("json_schema", json.dumps(whole), path + of_schema, bool(strict))
 
 
-@dataclass(frozen=True)
-class ToolChoice:
+class ToolChoice(Struct, frozen=True):
     """The offered tools that may be called, or one of which must be called.
 
     If `names` is None, all tools may be called. Without `many`, a reply has one call at most. `path` is the field of
@@ -135,8 +135,7 @@ def openai_choice(
     return replace(choice, strict=strict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParsedRequest:
+class ParsedRequest(Struct, frozen=True, kw_only=True):
     """A request in neutral words. A `prompt` that is text or token ids is continued as it is, and a gap is filled in.
 
     The reply to such a prompt is not parsed for reasoning and calls.

@@ -6,8 +6,10 @@ import json
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from diskprefix.chat.output.format import (
     ContentDelta,
@@ -25,8 +27,7 @@ from diskprefix.json_values import whole_characters
 EndReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
-@dataclass(frozen=True)
-class CallBegin(ToolCallBegin):
+class CallBegin(ToolCallBegin, frozen=True):
     """The beginning of a tool call, with its id."""
 
     id: str
@@ -35,8 +36,7 @@ class CallBegin(ToolCallBegin):
 ReplyDelta: TypeAlias = ReasoningDelta | ContentDelta | CallBegin | ToolCallDelta
 
 
-@dataclass(frozen=True)
-class DeltaEvent:
+class DeltaEvent(Struct, frozen=True):
     """New parts of a choice, in order. Both may be empty at the beginning of a choice.
 
     `tokens` are the tokens that were sampled since the last event of this choice, if their log probabilities were
@@ -48,8 +48,7 @@ class DeltaEvent:
     tokens: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True)
-class EndEvent:
+class EndEvent(Struct, frozen=True):
     """The end of a choice. `stop` is the stop string that ended it, `reasoning_tokens` the length of its thought."""
 
     choice: int
@@ -61,8 +60,7 @@ class EndEvent:
 ReplyEvent: TypeAlias = ProgressEvent | DeltaEvent | EndEvent | DoneEvent
 
 
-@dataclass(frozen=True)
-class WholeCall:
+class WholeCall(Struct, frozen=True):
     """A tool call. `arguments` are the JSON text of an object, if the model wrote one."""
 
     id: str
@@ -79,8 +77,7 @@ class WholeCall:
         return arguments if isinstance(arguments, dict) else {"INVALID_JSON": self.arguments}
 
 
-@dataclass(frozen=True)
-class WholeChoice(EndEvent):
+class WholeChoice(EndEvent, frozen=True):
     """One of the replies to a request, as a whole."""
 
     content: str = ""
@@ -89,8 +86,7 @@ class WholeChoice(EndEvent):
     tokens: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True)
-class WholeReply:
+class WholeReply(Struct, frozen=True):
     """All choices, by index, and what the request took."""
 
     choices: list[WholeChoice]
@@ -195,7 +191,7 @@ def whole_choice(end: EndEvent, events: Sequence[DeltaEvent]) -> WholeChoice:
     ids = [delta.id for delta in deltas if isinstance(delta, CallBegin)]
     turn = Turn.of_deltas(deltas)
     return WholeChoice(
-        **vars(end),
+        **asdict(end),
         content=turn.content,
         reasoning=turn.reasoning,
         calls=tuple(WholeCall(id_, *call) for id_, call in zip(ids, turn.calls, strict=True)),

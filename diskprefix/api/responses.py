@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Annotated, ClassVar, Literal, TypeAlias, cast
 
 import msgspec
+from msgspec.structs import replace
 from pydantic import Field, StringConstraints
 
 from diskprefix.api.dialect import Head, Json, json_text

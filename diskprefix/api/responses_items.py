@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
+from msgspec.structs import replace
 from pydantic import AfterValidator, Field, model_validator
 
 from diskprefix.api.dialect import Json

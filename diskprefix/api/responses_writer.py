@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
+
+from msgspec import Struct, field
 
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
 from diskprefix.api.error_forms import one_line
@@ -47,8 +48,7 @@ _REASONING = _PartNames("reasoning", "content", "reasoning_text", "content_part"
 _SUMMARY = _PartNames("reasoning", "summary", "summary_text", "reasoning_summary_part", "reasoning_summary_text")
 
 
-@dataclass
-class _OpenItem:
+class _OpenItem(Struct):
     item: Json
     index: int
     names: _PartNames | None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.choosing import selection_ahead
@@ -106,7 +107,7 @@ class CachedRequest:
         context = self._context
         if len(token_ids) > len(self.prompt.token_ids):
             options = replace(self.options, computes_last=True)
-            context = replace(context, prompt=Prompt(token_ids), options=options)
+            context = dataclasses.replace(context, prompt=Prompt(token_ids), options=options)
         nodes = self.nodes if token_ids is self.nodes.token_ids else self.nodes.extended(token_ids)
         return Fetch(context, nodes, sequence, have, logits, on_logits, on_block, is_wanted)
 

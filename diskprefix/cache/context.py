@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
+
+from msgspec.structs import replace
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.choosing import selection_of, sighting_of, ttl_at

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Literal, TypeAlias
+
+from msgspec.structs import replace
 
 from diskprefix.cache.context import RequestContext
 from diskprefix.cache.matching import RestoreResult

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
 from typing import Generic, TypeVar
+
+from msgspec import Struct, field
 
 from diskprefix.cache.policy.select import AT_ANY_TOKEN, AT_CHECKPOINTS, StateKind
 from diskprefix.cache.tiers.nodes import Node, PartialMatch, PromptNodes
@@ -18,8 +19,7 @@ from diskprefix.values import Refused, StateSource
 _Index = TypeVar("_Index", bound=NodeIndex)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestoreResult:
+class RestoreResult(Struct, frozen=True, kw_only=True):
     """The part of a prompt that was stored when its request came, and the part that was restored.
 
     The sequence has the state of `num_tokens` tokens, for which `num_bytes` were loaded from `source`. The store alone
@@ -46,8 +46,7 @@ class RestoreResult:
     restore_ms: float = 0.0
 
 
-@dataclass
-class Matcher(Generic[_Index]):
+class Matcher(Struct, Generic[_Index]):
     """Finds the stored nodes of one prompt: its first blocks, its tail, and checkpoints.
 
     `indexes` are asked in order. Without `needs_logits`, the prompt may be restored to its end without the next-token

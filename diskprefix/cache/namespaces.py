@@ -7,7 +7,8 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from diskprefix.cache.policy.seen import MAX_PROMPT_BYTES, SeenPrompts
 from diskprefix.errors import CacheError, StoreCorrupt
@@ -22,8 +23,7 @@ _MAX_TENANTS = 256
 """Bounds over all tenants, except for the tenant that was used last: `SeenPrompts` bounds its size."""
 
 
-@dataclass(eq=False)
-class TenantNamespace:
+class TenantNamespace(Struct, eq=False):
     """One tenant's part of the cache. `root` names everything that is stored for it. `is_read`: the prompts that the
     store knows were read. The first prompt expires at `expires_at`, and the last one came at `latest_at`, both in
     seconds since the epoch."""

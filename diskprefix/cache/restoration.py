@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+from msgspec import Struct, field
 
 from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.tiers.loading import Loader
@@ -23,8 +23,7 @@ from diskprefix.tokens import Logits, floor_to_grid
 from diskprefix.values import Refused, StateSource
 
 
-@dataclass
-class Restoration:
+class Restoration(Struct):
     """Restores one prompt. `run` is for one thread at a time.
 
     `tiers` are searched in order. The last matched node and the last restored node are pinned until `pins` is closed.

@@ -8,12 +8,16 @@ its entry once it is computed, then the reply, or the state of a request that is
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.cache.choosing import marked_nodes
 from diskprefix.cache.matching import RestoreResult
@@ -36,8 +40,7 @@ _MIN_TTL_S = 600.0
 """The minimum time to live, in seconds, of state that the policy did not select."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """Nodes to be stored, parents first, and the records that come with the last of them.
 
     `last_node` holds the boundary, which is at `num_tokens`; None if there is no boundary. `has_entry`: the prompt is
@@ -173,7 +176,7 @@ class Saver:
     def begin(self, restored: RestoreResult, selection: Selection | None = None) -> None:
         """Begins with the result of the fetch and the policy's selection, None if the policy is not asked."""
         self._began_at, self._token_s = time.perf_counter(), self._cache.cost_model.prefill_s_per_token
-        self.planner = replace(self.planner, restored=restored)
+        self.planner = dataclasses.replace(self.planner, restored=restored)
         if selection is not None:
             self.selection = selection
             self._anchors = selection.anchors if self._cache.layout.states else None

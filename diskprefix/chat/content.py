@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from dataclasses import replace
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from diskprefix.chat.draft import PromptDraft
 from diskprefix.chat.messages import ContentPart, ImagePart, Message, OtherPart, TextPart, join_neighbours

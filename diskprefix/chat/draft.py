@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.replay import ConversationHash, RecordStore, SampledTurn, with_turn
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from diskprefix.chat.known_parts import OwnedParts
 
 
-@dataclass(frozen=True)
-class Rendering:
+class Rendering(Struct, frozen=True, dict=True):
     """A text `written` by the chat template for an input. It has as many characters as `text`; some are stand-ins."""
 
     template_input: TemplateInput
@@ -51,8 +51,7 @@ class ReplySpan(NamedTuple):
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptDraft:
+class PromptDraft(Struct, frozen=True, kw_only=True):
     """A prompt while it is made. Comments name the step that sets the fields. `replies` has the records of earlier
     replies, `known` the encoded texts of earlier prompts; both are None if the request does not use them."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 

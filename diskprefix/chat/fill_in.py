@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.errors import InvalidRequest
 
 
-@dataclass(frozen=True)
-class FillIn:
+class FillIn(Struct, frozen=True):
     """A text with a gap between `prefix` and `suffix`; the filling starts with `beginning`. `files`, pairs of name and
     text, are context. Errors name `path`. With `special_tokens_in_text`, texts may spell control tokens."""
 
@@ -27,8 +28,7 @@ class FillIn:
         return replace(self, prefix=prefix, suffix=suffix, beginning=beginning, files=files)
 
 
-@dataclass(frozen=True)
-class FillInTags:
+class FillInTags(Struct, frozen=True):
     """The tags of a family of models. With `suffix_first`, the suffix comes first. `file` precedes a file's name."""
 
     prefix: str

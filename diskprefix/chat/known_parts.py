@@ -7,11 +7,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from diskprefix.tokens import TokenIds
 
@@ -70,8 +70,7 @@ class KnownParts:
             self._num_tokens -= len(self._parts.pop(key)[0].token_ids)
 
 
-@dataclass(frozen=True)
-class OwnedParts:
+class OwnedParts(Struct, frozen=True):
     """The known parts of the `owner` of a request. With `keeps`, new parts last `lasts_s` seconds after each use."""
 
     known: KnownParts

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
+
+from msgspec import Struct
 
 from diskprefix.chat.boundaries import Offsets
 from diskprefix.chat.draft import PromptDraft
@@ -34,8 +35,7 @@ Render: TypeAlias = Callable[[TemplateInput], str]
 """Renders without the beginning of a reply. Returns an empty text if the template refuses its input."""
 
 
-@dataclass(frozen=True)
-class MarkTarget:
+class MarkTarget(Struct, frozen=True):
     """The marked object: tool or message `index`, or the first `end` characters (with images: parts) of a message."""
 
     kind: Literal["tools", "messages"]

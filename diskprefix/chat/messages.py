@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 if TYPE_CHECKING:
     from diskprefix.model.load.picture_processor import Detail
@@ -16,22 +18,19 @@ Ending: TypeAlias = Literal["reply", "continue", "none"]
 """The end of a prompt: the beginning of a reply, the last message's text, which the reply continues, or its end."""
 
 
-@dataclass(frozen=True)
-class CacheMark:
+class CacheMark(Struct, frozen=True):
     """A client's wish to keep the prompt up to the end of the marked object. `ttl_s` is None if the daemon decides."""
 
     ttl_s: float | None = None
 
 
-@dataclass(frozen=True)
-class TextPart:
+class TextPart(Struct, frozen=True):
     text: str
     path: str
     mark: CacheMark | None = None
 
 
-@dataclass(frozen=True)
-class ImagePart:
+class ImagePart(Struct, frozen=True):
     """An image. `uri` should be a data: URI; `uri_path` is its path. `detail` says how closely to look at it."""
 
     uri: str
@@ -40,8 +39,7 @@ class ImagePart:
     detail: Detail = "auto"
 
 
-@dataclass(frozen=True)
-class OtherPart:
+class OtherPart(Struct, frozen=True):
     """A content part of a kind that no model here takes. `kind` is the client's word for it."""
 
     kind: str
@@ -51,8 +49,7 @@ class OtherPart:
 ContentPart: TypeAlias = TextPart | ImagePart | OtherPart
 
 
-@dataclass(frozen=True)
-class ToolCall:
+class ToolCall(Struct, frozen=True):
     """A tool call of an earlier assistant message. `arguments` are JSON text, or an object."""
 
     id: str | None
@@ -60,8 +57,7 @@ class ToolCall:
     arguments: str | JsonObject
 
 
-@dataclass(frozen=True, kw_only=True)
-class Message:
+class Message(Struct, frozen=True, kw_only=True):
     """One message. `reasoning` are the assistant's thoughts before `content`."""
 
     role: Role
@@ -114,8 +110,7 @@ def join_neighbours(messages: Iterable[tuple[Message, bool]]) -> list[Message]:
     return [joined(run) for run in runs]
 
 
-@dataclass(frozen=True)
-class Conversation:
+class Conversation(Struct, frozen=True):
     """The source of a prompt.
 
     `tools` have the form of OpenAI's chat API, which chat templates expect, without marks. `tool_marks` are those marks

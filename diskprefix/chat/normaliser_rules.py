@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.chat.messages import CacheMark, ContentPart, Conversation, Message, TextPart
 
@@ -15,8 +17,7 @@ Changed: TypeAlias = tuple[Conversation, Sequence[str]]
 _PATTERNS = {"pattern": "(?!)", "lines": "", "seen": "(?!)"}  # if an entry has none: nothing, every line, no line
 
 
-@dataclass(frozen=True, kw_only=True)
-class Normaliser:
+class Normaliser(Struct, frozen=True, kw_only=True):
     """An entry of the file, which explains the fields."""
 
     name: str

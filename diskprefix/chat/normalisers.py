@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.normaliser_rules import read_normalisers
@@ -26,8 +28,7 @@ _BY_NAME = {normaliser.name: normaliser for normaliser in NORMALISERS}
 DEFAULT_MODES: Mapping[str, Mode] = dict.fromkeys(_BY_NAME, "report")
 
 
-@dataclass(frozen=True)
-class Normalisers:
+class Normalisers(Struct, frozen=True):
     """All normalisers with their modes."""
 
     modes: Mapping[str, Mode] = field(default_factory=lambda: DEFAULT_MODES)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from diskprefix.chat.boundaries import bound, text_boundaries
 from diskprefix.chat.client_text import with_stand_ins

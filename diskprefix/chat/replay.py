@@ -10,9 +10,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.chat.messages import Message, TextPart, ToolCall
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
@@ -31,8 +33,7 @@ class RecordStore(Protocol):
     def put(self, id_: str, record: bytes) -> None: ...
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(Struct, frozen=True):
     """The words of a reply. `calls` are pairs of name and arguments, which are JSON text if the model wrote that."""
 
     content: str
@@ -129,8 +130,7 @@ class TextHash:
         return TextPlace(num_chars, self._hash.hexdigest())
 
 
-@dataclass(frozen=True)
-class SampledTurn:
+class SampledTurn(Struct, frozen=True):
     """A recorded reply: its words, its sampled tokens without the end token, and the place where it began."""
 
     turn: Turn

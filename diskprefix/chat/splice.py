@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
+
+from msgspec.structs import replace
 
 from diskprefix.chat.draft import PromptDraft, ReplySpan
 from diskprefix.chat.messages import JsonObject

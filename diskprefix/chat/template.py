@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jinja2.exceptions import TemplateError
+from msgspec.structs import replace
 
 from diskprefix.chat.client_text import Author, TextRules, TokenTexts, private_characters, with_stand_ins
 from diskprefix.chat.control_tokens import IN_SYSTEM_MESSAGES, control_texts, looks_like_a_marker

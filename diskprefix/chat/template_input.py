@@ -7,10 +7,11 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from diskprefix.chat.client_text import Author, Change, StandIns
 from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart, ToolCall
@@ -173,8 +174,7 @@ _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """The ids of calls that Mistral's templates accept."""
 
 
-@dataclass(frozen=True)
-class MessageForm:
+class MessageForm(Struct, frozen=True):
     """The form in which a template takes messages. The default: contents are texts, arguments objects, ids any."""
 
     parts_only: bool = False

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 import numpy as np
+from msgspec.structs import replace
 
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.device import raise_if_lost

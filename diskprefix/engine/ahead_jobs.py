@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
 
 from diskprefix.values import CacheOptions, Prompt
 
@@ -39,8 +40,7 @@ class AheadModel(Protocol):
     pages: PageCache
 
 
-@dataclass(frozen=True, eq=False)
-class AheadJob:
+class AheadJob(Struct, frozen=True, eq=False):
     """A prompt that a model computes. `make` renders it, which may take long, and returns None if there is none.
     `owner` owns its state in memory. `content` is what it continues: a job that continues more of it replaces it.
     After `expires_at` on the clock of `AheadJobs`, it is no longer wanted."""

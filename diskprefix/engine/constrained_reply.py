@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from diskprefix.engine.constraint_grammar import explained, grammar_of, matcher_of
 from diskprefix.engine.kept_schema import Loosened

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from msgspec.structs import replace
 from tokenizers.decoders import DecodeStream
 
 from diskprefix.engine.request import FinishReason, TextEvent, TokenLogprob

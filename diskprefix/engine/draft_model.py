@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
@@ -47,8 +47,7 @@ class LoadedDraft(NamedTuple):
     cache: PrefixCache
 
 
-@dataclass(eq=False)
-class DraftSequence:
+class DraftSequence(Struct, eq=False):
     """The draft model's state of a prompt and a reply. `cached` is the draft model's request to its cache, of a first
     reply."""
 

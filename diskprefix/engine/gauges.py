@@ -6,9 +6,10 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, TypeAlias
+
+from msgspec import Struct
 
 from diskprefix.values import Scope
 
@@ -20,8 +21,7 @@ _ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 ActivityState: TypeAlias = Literal["waiting", "restoring", "encoding", "prefilling", "decoding"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Activity:
+class Activity(Struct, frozen=True, kw_only=True):
     """The activity of one request. `waiting`: it has no memory yet, or gave it to others for a while. `encoding`: it
     waits for the rows of a picture.
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import Event
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from msgspec import Struct
 
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.fetch import Fetch
@@ -128,8 +128,7 @@ class IdleWork:
             restored.reading.add_done_callback(end)
 
 
-@dataclass
-class RestoredSequence:
+class RestoredSequence(Struct):
     sequence: KVSequence
     cached: CachedRequest
     fetch: Fetch

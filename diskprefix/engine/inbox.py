@@ -7,9 +7,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from diskprefix.engine.gauges import Activity, Heartbeat
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
@@ -29,8 +31,7 @@ MAX_QUEUED_PICTURE_BYTES = 1 << 30
 _RETRY_AFTER_S = 10
 
 
-@dataclass(eq=False)
-class Ticket:
+class Ticket(Struct, eq=False):
     """A request that waits or runs. `cancel` is for any thread, and may be called several times."""
 
     request: GenerateRequest

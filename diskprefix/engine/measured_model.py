@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
@@ -36,8 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 
-@dataclass(frozen=True)
-class MeasuredModel:
+class MeasuredModel(Struct, frozen=True):
     """A loaded model, its layout and its identity. `reason` says why it is not exact at every token, "" if it is."""
 
     loaded: LoadedModel
@@ -124,9 +126,11 @@ def _by_modules(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
 def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, progress: Report) -> LoadedDraft:
     """Loads the draft model of `settings`, with a cache in the store that `cache` uses. Raises `ModelError` if it
     cannot guess for the served model."""
-    own = replace(settings, model=settings.draft_model, served_model_name=None, chat_template=None, kv_memory=None)
+    own = dataclasses.replace(
+        settings, model=settings.draft_model, served_model_name=None, chat_template=None, kv_memory=None
+    )
     # Nothing guesses for it, and it needs no layer for that.
-    own = replace(own, draft_model=None, speculative="off")
+    own = dataclasses.replace(own, draft_model=None, speculative="off")
     loaded = load_model(own, progress, flag="--draft-model")
     require_same_vocabulary(served, loaded)
     draft = measured(loaded, settings)

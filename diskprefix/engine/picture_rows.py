@@ -8,11 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
+
+from msgspec import Struct, field
 
 from diskprefix.cache.encoded_pictures import EncodedPictures, are_saved
 from diskprefix.engine.device import raise_if_lost
@@ -87,8 +88,7 @@ _PREPARED = 2
 _Key: TypeAlias = "tuple[tuple[str, ...], bytes]"
 
 
-@dataclass(eq=False)
-class _Job:
+class _Job(Struct, eq=False):
     """A picture whose rows are wanted. `wanted_by` are the prompts, with the number of the picture in each."""
 
     picture: Picture

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError
@@ -17,8 +17,7 @@ from diskprefix.values import CacheOptions, CacheOutcome, CacheReport, Prompt, S
 FinishReason: TypeAlias = Literal["stop", "length"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Struct, frozen=True, kw_only=True):
     """Parameters of sampling: those of OpenAI, and `top_k`, `min_p` and `repetition_penalty` of vLLM. A `temperature`
     of 0 is greedy. With `max_tokens` of 0 the prompt is computed and saved, and there is no reply. `logprobs` k reports
     the chosen token and its k most likely alternatives."""
@@ -38,8 +37,7 @@ class SamplingParams:
     n: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class FreeText:
+class FreeText(Struct, frozen=True, kw_only=True):
     """Free text before the constrained text: a thought. It ends with the first occurrence of `end`. A reply has it if
     the reply begins with `begin`; every reply has it if `begin` is None."""
 
@@ -47,8 +45,7 @@ class FreeText:
     begin: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Constraint:
+class Constraint(Struct, frozen=True, kw_only=True):
     """A constraint of a reply, behind the free text `before`.
 
     `source` is the JSON text of the schema, the grammar (Lark as llguidance has it), or a JSON list of the strings to
@@ -67,16 +64,14 @@ class Constraint:
     make_source: Callable[[], str] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
+class Reading(Struct, frozen=True, kw_only=True):
     """The values to read from a prompt without a reply: the last hidden state of its last token, or the mean of the
     last hidden states of all tokens."""
 
     pooling: Literal["last", "mean"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(Struct, frozen=True, kw_only=True):
     id: str
     prompt: Prompt
     sampling: SamplingParams
@@ -97,8 +92,7 @@ class GenerateRequest:
         return self.cache.tenant.ids[:1]
 
 
-@dataclass(frozen=True)
-class TokenLogprob:
+class TokenLogprob(Struct, frozen=True):
     """The natural-log probability of one token under the model's own distribution, before penalties and temperature.
     `data` are the bytes of the token, which may be a part of a character."""
 
@@ -113,8 +107,7 @@ class TokenLogprob:
         return self.data.decode("utf-8", "replace")
 
 
-@dataclass(frozen=True)
-class TextEvent:
+class TextEvent(Struct, frozen=True):
     """The new text of one choice. It may be empty while a multi-byte character or a stop string is incomplete."""
 
     choice: int
@@ -123,8 +116,7 @@ class TextEvent:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True)
-class ProgressEvent:
+class ProgressEvent(Struct, frozen=True):
     """The progress of a prompt of `total` tokens: `cached` were restored from `source`, `processed` were restored or
     computed, and the first `kept` are to be saved. `elapsed_ms` runs since the engine accepted the request."""
 
@@ -136,15 +128,13 @@ class ProgressEvent:
     source: StateSource = "none"
 
 
-@dataclass(frozen=True)
-class ReadEvent:
+class ReadEvent(Struct, frozen=True):
     """The values of a request's `Reading`: float32, shape [hidden_size]."""
 
     values: npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class FinishEvent:
+class FinishEvent(Struct, frozen=True):
     """The end of one choice. `stop` is the stop string that ended it."""
 
     choice: int
@@ -152,15 +142,13 @@ class FinishEvent:
     stop: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Usage:
+class Usage(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timings:
+class Timings(Struct, frozen=True, kw_only=True):
     """The times of a request. `ttft_ms` runs from its arrival in the queue to the first sampled token, or to the end of
     the prompt if there is none. `late_restore_ms`: an exact repeat gets its first token from the stored logits, while
     the state is still restored; `restore_ms` is the part before that token. `drafted_tokens` were guessed and computed;
@@ -193,8 +181,7 @@ class Timings:
         return max(0.0, self.ttft_ms - known_ms)
 
 
-@dataclass(frozen=True)
-class DoneEvent:
+class DoneEvent(Struct, frozen=True):
     """The last event of a request that ended well."""
 
     usage: Usage
@@ -207,8 +194,7 @@ class DoneEvent:
         return outcome_of(self.usage.prompt_tokens, self.cache.restored)
 
 
-@dataclass(frozen=True)
-class ErrorEvent:
+class ErrorEvent(Struct, frozen=True):
     """The last event of a request that failed. A cancelled request has no last event."""
 
     error: DiskPrefixError

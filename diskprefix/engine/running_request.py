@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.detokenize import TextStream
@@ -52,8 +52,7 @@ ReplyState: TypeAlias = Literal["computing", "waiting", "finished"]
 mask of its constraint is ready."""
 
 
-@dataclass(eq=False)
-class HeldLogits:
+class HeldLogits(Struct, eq=False):
     """Logits to sample from, shape [1 + guesses, vocab], at once or when the mask of a constraint is ready."""
 
     logits: Logits
@@ -63,8 +62,7 @@ class HeldLogits:
     """True if guesses must be taken back, in these rows or in rows before."""
 
 
-@dataclass(eq=False, kw_only=True)
-class Reply(Sequence):
+class Reply(Sequence, eq=False, kw_only=True):
     """A reply of the `n` to a request. It has a `state` while it is computed."""
 
     running: RunningRequest
@@ -299,8 +297,7 @@ class Reply(Sequence):
         return "finished"
 
 
-@dataclass(eq=False)
-class RunningRequest:
+class RunningRequest(Struct, eq=False):
     """A request that the engine has accepted. Times are in seconds on the clock of `time.perf_counter`."""
 
     ticket: Ticket

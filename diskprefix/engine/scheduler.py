@@ -19,8 +19,9 @@ that other programs slow down the fixed time grows, and few rows at a time would
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from msgspec import Struct, field
 
 MAX_ROWS = 256
 """The most rows of a step. More would hardly make a prefill faster."""
@@ -41,8 +42,7 @@ _FADING, _ORIGIN = 0.85, 0.001
 """The weight of each step relative to the next one, and the weight of an imaginary step of no rows and no time."""
 
 
-@dataclass(eq=False, kw_only=True)
-class Sequence:
+class Sequence(Struct, eq=False, kw_only=True):
     """The counts of one reply's tokens: those of its prompt, and those sampled so far.
 
     A sequence is prefilled up to its last known token, then decoded: each step samples one more token. `arrived` orders
@@ -102,8 +102,7 @@ class Sequence:
 S = TypeVar("S", bound=Sequence)
 
 
-@dataclass(frozen=True)
-class Chunk(Generic[S]):
+class Chunk(Struct, Generic[S], frozen=True):
     """The tokens `start` … `end` of a sequence in one step. The last `num_drafted` of them are guesses."""
 
     sequence: S

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import cached_property
 
+from msgspec import Struct
 
-@dataclass(frozen=True, kw_only=True)
-class ThoughtBudget:
+
+class ThoughtBudget(Struct, frozen=True, kw_only=True):
     """The ends of a reply's thoughts that the model does not write.
 
     Thoughts end after `max_tokens` tokens, if that is not None, and once in place of one of `end_ids`, the tokens that

@@ -8,10 +8,11 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeAlias
 from urllib.parse import SplitResult, urlsplit
+
+from msgspec import Struct
 
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import shown
@@ -28,8 +29,7 @@ _SILENCE_S = 120.0
 _POLL_S = 0.1
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """An HTTP response. `content` should be JSON."""
 
     status: int

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from msgspec import Struct
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
@@ -15,8 +15,7 @@ _DASHBOARD = Path(__file__).with_name("watch") / "dashboard" / "page"
 _TALK = Path(__file__).with_name("talk") / "page"
 
 
-@dataclass(frozen=True)
-class WebPage:
+class WebPage(Struct, frozen=True):
     """A document: its `title`, a `link` to the other page, the content in `index`, and the styles and scripts in their
     order. It has no data of the daemon."""
 

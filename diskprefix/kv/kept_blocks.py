@@ -11,10 +11,10 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct, field
 
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import Page, PagePool
@@ -39,8 +39,7 @@ class KeptSums(NamedTuple):
     kept_tokens: int = 0
 
 
-@dataclass(eq=False)
-class KeptBlock:
+class KeptBlock(Struct, eq=False):
     """A block in memory, which is a user of its pages; groups without a page have None. The end of a sequence, behind
     the last complete block, is a block with fewer tokens or none, and with the states there."""
 

@@ -7,12 +7,12 @@ position only, and are stored at checkpoints. Tensors of equal form make one *gr
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct, to_builtins
 
 from diskprefix.kv.numbers import item_bytes, num_items
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutGroup, LayoutState, LayoutText
@@ -26,8 +26,7 @@ ExactAt: TypeAlias = Literal["token", "grid"]
 CacheArgument: TypeAlias = Literal["past_key_values", "cache_params"]
 
 
-@dataclass(frozen=True)
-class LayerSpec:
+class LayerSpec(Struct, frozen=True):
     """The kind of one layer. `window` is in tokens. `num_states` counts convolution and recurrent states. `latent_dim`:
     the size of the latents of latent attention (MLA), 0 for other attention."""
 
@@ -37,8 +36,7 @@ class LayerSpec:
     latent_dim: int = 0
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(Struct, frozen=True):
     """The per-token state of one layer: shape [1, heads, tokens, head_dim] in the model's run.
 
     `part` is keys, values, latent or hidden. A latent has its rotary key behind it. Only a draft layer has hidden: the
@@ -67,8 +65,7 @@ class TensorSpec:
         return self.heads * self.items * item_bytes(self.dtype)
 
 
-@dataclass(frozen=True)
-class StateSpec:
+class StateSpec(Struct, frozen=True):
     """The state of one layer at one position: shape [1, *shape] in the model's run. `part` is conv or recurrent."""
 
     layer: int
@@ -86,8 +83,7 @@ class StateSpec:
         return math.prod(self.shape) * item_bytes(self.dtype)
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(Struct, frozen=True):
     """A group of per-token tensors of one form, stacked: a payload holds them as [len(specs), heads, num_tokens,
     items]."""
 
@@ -125,8 +121,7 @@ class Group:
         return LayoutGroup(self.heads, self.items, self.dtype, tensors, self.window)
 
 
-@dataclass(frozen=True)
-class StateGroup:
+class StateGroup(Struct, frozen=True):
     """A group of states of one form, stacked: [len(specs), *shape]."""
 
     specs: tuple[StateSpec, ...]
@@ -153,8 +148,7 @@ class StateGroup:
         return LayoutState(self.shape, self.rows_each, self.dtype, tensors)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(Struct, frozen=True, dict=True):
     """The layout of one model's state. `unsupported` lists the reasons why it cannot be cached.
 
     `options` are the arguments out of `position_ids` and `logits_to_keep` that its forward takes. `packs`: one forward
@@ -219,7 +213,7 @@ class Layout:
 
     def record(self) -> dict[str, Any]:
         """Returns all fields as JSON values, from which `of_record` makes the layout again."""
-        record: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        record: dict[str, Any] = to_builtins(self)
         return record
 
     @classmethod

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct, field
 
 from diskprefix.kv.layout import Group
 from diskprefix.kv.numbers import Array
 from diskprefix.kv.pages import Page
 
 
-@dataclass(eq=False)
-class PageTable:
+class PageTable(Struct, eq=False):
     """The pages of one group of a sequence, in the order of its tokens; None for a missing page. From the page `first`
     on, no page is missing."""
 

@@ -12,10 +12,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.layout import Layout
@@ -30,8 +30,7 @@ _SLAB_BYTES = 64 << 20
 """Main memory is taken for many pages at once, because the kernel gives huge pages to large areas only."""
 
 
-@dataclass(eq=False, slots=True)
-class Page:
+class Page(Struct, eq=False):
     """The memory of one block of per-token tensors, [tensors, heads, block_size, items], or of the states of one
     position, [tensors, *shape]. Groups are numbered as in payloads (`store.pieces`)."""
 

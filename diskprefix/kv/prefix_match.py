@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct, field
 
 from diskprefix.kv.kept_blocks import KeptBlock, KeptBlocks
 from diskprefix.kv.layout import Layout
@@ -14,8 +14,7 @@ from diskprefix.kv.sequence import KVSequence, Owner, Prefix
 from diskprefix.tokens import Logits, TokenIds, TokenPath, block_hash, common_prefix_length, floor_to_grid
 
 
-@dataclass(eq=False)
-class SharedPrefix:
+class SharedPrefix(Struct, eq=False):
     """The part of a running sequence that others may begin with."""
 
     owner: Owner | None
@@ -33,8 +32,7 @@ class SharedPrefix:
     """The next-token logits at the end of the prompt, shape [vocab], if the sequence began with the whole prompt."""
 
 
-@dataclass(frozen=True)
-class PrefixMatch:
+class PrefixMatch(Struct, frozen=True):
     """The prefix of a prompt that is in memory. `later` tokens of the prompt will be in memory once the sequence
     `awaited` has computed them. `logits` are the next-token logits at the prompt's end, shape [vocab]."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from diskprefix.kv.numbers import Array, array_dtype, converted
 from diskprefix.kv.page_table import PageTable
@@ -37,8 +37,7 @@ class Owner(NamedTuple):
         return TokenPath(self.secret, self.root, token_ids, block_size)
 
 
-@dataclass(frozen=True)
-class Prefix:
+class Prefix(Struct, frozen=True):
     """The state of the first `num_tokens` tokens of a sequence: pages by group, None for pages that a window has
     passed, and pages of states. A sequence that begins with a prefix shares its complete pages, and copies the last
     page and the states."""

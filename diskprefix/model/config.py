@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+from msgspec import Struct, field
 
 from diskprefix.model.operands import Gating, Location, Rotary, Router, StateLocation
 
@@ -19,8 +20,7 @@ class Tempering(NamedTuple):
     factor: float
 
 
-@dataclass(frozen=True)
-class LayerConfig:
+class LayerConfig(Struct, frozen=True):
     """One layer. `mixer` is what computes from other tokens, `feed_forward` what follows. `norms` are before both,
     around them or behind them. `window` and `chunk` are in tokens, 0 without; `rotary` names its positions, None
     without. `places` are its parts in memory, by their names in the layout, those of a layer before it if it only reads
@@ -41,8 +41,7 @@ class LayerConfig:
     states: Mapping[tuple[str, int], StateLocation] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class MixtureConfig:
+class MixtureConfig(Struct, frozen=True):
     """The mixture of experts of layers. With `has_float_router` the logits of routers are float32. With `has_latents`
     experts get products of rows, and give rows by another one. `shared`: gated products that all rows have besides,
     which a gate of their own may weigh, or ungated ones. They are added, or the average is taken. What is found may
@@ -57,8 +56,7 @@ class MixtureConfig:
     has_norm: bool = False
 
 
-@dataclass(frozen=True)
-class LatentConfig:
+class LatentConfig(Struct, frozen=True):
     """The sizes of latent attention: of heads, latents, the parts of a head's query for keys and with the rotary
     positions, and a head's values. With `has_query_latents`, queries are products of latents of their own."""
 
@@ -70,8 +68,7 @@ class LatentConfig:
     has_query_latents: bool
 
 
-@dataclass(frozen=True)
-class DeltaConfig:
+class DeltaConfig(Struct, frozen=True):
     """The layers with the delta rule. Its `inputs` are products apart, or those of the convolution are together, or all
     are, by key heads. With `has_narrow_gates`, the gate and the decays, one of each number of a key, are products of
     fewer numbers. `gate` is the function of the gate behind it. Betas are multiplied by a factor."""
@@ -82,8 +79,7 @@ class DeltaConfig:
     beta_factor: float = 1.0
 
 
-@dataclass(frozen=True)
-class SpaceConfig:
+class SpaceConfig(Struct, frozen=True):
     """The layers with a state space: the least and the largest step, whether the gate is before the norm, and factors
     of what it takes and gives, and of what its first product gives: the gate, x, B, C and the steps."""
 
@@ -105,8 +101,7 @@ class Multipliers(NamedTuple):
     products: float = 1.0
 
 
-@dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(Struct, frozen=True):
     """A decoder. The fields have transformers' names where it has one. Parallel parts of a layer read the hidden states
     before it, by one norm or two. With `has_head_norms`, queries and keys have a norm a head, with `has_row_norms` one
     of all heads. The unweighted ones are of turned heads, and of values. Joined queries, keys and values are one

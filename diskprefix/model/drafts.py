@@ -8,11 +8,11 @@ is a guess: its logits are computed only when a guess is wanted, and those of ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
@@ -27,8 +27,7 @@ _MOST_BEHIND = 32
 """The most tokens that the layer's memory may lack."""
 
 
-@dataclass(frozen=True, eq=False)
-class DraftRow:
+class DraftRow(Struct, frozen=True, eq=False):
     """A token to guess the next one of. It is at `position`, right behind the tokens of `state` or behind those that
     were guessed. `hidden` is what `draft` returned for the token before, None for that of the model."""
 

@@ -5,31 +5,30 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.model.curves import curve, limited_curve
 from diskprefix.native import calls
 from diskprefix.native.matrix import Matrix
 
 
-@dataclass(frozen=True, eq=False)
-class Weight:
+class Weight(Struct, frozen=True, eq=False):
     """A tensor at a fixed address, in the type of the plan. `kept` keeps its memory."""
 
     address: int
     shape: tuple[int, ...]
-    kept: Any = field(repr=False)
+    kept: Any
 
     def part(self, first: int, end: int) -> Weight:
         """Returns the rows from `first` to `end`."""
         return Weight(self.address + first * self.kept[0].nbytes, (end - first, *self.shape[1:]), self.kept)
 
 
-@dataclass(frozen=True, eq=False)
-class DenseMatrix:
+class DenseMatrix(Struct, frozen=True, eq=False):
     """A matrix [rows, columns], row after row in the type of the plan. `bias` is float32 [rows]."""
 
     weight: Weight
@@ -48,8 +47,7 @@ class DenseMatrix:
         return DenseMatrix(self.weight.part(first, end), None if self.bias is None else self.bias.part(first, end))
 
 
-@dataclass(frozen=True, eq=False)
-class PackedExperts:
+class PackedExperts(Struct, frozen=True, eq=False):
     """The matrices of each expert of a mixture. `up` is empty if there is none."""
 
     gate: Sequence[Matrix]
@@ -57,8 +55,7 @@ class PackedExperts:
     down: Sequence[Matrix]
 
 
-@dataclass(frozen=True, eq=False)
-class DenseExperts:
+class DenseExperts(Struct, frozen=True, eq=False):
     """Experts whose matrices lie side by side: `first` [experts, inner or 2 × inner, width], and `last` [experts,
     width, inner]; turned ones have the last two exchanged. Rows of gate and up lie behind each other, or turn about.
     Biases are float32 [experts, rows of the matrix]."""
@@ -71,8 +68,7 @@ class DenseExperts:
     turns_about: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class HeadMatrices:
+class HeadMatrices(Struct, frozen=True, eq=False):
     """A matrix for each head, `inner` numbers to `outer`, in the type of the plan, `stride` numbers apart. It has lines
     of `outer` numbers, or if it is turned of `inner`."""
 
@@ -82,11 +78,10 @@ class HeadMatrices:
     outer: int
     is_turned: bool
     stride: int
-    kept: Any = field(repr=False)
+    kept: Any
 
 
-@dataclass(frozen=True)
-class Buffer:
+class Buffer(Struct, frozen=True):
     """A buffer, [rows of a step, width], in the type of the plan or in float32. `stride` counts numbers from row to
     row. `is_of_logits`: it has only the rows that get logits."""
 
@@ -101,8 +96,7 @@ class Buffer:
         return replace(self, address=self.address + first * self.item_bytes, width=width)
 
 
-@dataclass(frozen=True)
-class Router:
+class Router(Struct, frozen=True):
     """The way to the `num_chosen` experts of a row. `scores` are of all experts, or of the chosen ones. With `groups`,
     experts are chosen in the best `groups_chosen` of them, and a group counts its `of_group` best ones. Weights are
     divided by their sum, or `floor` if that is larger, if they are normed, and multiplied by `factor`. A softcap is one
@@ -120,8 +114,7 @@ class Router:
     threshold: float = 0.0
 
 
-@dataclass(frozen=True)
-class Gating:
+class Gating(Struct, frozen=True):
     """The numbers between the products of experts, function(gate) × up_function(up). Limited functions have a slope and
     a limit. With `weighs_rows` the rows of experts are multiplied by their weights, instead of what they compute."""
 
@@ -155,8 +148,7 @@ class RotaryAngles(NamedTuple):
     first: int
 
 
-@dataclass(frozen=True, eq=False)
-class Rotary:
+class Rotary(Struct, frozen=True, eq=False):
     """The rotary positions of heads. `frequencies`, float32 [half], turn numbers i and half + i from number `first` of
     a head on; if `is_paired` is 1 neighbours, if it is 2 neighbours that are parted into halves then. `axes`: which
     dimension of a position each frequency has, int64 [half]; None if all have the first."""
@@ -168,8 +160,7 @@ class Rotary:
     axes: np.ndarray | None = None
 
 
-@dataclass(frozen=True)
-class WeightedNorm:
+class WeightedNorm(Struct, frozen=True):
     """A norm of rows or heads. `kind` is of `calls`. Weights are [width]; as many biases are behind those of a
     layer norm. Heads may have weights of their own, one behind the other."""
 
@@ -182,8 +173,7 @@ class WeightedNorm:
         return self.weight.shape == (heads * width * (2 if self.kind == calls.LAYER else 1),)
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(Struct, frozen=True):
     """The rows of one layer in the pages of a table, of `heads` with `dim` numbers: bytes before them, and items of
     `item_bytes` from head to head and from token to token. An item is a number, or `of_item` numbers of 8 bits."""
 
@@ -209,8 +199,7 @@ class Location:
         return calls.PagedRowsCall(0, self.offset, self.head_stride, self.token_stride, self.of_item > 1)
 
 
-@dataclass(frozen=True)
-class StateLocation:
+class StateLocation(Struct, frozen=True):
     """A state of one layer in the pages of a group of states: bytes before it, and its form."""
 
     group: int
@@ -227,8 +216,7 @@ class StateLocation:
         return calls.StatePlace(self.group, self.offset, math.prod(self.shape) * self.item_bytes)
 
 
-@dataclass(frozen=True)
-class PlannedRun:
+class PlannedRun(Struct, frozen=True):
     """Consecutive tokens of one sequence: their first position, their number, that of the last ones, which get logits,
     the addresses of the page addresses of each table, and the spans of pictures. `befores` and `states` are the
     addresses of the pages of states before the step and behind it. `kept` has room for what `replay` needs,
@@ -244,15 +232,14 @@ class PlannedRun:
     kept: np.ndarray | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class EncodedRows:
+class EncodedRows(Struct, frozen=True, eq=False):
     """Rows of pictures in a step: their numbers, int64 [count], and what the encoder gives for them, [levels, count,
     width] in the type of the plan, whose address is `first`. `kept` keeps its memory."""
 
     numbers: np.ndarray
     first: int
     level_bytes: int
-    kept: Any = field(repr=False)
+    kept: Any
 
     def level(self, number: int) -> int:
         """Returns the address of a level."""

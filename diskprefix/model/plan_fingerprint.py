@@ -9,10 +9,12 @@ import ctypes
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
+from msgspec import NODEFAULT, Struct
+from msgspec.structs import asdict, fields
 
 from diskprefix.identity import Fingerprint, canonical
 from diskprefix.model.bits import bits_of_build
@@ -59,29 +61,31 @@ def options(value: Any) -> Any:
     version adds changes nothing for models without it."""
     if isinstance(value, np.ndarray):
         return _digest(f"{value.dtype} {value.shape} ".encode(), value.tobytes())
-    if is_dataclass(value) and not isinstance(value, type):
-        named = {one.name: (getattr(value, one.name), _default(one)) for one in fields(value)}
+    if isinstance(value, Struct):
+        defaults = _defaults(type(value))
         return {
             name: options(found)
-            for name, (found, default) in named.items()
-            if name not in _IN_MEMORY and (isinstance(found, np.ndarray) or found != default)
+            for name, found in asdict(value).items()
+            if name not in _IN_MEMORY and (isinstance(found, np.ndarray) or found != defaults[name])
         }
     if isinstance(value, Mapping):
         return {str(key): options(one) for key, one in value.items()}
     return [options(one) for one in value] if isinstance(value, tuple | list) else value
 
 
-def _default(field: Any) -> Any:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
+@cache
+def _defaults(kind: type[Struct]) -> dict[str, Any]:
+    return {
+        one.name: one.default if one.default_factory is NODEFAULT else one.default_factory() for one in fields(kind)
+    }
 
 
 def _leaves(kept: Any) -> Iterator[Any]:
     """Yields the weights and tables among what a call keeps."""
     if isinstance(kept, Weight | Matrix | HeadMatrices | np.ndarray):
         yield kept
-    elif is_dataclass(kept) and not isinstance(kept, type):
-        for one in fields(kept):
-            yield from _leaves(getattr(kept, one.name))
+    elif isinstance(kept, Struct):
+        yield from _leaves([*asdict(kept).values()])
     elif isinstance(kept, tuple | list):
         for one in kept:
             yield from _leaves(one)

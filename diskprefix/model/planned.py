@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.numbers import array_dtype, converted, item_bytes

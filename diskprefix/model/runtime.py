@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence
@@ -25,8 +25,7 @@ Hidden: TypeAlias = npt.NDArray[np.float32]
 """Hidden states behind the last norm, [rows, hidden_size]."""
 
 
-@dataclass(frozen=True, eq=False)
-class PictureRows:
+class PictureRows(Struct, frozen=True, eq=False):
     """The input beside token ids for rows of a step that belong to a prompt with pictures. `is_picture`, bool
     [num_rows], says which of them are of pictures, `encoded` has the rows for these that `encoder` (a `VisionEncoder`)
     gave, [levels, count, hidden] in the type of the model. `positions` are int64 [axes, num_rows], None for a model
@@ -39,8 +38,7 @@ class PictureRows:
     spans: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(Struct, frozen=True):
     """The next tokens of a sequence, int64 [num_rows], and its state. The last ones get logits, and all of these but
     the first may be taken back. `pictures` has what the model takes for those of pictures, and their positions, if the
     sequence has some. `may_lag`: the memory of a draft layer may be completed later."""
@@ -52,8 +50,7 @@ class Rows:
     may_lag: bool = False
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(Struct, frozen=True):
     """The result of a step: the logits of each sequence's last rows, [num_logits, vocab], and if asked for the hidden
     states of all rows."""
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.kv.numbers import converted
 from diskprefix.kv.sizes import EIGHTS, EIGHTS_BYTES
@@ -82,8 +83,7 @@ def in_dtype(numbers: np.ndarray, dtype: int) -> np.ndarray:
     return converted(numbers, "float32" if dtype == calls.FLOAT32 else "bfloat16")
 
 
-@dataclass(frozen=True)
-class TinyModel:
+class TinyModel(Struct, frozen=True):
     """A model: its options without places in memory, and the shapes of its weights. The names of those in layers are
     without the layer."""
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native import ROWS
 
 
-@dataclass(frozen=True, eq=False)
-class Quants:
+class Quants(Struct, frozen=True, eq=False):
     """A matrix in quants, `packed` as `quant_form` describes, or one of each expert. `columns`: by which sizes its
     columns are in another order (see `FileMatrix`)."""
 
@@ -32,8 +31,7 @@ class Quants:
         return *experts, strips * ROWS, units * self.form.unit_columns
 
 
-@dataclass(frozen=True)
-class ExpertsForm:
+class ExpertsForm(Struct, frozen=True):
     """The form of the matrices of experts in parameters: with a matrix `up` or without, with biases, with rows and
     columns exchanged, and the rows of gate and up behind each other or turn about."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+from msgspec import Struct
 
 from diskprefix.errors import SettingsError
 from diskprefix.native import build
@@ -33,8 +34,7 @@ class Unavailable(Exception):
     """There are no operators. The message says why."""
 
 
-@dataclass(frozen=True, eq=False)
-class Operators:
+class Operators(Struct, frozen=True, eq=False):
     """The operators of one variant."""
 
     variant: str
@@ -62,8 +62,7 @@ class PlanesCall(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class PlanesOperators:
+class PlanesOperators(Struct, frozen=True):
     """The operators on planes. Each takes a reference to a `PlanesCall` and returns 0, or 1 if it fails."""
 
     split: Any

@@ -9,11 +9,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
+from msgspec import Struct
+from msgspec.structs import replace
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -114,8 +115,7 @@ async def messages(request: Request) -> Response:
     return await answer(request, Messages())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arrival:
+class Arrival(Struct, frozen=True, kw_only=True):
     """A request whose body was read, with all that the later steps need."""
 
     request: Request
@@ -131,8 +131,7 @@ class Arrival:
     """The caller's turns, for a large body and to read stored responses."""
 
 
-@dataclass(frozen=True)
-class Rendered:
+class Rendered(Struct, frozen=True):
     """A request in neutral words, with its prompts as token ids."""
 
     arrival: Arrival
@@ -372,8 +371,7 @@ def _sampling(parsed: ParsedRequest, num_room: int, num_choices: int) -> Samplin
     return sampling
 
 
-@dataclass(frozen=True)
-class _Counted(Generic[B]):
+class _Counted(Struct, Generic[B], frozen=True):
     """Reads the conversation of a body, whose length is asked for."""
 
     body: type[B]

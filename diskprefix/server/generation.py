@@ -8,9 +8,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
+from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 

@@ -10,6 +10,8 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec import Struct
+
 from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import SettingsError
 from diskprefix.private_file import read_private
@@ -31,8 +33,7 @@ _KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},}}")
 _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Caller:
+class Caller(Struct, frozen=True):
     """The sender of a request. `name` is that of its API key. A caller who `sees_all` may see the figures of all
     callers, an owner also their texts, and may delete and control."""
 

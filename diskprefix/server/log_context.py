@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
+from msgspec import Struct, field
 from starlette.requests import HTTPConnection
 
 from diskprefix.engine.gauges import Activity
@@ -22,8 +22,7 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 _REJECTED = (429, 503)
 
 
-@dataclass
-class LogContext:
+class LogContext(Struct):
     """The facts about one request, filled in while it is served."""
 
     request_id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex[:24]}")

@@ -11,9 +11,10 @@ import logging
 import re
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from msgspec import Struct
 
 from diskprefix.api.figures import broken_by, figures_reply
 from diskprefix.printable import shown
@@ -25,8 +26,7 @@ MAX_REPLIES = 300
 MAX_FAILURES = 100
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndedRequest:
+class EndedRequest(Struct, frozen=True, kw_only=True):
     """A request that ended. `number` counts them, from 1. `ended_at` is in seconds since 1970, `elapsed_s` runs from
     the first byte of the request to the last one of the answer.
 

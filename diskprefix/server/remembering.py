@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.chat.known_parts import OwnedParts
 from diskprefix.chat.messages import Conversation, Message
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
     from diskprefix.store.notes import TenantNotes
 
 
-@dataclass(frozen=True)
-class StoredTurns:
+class StoredTurns(Struct, frozen=True):
     """The turns of one tenant in the store. They are deleted with the `prompt` that they continue."""
 
     notes: TenantNotes

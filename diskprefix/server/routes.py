@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
+from msgspec import Struct
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,8 +19,7 @@ STREAMED = (JSON, EVENTS)
 """The media types of a reply, which with `stream: true` is a stream of events."""
 
 
-@dataclass(frozen=True)
-class About:
+class About(Struct, frozen=True):
     """The description of a route in the OpenAPI document, beside the docstring of its handler, whose last paragraph
     describes a successful answer."""
 

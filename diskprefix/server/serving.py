@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ModelNotFound
@@ -49,8 +50,7 @@ class CacheCounts:
             self.last = reading.result()
 
 
-@dataclass(frozen=True, eq=False)
-class Serving:
+class Serving(Struct, frozen=True, eq=False):
     """A loaded engine and what the routes need besides it."""
 
     engine: Engine

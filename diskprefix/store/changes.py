@@ -8,11 +8,12 @@ import math
 import struct
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import lmdb
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.codec.codec import Codec, Piece, encode_piece, is_finite, piece_seed
@@ -63,8 +64,7 @@ def batches(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
         yield items[start : start + size]
 
 
-@dataclass(frozen=True, eq=False)
-class NewNode:
+class NewNode(Struct, frozen=True, eq=False):
     """A node to be stored. The first `num_checked` pieces must be finite, because other state spoils every later token.
 
     `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown. `ttl_s` is its time to live after the

@@ -13,11 +13,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lmdb
+from msgspec import Struct
 
 from diskprefix.errors import StoreUnavailable
 from diskprefix.store.codec.codec import populate
@@ -44,8 +44,7 @@ _BATCH_BYTES = 64 << 20
 """The bytes that one transaction copies, which LMDB holds in memory until the commit."""
 
 
-@dataclass(frozen=True)
-class Compacted:
+class Compacted(Struct, frozen=True):
     """Sizes of the file and of its copy."""
 
     before_bytes: int

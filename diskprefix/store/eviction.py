@@ -11,10 +11,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
 from diskprefix.store.schema import UsageRecord
@@ -30,8 +30,7 @@ _MAX_TTL_S = 2.0**31 - 1
 _MAX_RESTORES = 2**32 - 1
 
 
-@dataclass(frozen=True, eq=False)
-class UsageTable:
+class UsageTable(Struct, frozen=True, eq=False, dict=True):
     """Usage records as columns: `records` has dtype `USAGE_DTYPE` and shape [len(names)], in the order of `names`.
 
     `rows` gives the row of each name, if the caller has it already. Unused rows are not in it: all their fields are 0,

@@ -16,9 +16,9 @@ import logging
 import math
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import Changes
@@ -33,8 +33,7 @@ PROMPTS_AT_ONCE = 64
 _NUMBER = struct.Struct(">Q")
 
 
-@dataclass(frozen=True, eq=False)
-class SeenRecord:
+class SeenRecord(Struct, frozen=True, eq=False):
     """A prompt that was seen: its key, its record, and its full blocks by name."""
 
     key: bytes

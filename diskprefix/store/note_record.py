@@ -10,9 +10,11 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import compress, decompress
@@ -119,8 +121,7 @@ def note_prompt(value: bytes | memoryview) -> NotePrompt:
     return NotePrompt(*_PROMPT.unpack_from(value, CHECKSUM_BYTES + _TIMES.size))
 
 
-@dataclass(frozen=True, slots=True)
-class StoredNote:
+class StoredNote(Struct, frozen=True):
     """A stored note without its content. Its record is not verified."""
 
     key: bytes

@@ -11,8 +11,10 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.identity import identity_of_tenant
@@ -273,8 +275,7 @@ class _Waiting(NamedTuple):
         return _WAITING_BYTES + len(self.value or b"")
 
 
-@dataclass(frozen=True)
-class TenantNotes:
+class TenantNotes(Struct, frozen=True):
     """The notes of one tenant. See `Notes` for the methods, and for the threads that may call them."""
 
     notes: Notes

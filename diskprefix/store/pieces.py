@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal, TypeAlias
 
 import msgspec
+from msgspec import Struct
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import PIECE_BYTES, Element, Piece
@@ -110,8 +110,7 @@ class LayoutText(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.json.encode(self).decode()
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(Struct, frozen=True):
     """One piece of a payload, with `piece.num_rows` rows of `group` from `first_row` on. `group` counts the groups of
     per-token tensors, then those of states, then the logits."""
 
@@ -120,8 +119,7 @@ class Cut:
     first_row: int
 
 
-@dataclass(frozen=True)
-class PayloadLayout:
+class PayloadLayout(Struct, frozen=True):
     """The form of the payloads under one root. Each group is a piece with all its rows; `groups` have the size of one
     token."""
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from diskprefix.errors import EntryNotFound, StoreCorrupt
 from diskprefix.printable import shown
@@ -33,8 +34,7 @@ _ROUNDS = 5
 """A block that a daemon continues during a round stays. The next round removes both."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PurgeFilter:
+class PurgeFilter(Struct, frozen=True, kw_only=True):
     """The conditions of a purge, which removes what meets them all. `entries` are names of saved prompts; with none,
     the condition is left out. `salt` is an argument of `tenant_ids.matches`."""
 
@@ -52,8 +52,7 @@ class PurgeFilter:
         return (self.model is None or model == self.model) and (self.salt is None or matches(tenant, self.salt))
 
 
-@dataclass(frozen=True, eq=False)
-class GoneText:
+class GoneText(Struct, frozen=True, eq=False):
     """A saved or seen prompt that a purge removes under a root, which has blocks of `block_size` tokens (0: unknown). A
     saved prompt that stays begins with its first `num_kept` tokens too. `key` is the key of a seen prompt, empty for a
     saved one."""
@@ -73,8 +72,7 @@ class GoneText:
             yield self.root, length, digest
 
 
-@dataclass(frozen=True, kw_only=True)
-class PurgePlan:
+class PurgePlan(Struct, frozen=True, kw_only=True):
     """The records that a purge removes. `nodes` are names, children first. `prompts`, `notes` and `models` are keys.
     `roots` may have nothing left then. `stored_bytes` is the size of the nodes in the file. `kept_blocks` of the chosen
     entries stay, because other blocks or saved prompts need them. `texts` are the chosen entries and the seen prompts
@@ -95,8 +93,7 @@ class PurgePlan:
         return bool(self.entries or self.nodes or self.prompts or self.notes or self.roots or self.models)
 
 
-@dataclass(kw_only=True)
-class Purged:
+class Purged(Struct, kw_only=True):
     """The result of a purge. `left_blocks` could not be removed, because another process kept continuing them, or
     because they are damaged. `is_erased`: the file was rewritten, and no process has the old one open; None if that was
     not asked for. `remote_objects` were removed from the bucket; None if there is no bucket, or if `remote_error` says
@@ -121,7 +118,7 @@ class Purged:
 
     def counts(self) -> dict[str, Any]:
         """Returns all fields but the texts."""
-        return {name: value for name, value in vars(self).items() if name != "texts"}
+        return {name: value for name, value in asdict(self).items() if name != "texts"}
 
 
 @contextmanager

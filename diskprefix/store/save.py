@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec import Struct, field
 
 from diskprefix.store.changes import NewNode
 from diskprefix.store.store import Publication
@@ -45,8 +46,7 @@ class Save:
         """The node that the first waiting publication continues, or the last written node."""
 
 
-@dataclass(frozen=True, eq=False)
-class Waiting:
+class Waiting(Struct, frozen=True, eq=False):
     """A waiting publication. `made_at` is a time of `time.monotonic`."""
 
     save: Save

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.tokens import HASH_BYTES, ID_BYTES, TokenIds, beginning_hashes, block_hash, checksum, root_hash
@@ -78,8 +78,7 @@ def checkpoint_names(secret: int, parent: bytes, token_ids: bytes) -> list[tuple
     return [tuple(zip(kinds, names, strict=True)) for names in zip(*of_kinds, strict=True)]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class NodeRecord:
+class NodeRecord(Struct, frozen=True, eq=False):
     """The index record of one node. It holds the tokens from `position` to before `end`.
 
     `seen_children` counts the seen prompts that continue it, and the children that lie on the path of a seen prompt.

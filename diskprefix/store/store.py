@@ -10,12 +10,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.errors import CacheError, PrefixGone, StoreFull
 from diskprefix.namespace_key import NamespaceKey
@@ -41,8 +42,7 @@ _RECORDED_BYTES = 1 << 16
 """The end of a process records what it has written if it is more than this, which recording itself may write."""
 
 
-@dataclass(frozen=True, eq=False)
-class Publication:
+class Publication(Struct, frozen=True, eq=False):
     """The records that one transaction adds to a store of this `epoch`: new nodes (parents first), an entry, a seen
     prompt."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
+
+from msgspec import Struct
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.schema import EntryRecord, Kind, NodeRecord, node_kind, node_name
@@ -97,8 +98,7 @@ class PrefixTree:
             todo.extend(self.children.get(name, ()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class EntryInfo:
+class EntryInfo(Struct, frozen=True, kw_only=True):
     """One saved prompt. Sizes are in bytes and include its checkpoints; `shared_bytes` is the part that other entries
     use as well.
 

@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import RECORDS_AT_ONCE, batches, node_bytes
@@ -56,8 +57,7 @@ _PASSES = 3
 _NO_ROOT = "there is no sound record of its root"
 
 
-@dataclass(frozen=True)
-class StoreProblem:
+class StoreProblem(Struct, frozen=True):
     """A record that failed a check. `key` is its key in hex. Problems of a node's payload, usage record or keys in the
     index of children are problems of the node. `seen` has one problem for each root, with the root as key."""
 
@@ -66,8 +66,7 @@ class StoreProblem:
     message: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class IndexReport:
+class IndexReport(Struct, frozen=True, kw_only=True):
     """The counts and problems of one snapshot. `stored_bytes` is the size of the payload of each sound node."""
 
     problems: tuple[StoreProblem, ...]
@@ -356,8 +355,7 @@ _MAX_PIECE_BYTES = 1 << 28
 """A layout is a part of the file, so its sizes are not trusted with memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PayloadReport:
+class PayloadReport(Struct, frozen=True, kw_only=True):
     """`num_bytes` is the stored size of the pieces that were read."""
 
     problems: tuple[StoreProblem, ...]
@@ -365,8 +363,7 @@ class PayloadReport:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class StoredPiece:
+class StoredPiece(Struct, frozen=True):
     """One piece of a node's payload. `stored` is a view of the memory map, valid while the snapshot is open; `expected`
     is the piece's form in the layout."""
 

@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+
+from msgspec.structs import replace
 
 from diskprefix.errors import CacheError, LargerThanStore, PrefixGone, ReaderStays, StoreReplaced
 from diskprefix.store.changes import NewNode, SmallWrite, Use, touches

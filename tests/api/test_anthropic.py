@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from anthropic.types import Message as SDKMessage
 from anthropic.types import RawMessageStreamEvent
+from msgspec.structs import replace
 from pydantic import TypeAdapter
 
 from diskprefix.api.anthropic import CountTokensRequest, MessagesRequest

@@ -6,11 +6,11 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.api.anthropic import Messages, MessagesRequest
 from diskprefix.api.openai_chat import Chat, ChatRequest

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.forward import prefill

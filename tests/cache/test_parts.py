@@ -3,12 +3,12 @@ ends within a block is kept once. The logits at a prompt's end outlive the tail 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.kv.sequence import KVSequence

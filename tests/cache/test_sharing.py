@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from diskprefix.cache.tiers.tier import Prefetched

@@ -6,13 +6,13 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from diskprefix.cache import saving as saving_module
 from diskprefix.cache.cached_request import CachedRequest

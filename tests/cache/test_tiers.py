@@ -7,12 +7,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.cache.matching import Matcher, RestoreResult
 from diskprefix.cache.saving import Planner

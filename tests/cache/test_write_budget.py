@@ -4,11 +4,11 @@ for it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.write_budget import Spending, SpentByKey, within_budget

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -322,7 +323,7 @@ def test_the_texts_around_a_gap_are_texts() -> None:
     tags = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>", "<|file_sep|>"]
     assert added_in(tokenizer_of(family), prompt) == Counter(tags)
     assert written(family, prompt).endswith("c<|fim_pre")
-    raw = renderer_of(family).completion(dataclasses.replace(gap, special_tokens_in_text=True))
+    raw = renderer_of(family).completion(msgspec.structs.replace(gap, special_tokens_in_text=True))
     assert added_in(tokenizer_of(family), raw)["<|im_end|>"] == 2
 
 

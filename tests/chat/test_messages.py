@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.chat.fill_in import FillIn, fill_in_tags
 from diskprefix.chat.messages import (

@@ -6,11 +6,11 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.api.anthropic import CountTokensRequest
 from diskprefix.cache.policy.breaks import find_break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tokenizers import AddedToken
 
 from diskprefix.chat.encoder import Encoder

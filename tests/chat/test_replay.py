@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from diskprefix.chat.messages import Conversation, Message, TextPart, ToolCall
 from diskprefix.chat.output.choose_format import PlainText
@@ -232,7 +233,7 @@ SWITCHES = {
 
 @pytest.mark.parametrize(("template", "switch"), SWITCHES.items(), ids=SWITCHES)
 def test_a_template_that_can_keep_thoughts_keeps_them(template: str, switch: dict[str, bool]) -> None:
-    family = replace(QWEN3, template=template)
+    family = dataclasses.replace(QWEN3, template=template)
     model, thought = model_of(family, tagged=False), "I look it up."
     said = {"role": "assistant", "content": "Rain.", "reasoning_content": thought}
     kwargs = {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}
@@ -255,7 +256,7 @@ def test_the_owner_sets_no_variable_that_the_daemon_sets() -> None:
 
 
 def test_a_client_that_drops_thoughts_gets_them_back_where_the_template_keeps_them() -> None:
-    family = replace(QWEN3, template="LFM2.5-8B-A1B")
+    family = dataclasses.replace(QWEN3, template="LFM2.5-8B-A1B")
     model = model_of(family)
     messages = [SYSTEM, QUESTION]
     for number in range(2):

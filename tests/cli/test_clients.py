@@ -6,12 +6,12 @@ import ast
 import json
 import socket
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from diskprefix.errors import NotReady
 from diskprefix.extras import daemon_call

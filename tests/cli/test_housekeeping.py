@@ -7,11 +7,11 @@ import subprocess
 import sys
 import time
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
 from diskprefix.namespace_key import NamespaceKey

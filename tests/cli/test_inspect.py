@@ -6,12 +6,12 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.store.changes import Use, touches
 from diskprefix.store.lost_tokens import LostTokens, hour_of

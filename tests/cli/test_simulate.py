@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.cli.policy_file import find_policy
 from diskprefix.extras.simulate.comparison import REGIMES

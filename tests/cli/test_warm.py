@@ -262,7 +262,7 @@ PENDING = {"pending_bytes": 9}
         ([props(dropped=1)], SAVED, 1, "1 prompt did not fit into the cache meanwhile"),
         ([props(evicted_blocks=7)], SAVED, 0, "7 blocks had to be evicted meanwhile"),
         ([props(error="no space")], SAVED, 0, "nothing is kept on disk: no space"),
-        ([props(**PENDING)], SAVED, 1, "has not written"),
+        ([props(**PENDING)], SAVED, 1, "did not write its pending state"),
         ([props()], refusal(503, "the queue is full"), 1, "prompt.txt: the queue is full\n"),
     ],
 )

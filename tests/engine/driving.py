@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from diskprefix.app import load_engine
 from diskprefix.cache.policy.scope import parse_scope

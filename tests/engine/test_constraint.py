@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLParserLimits
+from msgspec.structs import replace
 
 from diskprefix.engine import kept_schema
 from diskprefix.engine.constrained_reply import ConstrainedCalls, ConstraintCompiler, Forbidden, forbidden_by

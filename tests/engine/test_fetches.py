@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.cache import context
 from diskprefix.cache.namespaces import TenantNamespaces

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,6 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import MistralConfig, MistralForCausalLM
 
 from diskprefix.cache.cached_request import CachedRequest

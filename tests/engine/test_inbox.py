@@ -6,11 +6,11 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from diskprefix.engine import inbox as inbox_module
 from diskprefix.engine import running_request

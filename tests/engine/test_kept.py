@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.nodes import Node

@@ -6,13 +6,14 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.loading import Loader

@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
+from msgspec.structs import replace
 
 from diskprefix.cache.fetch import Fetch
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest

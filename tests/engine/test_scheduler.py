@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.engine import scheduler as module
 from diskprefix.engine.scheduler import IDLE_ROWS, MAX_ROWS, MIN_ROWS, Chunk, Pace, Scheduler

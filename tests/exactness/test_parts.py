@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from diskprefix.cache.matching import Matcher
 from diskprefix.engine.prompt_pictures import PromptPictures

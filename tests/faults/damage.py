@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lmdb
+from msgspec.structs import replace
 
 from diskprefix.store.schema import (
     DATABASES,

@@ -168,7 +168,7 @@ def test_a_sequence_that_ends_is_gone_at_once() -> None:
     try:
         sequence = cache.begin(None, IDS)
         assert isinstance(sequence, KVSequence)
-        table = weakref.ref(sequence.tables[0])
+        table = weakref.ref(sequence)
         cache.end(sequence, keep=False)
         del sequence
         assert table() is None

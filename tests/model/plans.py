@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedConfig
 
 from diskprefix.kv.pages import PagePool

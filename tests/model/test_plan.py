@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import LlamaConfig, PreTrainedModel
 
 from diskprefix.kv.layout import Layout

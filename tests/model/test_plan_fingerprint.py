@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import defstruct
+from msgspec.structs import replace
 
 from diskprefix.identity import Fingerprint, is_outdated
 from diskprefix.model import bits, plan_fingerprint
@@ -79,7 +80,7 @@ def test_each_option_changes_the_configuration(changed: DecoderConfig) -> None:
 def test_what_a_later_version_adds_or_the_layout_says_changes_no_configuration() -> None:
     placed = LayerConfig({"keys": Location(0, 0, 1, 8, 2, 8, 8)})
     assert options(replace(CONFIG, layers=(placed,) * 2)) == options(CONFIG)
-    later: Any = make_dataclass("Later", [("more", bool, field(default=False))], bases=(DecoderConfig,), frozen=True)
+    later: Any = defstruct("Later", [("more", bool, False)], bases=(DecoderConfig,), frozen=True)
     assert options(later(CONFIG.vocab_size, CONFIG.layers, CONFIG.rotary)) == options(CONFIG)
     assert options(later(CONFIG.vocab_size, CONFIG.layers, CONFIG.rotary, more=True)) != options(CONFIG)
 

@@ -12,7 +12,6 @@ import socket
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,6 +19,7 @@ from typing import Any, cast
 import httpx
 import numpy as np
 import uvicorn
+from msgspec import Struct
 
 from diskprefix.cache.cost_model import CostModel
 from diskprefix.engine.ahead_jobs import AheadJobs
@@ -244,8 +244,7 @@ class ScriptedCache:
         return cast("TenantNotes", ScriptedNotes(self.noted, tenant))
 
 
-@dataclass
-class ScriptedNotes:
+class ScriptedNotes(Struct):
     noted: dict[tuple[Tenant, NoteKind, str], bytes]
     tenant: Tenant
     ttl_s: float = 1.0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic import Anthropic, beta_tool
+from msgspec.structs import replace
 
 from diskprefix.engine.request import FinishEvent, GenerateRequest, ProgressEvent, TextEvent
 from tests.server.agent_model import call, pieces, thought

@@ -8,13 +8,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 

@@ -9,7 +9,6 @@ import json
 import re
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from diskprefix.api.fields import SamplingFields, sampling_params, with_sampling

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from diskprefix.api.figures import figures_reply

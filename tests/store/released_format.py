@@ -10,10 +10,10 @@ import gzip
 import hashlib
 import json
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec, decode_piece, piece_seed

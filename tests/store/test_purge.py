@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from msgspec.structs import replace as replace_struct
 
 from diskprefix.errors import StoreCorrupt

@@ -3,10 +3,9 @@ with states, later checkpoints of a conversation take the place of earlier ones.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.store.changes import Use, touches
 from diskprefix.store.eviction import RECENT_CHECKPOINTS, recorded_ttl

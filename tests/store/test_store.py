@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.errors import PrefixGone, StoreUnavailable
 from diskprefix.store import environment

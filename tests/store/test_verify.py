@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec import structs
+from msgspec.structs import replace
 
 from diskprefix.store import store as store_module
 from diskprefix.store.changes import NewNode
@@ -112,7 +114,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Stored:
 @pytest.fixture
 def stored(template: Stored, tmp_path: Path) -> Stored:
     shutil.copy(template.folder / "data.mdb", tmp_path / "data.mdb")
-    return replace(template, folder=tmp_path)
+    return dataclasses.replace(template, folder=tmp_path)
 
 
 def node_end(node: NewNode) -> int:
@@ -248,7 +250,7 @@ def renamed(kind: Kind, end: int, **changes: object) -> Damage:
     def apply(records: Records, stored: Stored) -> None:
         name = stored.node(kind, end)
         old = decode_node(name, records.get("nodes", name))
-        new = replace(old, **changes)  # type: ignore[arg-type]
+        new = replace(old, **changes)
         to = node_name(records.secret, new.parent, new.token_ids, new.kind)
         records.delete("nodes", name)
         records.put("nodes", to, encode_node(to, new))

@@ -5,13 +5,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
 from diskprefix.store import environment, savings

@@ -6,12 +6,12 @@ import ctypes
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import click
 import numpy as np
+from msgspec.structs import replace
 from rich.console import Console
 
 from diskprefix.kv.pages import PagePool

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from diskprefix.tokens import ID_BYTES, TokenIds, num_common
 
@@ -56,8 +56,7 @@ class Ghost:
         self.came_again = False
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class SeenPrompt:
+class SeenPrompt(Struct, frozen=True, eq=False):
     """An earlier prompt: its full blocks, and the token ids behind them (int32, little-endian)."""
 
     blocks: tuple[Ghost, ...]
@@ -87,8 +86,7 @@ class Earlier(NamedTuple):
         return self.prompt.num_tokens - self.common
 
 
-@dataclass(frozen=True)
-class Sighting:
+class Sighting(Struct, frozen=True):
     """Knowledge about a prompt from earlier ones.
 
     `recent` are the prompts of the window, newest first. `older` is a prompt from before the window that shares more

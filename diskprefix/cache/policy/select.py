@@ -24,9 +24,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
+
+from msgspec import Struct
 
 from diskprefix.cache.policy.seen import Earlier, Sighting
 from diskprefix.settings import Settings
@@ -49,8 +50,7 @@ _BYTES_FOR_A_TOKEN = 256 << 10
 """A checkpoint must save a token for each of so many bytes. Keys and values of a token have 10 to 200 KiB."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rules:
+class Rules(Struct, frozen=True, kw_only=True):
     """The settings of the policy, in tokens, and the kind of the model's state.
 
     A prefix shorter than `min_tokens` is not kept. `cold_max` and `interval` place the checkpoints of the scopes `full`

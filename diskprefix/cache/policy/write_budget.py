@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.cache.policy.select import Rules
 from diskprefix.tokens import floor_to_grid
@@ -23,8 +25,7 @@ _MISSED, _SYSTEM, _GOES_ON, _NEW = 0.95, 0.75, 0.25, 0.2
 """The shares. The last twentieth of the budget is for records, such as uses of blocks and recent prompts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spending:
+class Spending(Struct, frozen=True, kw_only=True):
     """The use of a budget: `used_bytes` of `limit_bytes` were written in the last 24 hours, `own_bytes` of them for the
     API key of the request, which is one of `num_keys`. A token takes `bytes_per_token`, a checkpoint or the end of a
     prompt `state_bytes`."""

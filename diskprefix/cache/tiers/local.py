@@ -6,11 +6,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 
 import numpy as np
+from msgspec import Struct
 
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import TierName, Write
@@ -31,8 +31,7 @@ _MAX_TRIES = 64
 """The maximum number of nodes that are tried to find one that shares a part of the prompt. Damaged ones are few."""
 
 
-@dataclass(frozen=True)
-class BufferTier:
+class BufferTier(Struct, frozen=True):
     """The buffer of a writer, as a `Tier`."""
 
     writer: Writer
@@ -90,8 +89,7 @@ def _copy(node: NewNode, number: int, out: Bytes) -> None:
     out[...] = np.frombuffer(node.payload[number], dtype=np.uint8).reshape(out.shape)
 
 
-@dataclass(frozen=True)
-class DiskTier:
+class DiskTier(Struct, frozen=True):
     """A store, as a `Tier`. `quarantine` has a node removed by its name and the name of its parent."""
 
     store: Store

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+from msgspec import Struct
 
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.errors import StoreCorrupt
@@ -108,8 +109,7 @@ class Prefetched(NamedTuple):
         return self.num_bytes if self.is_whole else 0
 
 
-@dataclass(frozen=True)
-class PrefetchRequest:
+class PrefetchRequest(Struct, frozen=True):
     """A request to fetch, within `max_s` seconds, the nodes of a prompt that the nearer `tiers` lack.
 
     `publish` puts nodes, parents first, into the nearest tier, and returns False if there is no room. The state of the
@@ -130,8 +130,7 @@ class PrefetchRequest:
     replaces: bool = False
 
 
-@dataclass(frozen=True)
-class Upload:
+class Upload(Struct, frozen=True):
     """A prompt whose first `num_tokens` tokens are to be uploaded, as far as `tiers` have their state. `is_current`
     returns whether nothing was purged since its request began."""
 

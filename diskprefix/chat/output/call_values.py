@@ -7,10 +7,10 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import regex
+from msgspec import Struct, field
 
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.call_patterns import strings_of
@@ -177,8 +177,7 @@ def _key(node: ast.expr | None) -> str:
     raise ValueError("a key that is no text")
 
 
-@dataclass
-class _Element:
+class _Element(Struct):
     """An element: `<key>text</key>`, or with elements in place of the text."""
 
     key: str

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.call_grammar import CallGrammar
@@ -133,7 +136,7 @@ def choose_format(template: str, render: Render, *, special: Collection[str], ad
         for prompt, reply in replies:
             for format in candidates:
                 if _is_verified(format, prompt, reply, special):
-                    return Chosen(replace(format, written=reply), _completed(form, render))
+                    return Chosen(dataclasses.replace(format, written=reply), _completed(form, render))
     if written:
         log.warning("the chat template writes tool calls in a format that is not known; only calls as JSON are found")
         return Chosen(_family_format(NONE, template, added, dropped), _completed(written[0], render))

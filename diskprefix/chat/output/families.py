@@ -4,9 +4,10 @@ forces calls, `call_reader.py` and `parsers.py` read them, and `choose_format.py
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
 
 from diskprefix.chat.output.format import ThoughtTags
 
@@ -22,8 +23,7 @@ braces      the name, then JSON with bare keys and other quotes
 """
 
 
-@dataclass(frozen=True)
-class Channels:
+class Channels(Struct, frozen=True):
     """Replies that are messages with headers, as regular expressions. NAMES stands for the names of the tools.
 
     A message is a call if `header` matched its group `name`, reasoning if it matched `thought`, else content. `end`
@@ -36,8 +36,7 @@ class Channels:
     shown: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(Struct, frozen=True):
     """The format of a family of models, as its chat template writes it, with placeholders in capitals.
 
     `call` has NAME and ARGUMENTS, and may have INDEX (any number). The reader allows other blanks, and attributes with

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
+from msgspec import Struct
 
-@dataclass(frozen=True)
-class ReasoningDelta:
+
+class ReasoningDelta(Struct, frozen=True):
     """A piece of the reasoning."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class ContentDelta:
+class ContentDelta(Struct, frozen=True):
     """A piece of the answer."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class ToolCallBegin:
+class ToolCallBegin(Struct, frozen=True):
     """The beginning of a tool call. `index` counts the calls of a reply from 0; the server makes the id."""
 
     index: int
     name: str
 
 
-@dataclass(frozen=True)
-class ToolCallDelta:
+class ToolCallDelta(Struct, frozen=True):
     """A piece of a call's arguments. All pieces of a call, joined, are the JSON text of one object."""
 
     index: int

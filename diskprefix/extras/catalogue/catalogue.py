@@ -3,13 +3,16 @@ programs."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
 from diskprefix.extras.catalogue.models_file import read_models_file
@@ -31,8 +34,7 @@ log = logging.getLogger("diskprefix")
 _SHOWN_NAMES = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class KnownModel:
+class KnownModel(Struct, frozen=True, kw_only=True):
     """A model. `settings` are the daemon's with the model's own in their place. `source` is its path or repository,
     `path` its folder or file (the first part of a split one), None if it is not on this machine.
 
@@ -132,7 +134,7 @@ class Catalogue:
         for table in [] if file is None else read_models_file(file):
             seen.add(_identity(table.model))
             known = self._known(table.name, table.model, "models.toml")
-            own, idle_s = replace(known.settings, **table.own), table.idle_unload_s
+            own, idle_s = dataclasses.replace(known.settings, **table.own), table.idle_unload_s
             yield replace(known, settings=own, aliases=table.aliases, pin=table.pin, idle_unload_s=idle_s)
         for asked in settings.model_names:
             yield from self._unless_seen(seen, plain_name(asked), asked, "--model")
@@ -169,7 +171,9 @@ class Catalogue:
             yield known
 
     def _known(self, name: str, model: str, origin: str) -> KnownModel:
-        settings = replace(self._settings, model=model, models_dir=None, models_file=None, served_model_name=name)
+        settings = dataclasses.replace(
+            self._settings, model=model, models_dir=None, models_file=None, served_model_name=name
+        )
         return KnownModel(name=name, settings=settings, source=model, path=_path_or_none(model), origin=origin)
 
 
@@ -181,7 +185,7 @@ def listed(names: Sequence[str]) -> str:
 
 def embedded(settings: Settings) -> KnownModel:
     """Returns the embedded model, which a daemon without other models serves."""
-    own = replace(settings, model=None, models_dir=None, models_file=None)
+    own = dataclasses.replace(settings, model=None, models_dir=None, models_file=None)
     return KnownModel(name=EMBEDDED.name, settings=own, source=EMBEDDED.name, path=path_of(None), origin="embedded")
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from diskprefix.cli.options import build_settings, policy_value
 from diskprefix.cli.policy_file import checked_value, read_toml
@@ -24,8 +25,7 @@ _OWN_KEYS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ListedModel:
+class ListedModel(Struct, frozen=True, kw_only=True):
     """A table of `models.toml`. `own` are its settings by field name; `model` is a path or a repository."""
 
     name: str

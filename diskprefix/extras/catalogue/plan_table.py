@@ -8,11 +8,12 @@ import re
 from array import array
 from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from itertools import chain, count, pairwise
 from typing import Any
 
 import click
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from diskprefix.kv.numbers import dtype_of
 from diskprefix.model.load.loader import unread_weights
@@ -191,8 +192,8 @@ def _flat(made_of: Any) -> Iterator[Any]:
         yield from chain.from_iterable(map(_flat, made_of))
         return
     yield made_of
-    if is_dataclass(made_of):
-        yield from _flat([getattr(made_of, part.name) for part in fields(made_of)])
+    if isinstance(made_of, Struct):
+        yield from _flat([*asdict(made_of).values()])
 
 
 def _form(form: Any) -> str:

@@ -9,8 +9,9 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from diskprefix.errors import SettingsError
 from diskprefix.extras.clients.launched_daemon import locked
@@ -20,8 +21,7 @@ from diskprefix.store.folder import sync
 Report = Callable[[str], object]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentProfile:
+class AgentProfile(Struct, frozen=True, kw_only=True):
     """The profile of one agent. A running agent holds a shared lock on `session.lock` in its `folder`.
 
     Agents and users edit the files. `written.json` has the digest of each text that was written: a file is rewritten

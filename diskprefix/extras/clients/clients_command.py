@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import click
+from msgspec import to_builtins
 
 from diskprefix.cli.options import api_key_option, nonempty, url_option
 from diskprefix.cli.tooling import json_option, print_json
@@ -46,6 +45,6 @@ def clients(name: str | None, url: str, model: str | None, api_key: str | None, 
     served = ask_served(call, url, model, api_key).served
     recipes = [recipe(each, served) for each in ([name] if name else names())]
     if as_json:
-        print_json({"clients": [asdict(each) for each in recipes]})
+        print_json({"clients": [to_builtins(each) for each in recipes]})
     else:
         click.echo("\n\n\n".join(each.shown() for each in recipes))

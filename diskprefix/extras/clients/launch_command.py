@@ -9,12 +9,12 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from types import FrameType
 from urllib.parse import urlsplit
 
 import click
 from click.core import ParameterSource
+from msgspec.structs import replace
 
 from diskprefix.cli.options import api_key_option, nonempty, url_option
 from diskprefix.cli.tooling import confirmed, say

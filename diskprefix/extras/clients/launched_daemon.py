@@ -23,6 +23,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from diskprefix.cli.tooling import say, status
 from diskprefix.errors import NotReady
 from diskprefix.extras.daemon_call import running_daemon
@@ -214,8 +216,7 @@ class LaunchedDaemon:
                 say(f"the model at {url} {died} (its log: {self.log})")
 
 
-@dataclass
-class DaemonUse:
+class DaemonUse(Struct):
     """The use of a daemon by one launch."""
 
     url: str

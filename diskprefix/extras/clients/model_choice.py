@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+from msgspec import Struct
 
 from diskprefix.cli.options import variable_of
 from diskprefix.cli.tooling import status
@@ -34,8 +35,7 @@ _BYTES_A_S, _FAST_BYTES_A_S = 4.5e10, 1e11
 bfloat16: measured for dense models of 0.5 and 3 billion parameters in 4 bits."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(Struct, frozen=True, kw_only=True):
     """A model of the daemon. `problem` says why agents may not work with it, or is empty; `advice` is what to do then.
     `prefill_s_per_token` is measured by the daemon if `is_measured`, else guessed from the size of the weights, and
     None if it is unknown."""

@@ -6,10 +6,11 @@ import json
 import shlex
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Any
+
+from msgspec import Struct
 
 from diskprefix.errors import SettingsError
 from diskprefix.printable import escaped
@@ -19,8 +20,7 @@ _OUTPUT_SHARE = 4
 """One part in so many of the context is for the reply, in clients that reserve room for it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Served:
+class Served(Struct, frozen=True, kw_only=True):
     """The values that a client needs. `url` is without /v1, `context` is in tokens."""
 
     url: str
@@ -30,16 +30,14 @@ class Served:
     takes_images: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecipeFile:
+class RecipeFile(Struct, frozen=True, kw_only=True):
     """A file to write. `path` begins with ~ for the home folder, or is relative to the current folder."""
 
     path: str
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Struct, frozen=True, kw_only=True):
     """The settings of one client."""
 
     name: str
@@ -105,8 +103,7 @@ def recipe(name: str, served: Served, profile: Path | None = None) -> Recipe:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class KnownAgent:
+class KnownAgent(Struct, frozen=True, kw_only=True):
     """A client that `diskprefix launch` starts. `install` is a command line. `first_prompt_tokens` is measured, or 0 if
     unknown."""
 

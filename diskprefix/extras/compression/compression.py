@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from diskprefix.chat.draft import Compress, CountTokens, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.messages import Conversation, Message, TextPart
@@ -24,8 +26,7 @@ _AROUND_TOKENS = 16
 """An upper estimate of a template's tokens around a message or a call."""
 
 
-@dataclass
-class _Round:
+class _Round(Struct):
     """A round as indices of messages: the user's messages that open it, and its exchanges."""
 
     opening: list[int] = field(default_factory=list)

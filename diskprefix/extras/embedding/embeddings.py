@@ -8,12 +8,12 @@ import json
 import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from starlette.applications import Starlette

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
+
+from msgspec import Struct
 
 from diskprefix.errors import InvalidRequest, ModelError
 from diskprefix.model.load.gguf_header import read_header
@@ -19,8 +20,7 @@ _OF_MODULES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "mean_to
 _PLAIN_MODULES = frozenset({"Transformer", "Normalize", "Pooling"})
 
 
-@dataclass(frozen=True)
-class Purpose:
+class Purpose(Struct, frozen=True):
     """The pooling of a model. `end_id` is the token that ends each text. `problem` says why this pooling cannot be
     computed."""
 

@@ -8,12 +8,12 @@ several publications, the entry with the last one, so a kill leaves a shorter pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
+from msgspec.structs import replace
 
 from diskprefix.errors import PrefixGone, SettingsError, StoreCorrupt
 from diskprefix.extras.exchange.entry_file import EntryNode, EntryReader, Manifest, refuse_existing, write_entry

@@ -13,10 +13,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
+from msgspec import Struct
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
@@ -63,8 +64,7 @@ _WORKER_END_S = 30.0
 """The time for a worker that has not taken a request to end."""
 
 
-@dataclass
-class Failures:
+class Failures(Struct):
     """The failures of a model in a row. It is not started again before `until`."""
 
     in_a_row: int = 0

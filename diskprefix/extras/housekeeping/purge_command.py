@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import asdict
 
 from diskprefix import hooks
 from diskprefix.cli.options import nonempty, setting_option

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+from msgspec.structs import asdict
 
 from diskprefix.cli.tooling import opened_store, print_json, progress, short_id, show_first, store_options
 from diskprefix.store.verify import (

@@ -6,6 +6,7 @@ identifies weights by their content in memory, the daemon by their files: they m
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import os
@@ -13,13 +14,13 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -99,7 +100,7 @@ class PrefixCacheSession:
         changes = {name: value for name, value in given.items() if value is not None}
         self.model = model
         self.tokenizer = tokenizer
-        self.settings = replace(settings or Settings(), **changes)
+        self.settings = dataclasses.replace(settings or Settings(), **changes)
         self.report: CacheReport | None = None
         self._options = CacheOptions(scope=parse_scope(self.settings.disk_prefix_cache, param="scope"))
         self._special_ids = _special_ids(tokenizer)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Annotated, Any, Literal, TypeAlias
 
+from msgspec.structs import replace
 from pydantic import ConfigDict, Field, model_validator
 
 from diskprefix.api import fields

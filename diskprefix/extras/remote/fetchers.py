@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 _Result = TypeVar("_Result")
 
 
-@dataclass(eq=False)
-class ObjectFetch(Generic[_Result]):
+class ObjectFetch(Struct, Generic[_Result], eq=False):
     """One call, and the number of requests that wait for its result."""
 
     key: Hashable

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
 from diskprefix.extras.remote.bundle import ABOUT, ABOUT_MAX_BYTES, object_path
 from diskprefix.extras.remote.objects import ObjectStore
@@ -28,8 +28,7 @@ def open_bucket(url: str, key_file: Path) -> NamespaceObjects:
     return NamespaceObjects(objects, NamespaceKey.read(expanded(key_file)))
 
 
-@dataclass(frozen=True)
-class NamespaceObjects:
+class NamespaceObjects(Struct, frozen=True):
     """The objects of one namespace, as a `cache.tiers.tier.Bucket`. Methods raise `RemoteUnavailable`."""
 
     objects: ObjectStore

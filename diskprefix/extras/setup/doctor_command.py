@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
 from typing import Any
 
 import click
+from msgspec.structs import asdict, replace
 
 from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_option, setting_options
 from diskprefix.cli.tooling import print_json, status

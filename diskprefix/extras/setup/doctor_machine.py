@@ -7,9 +7,10 @@ import os
 import platform
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
 
 from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import CacheError, NotReady, SettingsError, StoreCorrupt, StoreFormatError
@@ -26,8 +27,7 @@ Level: TypeAlias = Literal["ok", "note", "problem", "skipped"]
 _VOLATILE, _REMOTE = {"tmpfs", "ramfs"}, {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs"}
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """The result of one check. `advice` says what to do, and is empty if there is nothing to do. `table` has labels
     with bytes. `level`: `note` means that it works but could be better, `problem` that it does not work."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
 from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
@@ -30,8 +32,7 @@ def regime_of(geometry: Geometry | None) -> Regime:
     return "checkpoints" if geometry.state_bytes else "token" if geometry.exact_at == "token" else "sliceable"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Struct, frozen=True, kw_only=True):
     """One run over a workload. `scope` names its row, and `preset` is the policy file of its settings."""
 
     scope: str
@@ -47,8 +48,7 @@ class Case:
         return f"{self.preset} ({self.scope})" if self.preset else self.scope
 
 
-@dataclass(frozen=True, eq=False)
-class Row:
+class Row(Struct, frozen=True, eq=False):
     """The result of `case` on the workload named `trace`."""
 
     trace: str

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.cache.policy.select import StateKind
 from diskprefix.store.changes import node_bytes
@@ -16,8 +18,7 @@ _ROW_BYTES = 128
 _STATE_ROW_BYTES = 1 << 10
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(Struct, frozen=True, dict=True):
     """The size and kind of a model's state: `bytes_per_token`, `state_bytes` of a checkpoint (0 for models without
     checkpoints), and `logits_bytes` at the end of a prompt. `exact_at`: see `kv.layout.Layout`."""
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct, field
 
 from diskprefix.tokens import TokenIds, common_prefix_length
 
 _MAX_TOKENS = 1 << 23
 
 
-@dataclass(eq=False)
-class RadixNode:
+class RadixNode(Struct, eq=False):
     """A position where a prompt ended or prompts part. `tokens` are the tokens since its `parent`, `children` the next
     nodes by their first token. `digest` is for the caller."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+from msgspec.structs import replace
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cli.options import build_settings, nonempty, option, policy_values, setting_option

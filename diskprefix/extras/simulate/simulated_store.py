@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, islice, takewhile
 
 import numpy as np
+from msgspec import Struct
 
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.store.eviction import (
@@ -32,8 +32,7 @@ _UNUSED = np.zeros((), USAGE_DTYPE)
 _UNUSED["children"] = 1
 
 
-@dataclass(frozen=True)
-class NewEntry:
+class NewEntry(Struct, frozen=True):
     """A node to store. `num_bytes` is its size in the file, `prefill_s` the time to compute its tokens. For `ttl_s` see
     `store.changes.NewNode`. `token_ids` (int32, little-endian) are given for models that are exact at every token: the
     node is found by a prefix of its tokens, and replaces shorter nodes."""

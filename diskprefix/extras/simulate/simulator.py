@@ -5,11 +5,12 @@ README.md lists what is not simulated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.cache.choosing import marked_nodes, selection_ahead, selection_of, sighting_of, ttl_at
 from diskprefix.cache.matching import Matcher, RestoreResult
@@ -31,8 +32,7 @@ _SECRET = 0
 _OFF = Scope("off")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Policy:
+class Policy(Struct, frozen=True, kw_only=True):
     """The settings of a daemon that decide how much is kept, with the daemon's defaults. 0 is no limit for `ttl_s` and
     for `write_budget_bytes`, the bytes to write in 24 hours. `memory_bytes` is KV memory; with 0 every prompt is
     restored from the disk. `seconds_per_token` is the speed of prefill. `computes_ahead`: the pauses of a trace are
@@ -51,8 +51,7 @@ class Policy:
     computes_ahead: bool = True
 
 
-@dataclass
-class Totals:
+class Totals(Struct):
     """The effect of a policy on a workload.
 
     `hits` counts requests with restored tokens. `written_tokens` are the tokens of written nodes, `written_bytes` their

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.tokens import TokenIds, as_token_ids
 from diskprefix.values import Prompt, Scope
 
 
-@dataclass(frozen=True, eq=False)
-class TraceRequest:
+class TraceRequest(Struct, frozen=True, eq=False):
     """One request.
 
     `when` is in seconds since the trace began. `reply` has the tokens computed after the prompt, empty if unknown.
@@ -36,8 +36,7 @@ class TraceRequest:
     model: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordedDaemon:
+class RecordedDaemon(Struct, frozen=True, kw_only=True):
     """The daemon of a recording: its settings, the size of its model's state (None if unknown), and the speed of
     prefill (0 if unknown)."""
 
@@ -47,8 +46,7 @@ class RecordedDaemon:
     tokens_per_s: float = 0.0
 
 
-@dataclass(frozen=True, eq=False)
-class Trace:
+class Trace(Struct, frozen=True, eq=False):
     """A named sequence of requests, which can be iterated any number of times.
 
     Each call of `replay` begins from the start, and may create the tokens of prompts on the fly. Keep no request longer

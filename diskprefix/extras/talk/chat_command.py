@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
+from msgspec import Struct, field
 
 from diskprefix.cli.options import api_key_option, option, url_option
 from diskprefix.cli.tooling import status
@@ -42,8 +42,7 @@ _WAITING = "waiting for the daemon"
 _PATH = "/v1/chat/completions"
 
 
-@dataclass
-class Talk:
+class Talk(Struct):
     """A conversation. Each request has the system messages, the `messages` and the `fields`."""
 
     stream: Stream

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.cache.tiers.nodes import Node

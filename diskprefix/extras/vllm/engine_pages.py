@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
 import numpy as np
 import torch
+from msgspec import Struct
 
 from diskprefix.cache.tiers.tier import Write
 from diskprefix.extras.vllm.plans import NO_PAGE
@@ -23,8 +23,7 @@ class UnsupportedPages(ValueError):
     """The form of a model's pages is not supported."""
 
 
-@dataclass(frozen=True)
-class EngineGroup:
+class EngineGroup(Struct, frozen=True):
     """Layers with a common block table. `block_size` is the number of tokens in an engine block. `window` is the number
     of tokens that attention reads, None for all."""
 
@@ -33,8 +32,7 @@ class EngineGroup:
     window: int | None = None
 
 
-@dataclass(frozen=True)
-class PageGroup:
+class PageGroup(Struct, frozen=True, dict=True):
     """Layers whose pages have the same form. `stacks` are views of the pages, shape [layers, pages, page_bytes], uint8,
     in the order of the layers. `engine_group` is the index of the engine's group. An engine block has `pages_each`
     pages."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.identity import differing, identity_fields, identity_text
@@ -18,8 +19,7 @@ NO_PAGE = 0
 """The number of vLLM's null block. It replaces blocks that a sliding window no longer needs."""
 
 
-@dataclass(frozen=True)
-class PlannedBlock:
+class PlannedBlock(Struct, frozen=True):
     """A block of the store and its pages. `names` and `parents` have an item for each rank. `token_ids` are int32,
     little-endian. `pages` has the engine's blocks by group, with `NO_PAGE` for those that do not exist or are not
     needed."""
@@ -35,8 +35,7 @@ class PlannedBlock:
         return Node(self.names[rank], self.parents[rank], self.position, num_tokens, Kind.BLOCK)
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(Struct, frozen=True):
     """Blocks to copy from the store into pages before the request is computed."""
 
     request_id: str
@@ -44,8 +43,7 @@ class Load:
     blocks: tuple[PlannedBlock, ...]
 
 
-@dataclass(frozen=True)
-class BlocksToSave:
+class BlocksToSave(Struct, frozen=True):
     """Blocks that are complete at the end of this step. `ttls` are their times to live after the last use, in seconds;
     None is the store's default."""
 
@@ -55,8 +53,7 @@ class BlocksToSave:
     ttls: tuple[float | None, ...]
 
 
-@dataclass(frozen=True)
-class EndOfRequest:
+class EndOfRequest(Struct, frozen=True):
     """The end of a request. `names` is its last saved block by rank, which ends at token `num_tokens`; 0 if no block is
     new."""
 
@@ -69,8 +66,7 @@ class EndOfRequest:
     ttl_s: float | None
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(Struct, frozen=True):
     """The workers' plan for a step."""
 
     loads: tuple[Load, ...] = ()
@@ -78,8 +74,7 @@ class StepPlan:
     ended: tuple[EndOfRequest, ...] = ()
 
 
-@dataclass(frozen=True)
-class RankIdentity:
+class RankIdentity(Struct, frozen=True):
     """The identity of one rank, without the tenant: everything that changes its numbers, and the form of its pages
     (`layout`, see `store.pieces.LayoutText`). Ranks have different identities, so each has its own root."""
 

@@ -6,10 +6,10 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from diskprefix import hooks
 from diskprefix.cache.choosing import selection_of, sighting_of, ttl_at
@@ -49,8 +49,7 @@ class EngineRequest(Protocol):
     def all_token_ids(self) -> Sequence[int]: ...
 
 
-@dataclass
-class Tracked:
+class Tracked(Struct):
     """A request that the cache serves.
 
     `names` has, for each rank, the root and the names of the full blocks. The first `num_stored` blocks are stored by

@@ -9,9 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from diskprefix.cache.tiers.loading import READER_THREADS, Loader
 from diskprefix.cache.tiers.nodes import Node, PromptNodes

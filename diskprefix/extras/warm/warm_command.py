@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from urllib.parse import quote
 
 import click
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cli.options import api_key_option, option, url_option
@@ -39,8 +40,7 @@ Exit codes: 0 done; 1 a prompt failed, or no daemon answers; 2 wrong usage.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class WarmResult:
+class WarmResult(Struct, frozen=True, kw_only=True):
     """The result of one prompt. `reason` says why it was not saved, and `error` why it was not computed."""
 
     where: str
@@ -52,8 +52,7 @@ class WarmResult:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(Struct, frozen=True):
     """A model of the daemon."""
 
     call: Call

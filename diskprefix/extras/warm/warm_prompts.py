@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from msgspec import Struct
 
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
@@ -27,8 +28,7 @@ NOT_OF_PROMPTS = {"model"} | _OF_SAMPLING | _OF_REPLIES
 """Fields that do not change the prompt. They are left out, so bodies for another model or kind of reply work, too."""
 
 
-@dataclass(frozen=True)
-class WarmItem:
+class WarmItem(Struct, frozen=True):
     """One prompt of a file. `where` is `file` or `file:line`. `is_json`: the text is JSON. `is_system`: a text that is
     not JSON is the system message of a chat."""
 

@@ -6,7 +6,7 @@ becomes z + norm(p · (f(g · z) × e)) behind a layer.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.operands import Buffer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from msgspec import Struct
 
 from diskprefix.model.families.mixture_types import first_of
 from diskprefix.model.families.optional_weights import has_tensor, modules_with_bias
@@ -190,8 +191,7 @@ _EPSILONS: Mapping[str, Mapping[str, float]] = {
 """The epsilons of norms that no configuration says."""
 
 
-@dataclass(frozen=True)
-class SlotNames:
+class SlotNames(Struct, frozen=True):
     """The names of the weights of a model: `own` names within a layer or outside of layers, by the usual ones. Norms
     of hidden states have no weights if they are plain. Turned matrices have rows and columns exchanged. `epsilons` are
     those of norms that differ from the model's."""

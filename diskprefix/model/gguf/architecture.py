@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any, TypeAlias
+
+from msgspec import Struct, field
 
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.metadata import Metadata
@@ -16,8 +17,7 @@ from diskprefix.model.gguf.sources import Array, Sources, TensorSource
 from diskprefix.model.load.gguf_header import FileTensor
 
 
-@dataclass(frozen=True)
-class SourcedParameter:
+class SourcedParameter(Struct, frozen=True):
     """A parameter's source, with the tensors of the file. `is_bias`: rows have one number each."""
 
     source: TensorSource
@@ -70,8 +70,7 @@ _DRAFT_LAYER = re.compile(r"^\w+\.draft_layer\.(?:mtp_block\.)?(.+)")
 _ENDING = re.compile(r"(.+)(\.weight|\.bias|_bias)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
+class Architecture(Struct, frozen=True, kw_only=True, dict=True):
     """An architecture that becomes transformers' model of the type `model_type`.
 
     `fixed` are values of its configuration that no file has, and `config` returns those that it makes of the metadata
@@ -139,8 +138,7 @@ class Architecture:
         return _several(self.sources.get(stem) or NAMES.get(stem) or ())
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncoderArchitecture(Architecture):
+class EncoderArchitecture(Architecture, frozen=True, kw_only=True):
     """The part of a model that is in a file beside that of its text, whose parameters begin with `text` in the whole
     model."""
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from diskprefix.errors import ModelError
 from diskprefix.model.families.type_table import is_declared
@@ -53,8 +54,7 @@ _CHECKED = (
 """Keys that are read where the file is found, or that change nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncoderParts:
+class EncoderParts(Struct, frozen=True, kw_only=True):
     """The metadata of an encoder as transformers has them: its configuration `vision`, what is `beside` that and the
     text, and the settings of the processors of pictures and of all."""
 
@@ -64,8 +64,7 @@ class EncoderParts:
     settings: Values = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PictureEncoder(EncoderArchitecture):
+class PictureEncoder(EncoderArchitecture, frozen=True, kw_only=True):
     """An encoder with its `projector`. With a model of text it becomes transformers' model of the type `model_type`.
 
     `of_text` has the architectures of files of text, with the type of the model of text within. `in_text` returns what
@@ -86,8 +85,7 @@ class PictureEncoder(EncoderArchitecture):
         return replace(self, sources={**self.sources, **_deepstack(metadata)})
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PictureSettings:
+class PictureSettings(Struct, frozen=True, kw_only=True, eq=False):
     """The settings of a processor: the names of its class for pictures and of its own, the settings of each, and the
     special tokens by the names that it has for them."""
 

@@ -7,10 +7,10 @@ matrices stay in the file, and are packed in the right order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec import Struct
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Rows: TypeAlias = Callable[..., Array]
@@ -27,8 +27,7 @@ def same(_: Any, one: Array) -> Array:
     return one
 
 
-@dataclass(frozen=True)
-class TensorSource:
+class TensorSource(Struct, frozen=True):
     """A parameter made of `tensors`, which are named within their block, without `.weight` and `.bias`. Without
     `values` rows stay as they are, and `rows` may be given their numbers. With `columns`, the file has columns in
     another order: a product with its quants takes its inputs in that order."""

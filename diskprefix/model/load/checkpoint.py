@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from diskprefix.errors import ModelError
 from diskprefix.printable import first_line, shown
@@ -29,8 +30,7 @@ _QUANTS_IN_NAME = re.compile(
 """The end of the name of a checkpoint in quants."""
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """A tensor of type `kind` (`BF16`, `F32`, …). `offset` counts from the begin of its file, `num_bytes` is what it
     takes there. Of one on the hub only the header is known."""
 

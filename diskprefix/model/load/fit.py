@@ -3,13 +3,18 @@ constant, from headers alone. The start refuses by it, and `doctor`, `list`, `sh
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.kv.sizes import longest_within, num_pages
@@ -68,7 +73,7 @@ class TokenState:
     def of_type(self, kv_type: str) -> TokenState:
         """Returns the state with keys and values of a `--kv-type`."""
         per_token, windowed = self.in_q8 if kv_type == "q8" else (self.per_token, self.windowed)
-        return replace(self, per_token=per_token, windowed=windowed)
+        return dataclasses.replace(self, per_token=per_token, windowed=windowed)
 
     def num_bytes(self, num_tokens: int) -> int:
         """Returns the bytes of the pages of a sequence."""
@@ -80,13 +85,12 @@ class TokenState:
         return longest_within(num_bytes, self.num_bytes, self.positions, _BLOCK_SIZE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelNeeds:
+class ModelNeeds(Struct, frozen=True, kw_only=True):
     """The needs of a model: `weights` has the bytes of its weights in memory by form. `takes_pictures`: it has an
     encoder of pictures."""
 
     name: str
-    weights: Mapping[str, int] = field(default_factory=dict)
+    weights: Mapping[str, int] = msgspec.field(default_factory=dict)
     state: TokenState
     takes_pictures: bool = False
 
@@ -99,8 +103,7 @@ class ModelNeeds:
         return sum(self.weights.values())
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(Struct, frozen=True):
     """A model's needs beside the memory that is `free_bytes`. `kv_limit` is what `--kv-memory` says, or follows from
     what is free; `kv_bytes` is what of it must be there: without `--kv-memory` one sequence has to fit."""
 

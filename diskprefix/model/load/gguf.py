@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.model.families.rotary import KINDS, kinds_of_rotary, rotary_of
 from diskprefix.model.gguf.architecture import OF_ENCODERS, Architecture
@@ -31,8 +33,7 @@ if TYPE_CHECKING:
     from diskprefix.model.quants.file_matrix import MatrixPacking
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GgufModel:
+class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
     """The model in these `parts`, the last of which may be an encoder: then `pictures` is what prepares its input.
     `tensors` make the parameters."""
 

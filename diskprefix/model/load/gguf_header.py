@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix.errors import ModelError
 from diskprefix.printable import first_line
@@ -43,8 +45,7 @@ _FEW, _FEW_NUMBERS = 16, 1024
 """The most strings and numbers of an array that is kept. Architectures have a number for each layer."""
 
 
-@dataclass(frozen=True)
-class FileTensor:
+class FileTensor(Struct, frozen=True):
     """A tensor of type `kind`, and where its content is. `shape` is in torch's order; `stored_shape` and `dtype` are of
     the content, where the last dimension of a quantised tensor counts bytes."""
 
@@ -108,8 +109,7 @@ def cut_short(tensor: FileTensor) -> ModelError:
     return ModelError(f"{tensor.file} is cut short: it does not hold all of {tensor.name}")
 
 
-@dataclass(frozen=True)
-class FileArray:
+class FileArray(Struct, frozen=True):
     """An array of `count` elements of the type `kind`: `strings`, or numbers that are the bytes from `begin` to before
     `end` of a file."""
 
@@ -162,8 +162,7 @@ def _split(data: bytes, count: int) -> list[bytes] | None:
     return found[:count] if len(found) >= count else None
 
 
-@dataclass(frozen=True)
-class GgufHeader:
+class GgufHeader(Struct, frozen=True):
     """`values` has the metadata that are numbers or strings, `lists` the short arrays, and None for long ones, such
     as the vocabulary. `arrays` has all of them."""
 

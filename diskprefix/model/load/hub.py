@@ -8,13 +8,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from glob import escape
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.checkpoint import (
@@ -49,8 +50,7 @@ _CREDENTIALS = re.compile(r"//[^/\s]*@")
 """In the address of a mirror."""
 
 
-@dataclass(frozen=True)
-class HubListing:
+class HubListing(Struct, frozen=True):
     """A repository: its tensors in safetensors, its configuration, and its `.gguf` files, of which `quant` is meant."""
 
     repo: str

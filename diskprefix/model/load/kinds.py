@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import Struct
 
 from diskprefix.errors import ModelError
 from diskprefix.model.families.type_table import class_of, has_type, text_of
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
 _EMBEDDING, LATER_TOKENS = "an embedding model", "a model whose tokens see later ones"
 
 
-@dataclass(frozen=True)
-class ModelKind:
+class ModelKind(Struct, frozen=True):
     """A kind of model that is served. `loader` names its auto class in transformers. `has_own_generate`: its class
     replaces `generate`, so its use of pictures is unknown. `has_draft_layer`: with the layer of `draft_layer.py`.
     `is_encoder`: only the modules that encode pictures are of interest."""

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
@@ -64,8 +66,7 @@ _FOR_GPUS = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*= *['\"]", re.MULTILINE)
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LoadedModel:
+class LoadedModel(Struct, frozen=True, kw_only=True, eq=False):
     """A decoder model: its `runtime` if it has a plan, or else its `model`, the modules of transformers on `device`.
 
     `config` is that of the whole model: ours, or transformers'. `reason` says why it has no plan. `encoder` returns the
@@ -102,8 +103,7 @@ class LoadedModel:
         return None if self.runtime is None else self.runtime.weights
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _ModelSource:
+class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     """The files of a model, and how they are loaded. `path` is its folder or, with `gguf`, the first part of its
     `.gguf` file. `files` are those of the weights."""
 

@@ -9,10 +9,11 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_header import read_header
@@ -24,8 +25,7 @@ _DIGEST = re.compile("sha256[:-][0-9a-f]{64}", re.IGNORECASE)
 _OF_LISTS = "application/vnd.ollama.manifest.list.v2+json"
 
 
-@dataclass(kw_only=True)
-class FoundModel:
+class FoundModel(Struct, kw_only=True):
     """A model of another program, its `owner`, by the `names` that it has there. `parts`: its folder, or its `.gguf`
     file, at least the first part. `projectors`: its encoders of pictures. Without parts, `problem` says why."""
 

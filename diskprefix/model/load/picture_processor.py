@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
+
+from msgspec import Struct
 
 from diskprefix.values import Picture
 
@@ -13,8 +14,7 @@ Detail: TypeAlias = Literal["auto", "low", "high"]
 """How closely the model shall look at a picture, as OpenAI's clients say it."""
 
 
-@dataclass(frozen=True)
-class PicturesModel:
+class PicturesModel(Struct, frozen=True):
     """A multimodal model, in a folder or a `.gguf` file `path`, and all of its files. `read_config` returns
     transformers' configuration, `make_processor` its processor of a `.gguf` model, which has no files of one. `problem`
     returns why the model takes text only, None if it takes pictures. `read_encoder` raises `ModelError` for faults of

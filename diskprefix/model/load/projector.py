@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_file import QUANT, read_tensors
@@ -23,8 +24,7 @@ _FORMS = ("", "BF16", "F16", "Q8_0", "F32")
 """Those of the encoder's weights, best first, behind one that is not named."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Projector:
+class Projector(Struct, frozen=True, kw_only=True, eq=False):
     """An encoder, its file, and what that says."""
 
     path: Path

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from threading import Thread
 
 import numpy as np
+from msgspec import Struct
 
 from diskprefix.errors import ModelError
 from diskprefix.kv.numbers import converted
@@ -33,8 +33,7 @@ _TASK_BYTES = 1 << 26
 """What a thread packs before it waits for Python's lock again, which an import may hold for milliseconds."""
 
 
-@dataclass(frozen=True, eq=False)
-class FileMatrix:
+class FileMatrix(Struct, frozen=True, eq=False):
     """A matrix: row i is row `order[i]` of `tensors`, which are counted one after the other. Without an order all rows
     are taken as they stand. `shape` is that of the parameter, whose last dimension is the columns. `columns` has the
     sizes by which the file has them in another order (`gguf.sources.Columns`)."""
@@ -190,8 +189,7 @@ def regrouped(numbers: np.ndarray, first: int, second: int, width: int) -> np.nd
     return np.ascontiguousarray(parts.swapaxes(-3, -2)).reshape(numbers.shape)
 
 
-@dataclass(frozen=True, eq=False)
-class FileRows:
+class FileRows(Struct, frozen=True, eq=False):
     """Rows of a tensor as bytes, uint8 [n, bytes of a row]. Row `order[i]` belongs to `places[i]` of a piece."""
 
     tensor: FileTensor

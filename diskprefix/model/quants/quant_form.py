@@ -20,7 +20,7 @@ those of the first line. The next words have the other bits in the same way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from diskprefix.native import COLUMNS, ROWS
 
@@ -40,8 +40,7 @@ _NUMBER_BYTES = {"float16": 2, "exponents": 1, "bytes": 1, "nibbles": 1, "shared
 _OF_MANY = ("bytes", "nibbles", "shared")
 
 
-@dataclass(frozen=True)
-class QuantForm:
+class QuantForm(Struct, frozen=True):
     """Codes of `bits` bits: without a `table` the integers from 0 on, or with a sign if there are no zeros.
 
     `scales` says how scales and zeros are stored: as `float16` for each group; as `exponents` of 2

@@ -12,11 +12,11 @@ import mmap
 import os
 import struct
 import threading
-from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import zstandard
+from msgspec import Struct
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.planes import BF16, FP16, FP32, Bytes, join, split
@@ -70,8 +70,7 @@ _EXPONENTS: dict[Element, tuple[type[np.signedinteger], type[np.unsignedinteger]
 """Signed and unsigned integers of the element's size, and the bits of infinity. The bits of NaN are greater."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """The form of a piece before encoding."""
 
     num_rows: int

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.native import library
@@ -29,8 +29,7 @@ _RUN = 2048
 """Values of a row that share a base."""
 
 
-@dataclass(frozen=True)
-class FloatFormat:
+class FloatFormat(Struct, frozen=True):
     """Values of `item_bytes` bytes. `dtype` is the number in `native/source/interface.h`. The bits `marks` of the upper
     byte are stored beside the codes."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from diskprefix.cache.policy import seen as rules
 from diskprefix.cache.policy.breaks import find_break, same_behind

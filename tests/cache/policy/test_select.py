@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import combinations
 from typing import Any, TypeAlias, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from diskprefix.cache.policy.seen import Earlier, SeenPrompt, Sighting
 from diskprefix.cache.policy.select import Rules, _Window

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from diskprefix.extras.exchange.entry_file import EntryReader
 from diskprefix.extras.exchange.exchange import Imported, export_entry, import_entry

@@ -7,7 +7,6 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
+from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel

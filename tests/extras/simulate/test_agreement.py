@@ -6,10 +6,11 @@ for, so that time plays no part: what a request uses is superseded later.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from diskprefix.cache import cached_request as request_module
@@ -378,7 +380,7 @@ def test_a_long_workload_with_restarts_is_foretold_to_its_end(state: str, tmp_pa
 @pytest.mark.parametrize("state", ["token", "sliceable", "lfm2"])
 def test_what_a_write_budget_leaves_out_is_foretold(state: str, tmp_path: Path) -> None:
     """Each kind of request is sent while the budget is new, when it is half used, and when it is spent."""
-    turns = [replace(turn, restarted=False) for turn in an_hour()]
+    turns = [dataclasses.replace(turn, restarted=False) for turn in an_hour()]
     whole = Simulator(POLICY, geometry_of(Daemon(tmp_path / "whole", state).runner))
     conversations = Conversations(1)
     for turn in turns:

@@ -10,13 +10,13 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate import recording

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import TypeAlias
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.cache.policy.seen import Earlier, SeenPrompt, SeenPrompts, Sighting
 from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Regime

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulator import Policy, Simulator

@@ -3,7 +3,6 @@ runs of a comparison that are left out change no figure."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.nodes import Node

@@ -104,8 +104,7 @@ class Replies:
         return reply
 
 
-@dataclass(frozen=True)
-class SaltedRows(Rows):
+class SaltedRows(Rows, frozen=True):
     """The rows of a sequence, with the number that its tenant makes of equal tokens."""
 
     salt: int = 0

@@ -8,13 +8,14 @@ import logging
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode

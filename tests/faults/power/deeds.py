@@ -16,12 +16,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import replace
 from importlib import import_module
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from msgspec.structs import replace
 
 from diskprefix.cli import cli
 from diskprefix.errors import CacheError

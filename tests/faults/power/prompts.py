@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds, root_hash

@@ -8,10 +8,10 @@ import subprocess
 import zipfile
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load import embedded

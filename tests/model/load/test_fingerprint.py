@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from diskprefix import PrefixCacheSession
 from diskprefix.model.load import fingerprint, kernel_settings

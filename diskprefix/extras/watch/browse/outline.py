@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
+
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.schema import Kind, NodeRecord
@@ -16,8 +18,7 @@ _Nodes: TypeAlias = dict[bytes, NodeRecord]
 _MAX_ENTRIES = 2000
 
 
-@dataclass(kw_only=True)
-class Trunk:
+class Trunk(Struct, kw_only=True):
     """Consecutive blocks from token `start` to `end`. `id` is the name of the last block, in hex, and `parent` the id
     of the trunk before, None at the beginning of a tree.
 
@@ -41,8 +42,7 @@ class Trunk:
     num_entries: int = 0
 
 
-@dataclass(kw_only=True)
-class FoldedTree:
+class FoldedTree(Struct, kw_only=True):
     """The tree of one model and tenant. `nodes` has each trunk before its descendants, the most recently used first.
 
     `listed_bytes` is the size of the saved prompts if each were stored alone and uncompressed, `raw_bytes` the size of
@@ -65,8 +65,7 @@ class FoldedTree:
     nodes: list[Trunk] = field(default_factory=list)
 
 
-@dataclass(kw_only=True)
-class Outline:
+class Outline(Struct, kw_only=True):
     """The trees of all roots, the largest first, and the saved prompts by id, the most recently used first."""
 
     trees: list[FoldedTree]
@@ -80,7 +79,9 @@ class Outline:
         return {
             "total": len(self.entries),
             "entries": [asdict(info) | hidden for info in latest],
-            "trees": [vars(tree) | {"nodes": list(map(vars, tree.nodes))} for tree in self.trees if tree.nodes],
+            "trees": [
+                asdict(tree) | {"nodes": [asdict(node) for node in tree.nodes]} for tree in self.trees if tree.nodes
+            ],
         }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
 
 from diskprefix.server.recent import EndedRequest
 
@@ -40,8 +41,7 @@ _OTHER_ADVICE = "read the daemon's log of that time"
 _STREAM_ADVICE = "the reply failed after it had begun; the daemon's log of that time says why"
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(Struct, frozen=True):
     """A problem for the daemon's owner. `todo` is advice. `last_at` is the end of the last failed request."""
 
     level: Level

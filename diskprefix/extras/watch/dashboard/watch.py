@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import asdict
 
 from diskprefix.engine.gauges import Activity
 from diskprefix.extras.watch.dashboard.problems import problems

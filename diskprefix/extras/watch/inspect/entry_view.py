@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+from msgspec.structs import asdict
 
 from diskprefix.cli.tooling import SHOWN, print_json, short_id, shortened, terminal_width
 from diskprefix.errors import StoreCorrupt

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import click
+from msgspec.structs import asdict
 
 from diskprefix.cli.options import setting_option
 from diskprefix.cli.tooling import (

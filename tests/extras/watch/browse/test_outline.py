@@ -4,8 +4,9 @@ of one saved prompt."""
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
 from pathlib import Path
+
+from msgspec.structs import fields, replace
 
 from diskprefix.extras.watch.browse.outline import outline
 from diskprefix.extras.watch.inspect.stats_view import figures
