@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ import httpx
 from diskprefix.progress import Report
 from tools.measuring.answers import Answer, LiveServerError, streamed
 from tools.measuring.environments import llama_cpp_libraries, python_of
-from tools.measuring.live_server import ROOT, Process, started
+from tools.measuring.live_server import POLL_S, ROOT, Process, started
 from tools.measuring.processes import disk_bytes, free_port
 
 START_DEADLINE_S = 1800.0
@@ -78,6 +79,23 @@ class HttpEngine:
 
     def start(self) -> float:
         return started(self.process, self._client, START_DEADLINE_S)
+
+    def first_token_s(self, prompt: str) -> float | None:
+        """Starts the daemon, and sends a prompt as soon as its port is open. Returns the seconds to the first token,
+        and None for servers of others, which refuse prompts until they are ready."""
+        if self._tokens is None:
+            return None
+        began = time.perf_counter()
+        self.process.start()
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", int(self._client.base_url.port or 0))).close()
+                break
+            except OSError:
+                self.process.check()
+                time.sleep(POLL_S)
+        opened_s = time.perf_counter() - began
+        return opened_s + self.reply(prompt, 1).ttft_s
 
     def kill(self) -> None:
         if self.process.popen is not None:
