@@ -111,7 +111,7 @@ def test_a_small_installation_has_all_but_the_framework_in_versions_that_were_te
         ("diskprefix/version.py", '__version__ = "1.1"\n'),
         ("CHANGELOG.md", "## [1.0]\n"),
         ("README.md", "    pip install .\n"),
-        ("README.md", "    pip install diskprefix\n\nNo index\nhas the package yet.\n"),
+        ("README.md", "    pip install diskprefix\n\nIt is\nnot on PyPI.\n"),
     ],
 )
 def test_what_is_not_ready_is_not_published(sources: Path, name: str, text: str) -> None:

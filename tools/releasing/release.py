@@ -73,7 +73,7 @@ def released_version(folder: Path, tag: str = "") -> str:
             raise ReleaseError(f"the tag is {tag}, but diskprefix/version.py says {version}")
         if not re.fullmatch(r" - \d{4}-\d\d-\d\d", heading[1]):
             raise ReleaseError(f"CHANGELOG.md has no date in the line of the section [{version}]")
-        if "No index has the package" in page or "pip install diskprefix" not in page:
+        if "is not on PyPI" in page or "pip install diskprefix" not in page:
             raise ReleaseError("README.md does not say how to install the package from an index")
     return version
 
