@@ -98,7 +98,7 @@ class ToolChoice(Struct, frozen=True):
 
 def note_left_out(kinds: Collection[str], whose: str) -> None:
     """Logs that tools of these types are left out."""
-    _log_once("tools of these types are left out, %s run them: %s", kinds, whose)
+    _log_once("tools that only %s can run are left out: %s", kinds, whose)
 
 
 def _log_once(message: str, texts: Collection[str], *more: str) -> None:
@@ -358,7 +358,7 @@ def _checked_calls(
             function = tools[path]["function"] | {"parameters": json.loads(schema)}
             tools[path] = tools[path] | {"function": function}
             _log_once(
-                "no grammar holds %s",
+                "no grammar can enforce %s",
                 [f"{path}.{place}" if place[0] != ":" else f"{path}{place}" for place in left_out],
             )
 

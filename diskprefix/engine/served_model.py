@@ -352,7 +352,7 @@ class ServedModel:
         if has_layer:
             chains.append(LayerProposer(self.runtime, times, clock))
         speculation = Speculation(None if wanted == "mtp" else NgramProposer(), chains, times, clock)
-        log.info("[engine] next tokens are guessed from %s", ", ".join(one.what for one in speculation.proposers))
+        log.info("[engine] speculative decoding: drafts from %s", ", ".join(one.what for one in speculation.proposers))
         return speculation
 
     def _make_pages(self, cache: PrefixCache, beside: Layout | None) -> PageCache:

@@ -205,10 +205,10 @@ def test_tools_that_others_would_run_are_left_out_with_one_note(caplog: pytest.L
     with caplog.at_level(logging.INFO, logger="diskprefix"):
         for _ in range(3):
             assert len(body(tools=of_openai).offered.functions) == len(other.conversation.tools or ()) == 1
-    said = "[server] tools of these types are left out,"
+    said = "[server] tools that only"
     assert [record.getMessage() for record in caplog.records] == [
-        f"{said} OpenAI's servers run them: code, web_search",
-        f"{said} Anthropic's servers run them: web_search_20250305",
+        f"{said} OpenAI's servers can run are left out: code, web_search",
+        f"{said} Anthropic's servers can run are left out: web_search_20250305",
     ]
 
 

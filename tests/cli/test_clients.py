@@ -93,6 +93,7 @@ def test_the_settings_are_those_of_the_running_daemon(run: Run) -> None:
         models=[models({"id": "model-1", "context_length": 4096, "capabilities": ["tool_use", "vision"]})]
     ) as daemon:
         ended = run("clients", "codex", "--url", f"{daemon.url}/v1/", "--api-key", "secret", "--json")
+        assert run("clients", "claude", "--url", daemon.url).stdout.startswith("## Claude Code")
         everything = run("clients", "--model", "model-1", "--url", daemon.url).stdout
     assert (ended.exit_code, ended.stderr) == (0, "")
     [told] = ended.json["clients"]

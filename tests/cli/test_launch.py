@@ -313,7 +313,9 @@ def test_print_shows_everything_and_does_nothing(
     assert not cache_home().exists()
     assert ended.stdout.endswith("Then: codex exec 'a b'\n")
     ended = run("launch", "codex", "--print", "--model", "m")
-    assert ended.stdout.startswith("No daemon serves it. `diskprefix serve --policy agent --model m` would be started")
+    assert ended.stdout.startswith(
+        "No daemon serves this model. A launch would start `diskprefix serve --policy agent --model m`,"
+    )
     assert (place.files(), place.served(), list(place.records.iterdir())) == (before, [], [])
 
 
@@ -381,7 +383,7 @@ def test_a_second_launch_shares_the_daemon_and_changes_nothing_under_the_first(
     said = json.loads((place.records / "said").read_text(encoding="utf-8"))
     assert [code for code, _ in said] == [0, 2, 0, 2]
     assert "Cline is running with other settings from another `diskprefix launch`; end it first" in said[1][1]
-    assert "serves m, and not n: another daemon is used\nstarting a daemon; " in said[2][1]
+    assert "serves m, and not n; using another daemon\nstarting a daemon; " in said[2][1]
     assert "Cline is running from another" in said[3][1]
     assert [line.rpartition(" ")[2] for line in place.served()] == ["m", "n"]
     assert place.recorded("codex")[0] == []
@@ -472,7 +474,7 @@ def test_a_small_daemon_in_the_way_is_left_alone_and_another_one_is_started_if_i
         assert "warning: three takes 4,096 tokens" in ended.stderr, "there is no other model"
         assert place.recorded("goose")[1]["GOOSE_MODEL"] == "three"
         ended = run("launch", "goose", "--model", "m")
-        assert lines(ended)[0] == f"the daemon at {daemon.url} serves three, and not m: another daemon is used"
+        assert lines(ended)[0] == f"the daemon at {daemon.url} serves three, and not m; using another daemon"
         assert place.recorded("goose")[1]["GOOSE_MODEL"] == "m"
         monkeypatch.setattr(daemon_choice, "flags_of_model", lambda _model: ["--model", "large"])
         ended = run("launch", "goose")
@@ -502,8 +504,8 @@ def test_a_daemon_that_stays_is_used_again_and_ends_when_another_model_is_wanted
 @pytest.mark.parametrize(
     ("props", "card", "line"),
     [
-        ((200, {"full_cache": {"gate": {"prefill_s_per_token": 0.01}}}), {}, "about 3.2 min, once (as measured here)"),
-        ((403, {}), {"needs": {"weights in Q4_K": 4 << 30}}, "once (estimated from the size of the model)"),
+        ((200, {"full_cache": {"gate": {"prefill_s_per_token": 0.01}}}), {}, "about 3.2 min, the first time only (as"),
+        ((403, {}), {"needs": {"weights in Q4_K": 4 << 30}}, "the first time only (estimated from the size"),
         ((403, {}), {}, ""),
     ],
 )
@@ -513,7 +515,9 @@ def test_before_the_agent_starts_it_is_said_how_long_its_first_prompt_takes(
 ) -> None:
     with small_daemon(models=[models(CARDS[1] | card)], props=[props]) as daemon:
         said = lines(run("launch", "claude", "--url", daemon.url))
-    assert [one for one in said if one.startswith("its first prompt has 19,000 tokens: ") and line in one] == said[1:]
+    assert [one for one in said if one.startswith("its first prompt may have 19,000 tokens: ") and line in one] == said[
+        1:
+    ]
 
 
 def test_cleaning_shows_what_it_would_remove_and_asks(
@@ -536,7 +540,7 @@ def test_cleaning_shows_what_it_would_remove_and_asks(
     [
         (
             "log.write('ERROR [front] the worker of m was killed by SIGKILL\\n' * 2)",
-            "died 2 times and was started again each time",
+            "died 2 times and was restarted",
         ),
         (
             "log.write('error: no memory\\nstopped\\n'); log.flush()\n"

@@ -78,7 +78,7 @@ import os, re, signal, urllib.request
 from pathlib import Path
 
 log = Path(os.environ["XDG_CONFIG_HOME"], "diskprefix/launch/daemon.log").read_text()
-os.kill(int(re.findall("process (.*) is for", log)[-1]), signal.SIGKILL)
+os.kill(int(re.findall("runs in process (.*)", log)[-1]), signal.SIGKILL)
 urllib.request.urlopen(os.environ["OPENAI_HOST"] + "/v1/models", timeout=60)
 """
 
@@ -100,7 +100,7 @@ def test_a_launched_model_that_dies_is_started_again_and_one_that_cannot_be_load
 
     ended = launched(chat_model)
     assert ended.returncode == 0, ended.stderr
-    assert "died 1 time and was started again" in ended.stderr.splitlines()[-1]
+    assert "died once and was restarted" in ended.stderr.splitlines()[-1]
     shutil.copytree(chat_model, damaged := tmp_path / "damaged")
     next(damaged.glob("*.safetensors")).write_bytes(b"no weights")
     ended = launched(damaged)

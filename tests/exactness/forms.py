@@ -239,7 +239,7 @@ def _states(client: httpx.Client) -> dict[str, str]:
 
 def _worker_of(daemon: DaemonProcess, model: str) -> int:
     """The process that has the model."""
-    found = [re.search(rf"process (\d+) is for {re.escape(model)}$", line) for line in daemon.lines]
+    found = [re.search(rf"\[front\] {re.escape(model)} runs in process (\d+)$", line) for line in daemon.lines]
     return [int(match[1]) for match in found if match][-1]
 
 

@@ -7,9 +7,8 @@ from msgspec import to_builtins
 
 from diskprefix.cli.options import api_key_option, nonempty, url_option
 from diskprefix.cli.tooling import json_option, print_json
-from diskprefix.errors import SettingsError
 from diskprefix.extras.clients.model_choice import ask_served
-from diskprefix.extras.clients.recipe import names, recipe
+from diskprefix.extras.clients.recipe import client_called, names, recipe
 from diskprefix.extras.daemon_call import running_daemon
 
 
@@ -26,10 +25,10 @@ def clients(name: str | None, url: str, model: str | None, api_key: str | None, 
     and how many tokens the model takes.
 
     NAME is one of claude-code, codex, opencode, qwen-code, cline, aider, continue, goose, hermes, pi, open-webui,
-    langchain, pydantic-ai and llm. Without NAME, all are printed. Nothing is written: the settings are for your own
-    files. If an agent shortens its history, so that much is recomputed, they switch that off. `diskprefix launch`
-    starts an agent without them. This user's key is a secret generated at first use. Other users of the daemon do not
-    have it, so they cannot test guesses about what your agents send.
+    langchain, pydantic-ai and llm, or a program such as claude. Without NAME, all are printed. Nothing is written: the
+    settings are for your own files. If an agent shortens its history, so that much is recomputed, they switch that off.
+    `diskprefix launch` starts an agent without them. This user's key is a secret generated at first use. Other users of
+    the daemon do not have it, so they cannot test guesses about what your agents send.
 
     \b
     diskprefix clients codex
@@ -39,8 +38,7 @@ def clients(name: str | None, url: str, model: str | None, api_key: str | None, 
     \b
     Exit codes: 0 done; 1 no daemon answers; 2 wrong usage, or no such NAME.
     """
-    if name is not None and name not in names():
-        raise SettingsError(f"there is no recipe for {name!r}; there are {', '.join(names())}")
+    name = name and client_called(name)
     call = running_daemon(url, api_key, otherwise=f". There are settings for {', '.join(names())}")
     served = ask_served(call, url, model, api_key).served
     recipes = [recipe(each, served) for each in ([name] if name else names())]

@@ -44,7 +44,7 @@ def find_daemon(stack: ExitStack, url: str, model: str | None, api_key: str | No
                 flags_of_model(None)
             except SettingsError:
                 return choice
-        say(f"{reason}: another daemon is used")
+        say(f"{reason}; using another daemon")
         return None
 
     path = os.path.abspath(os.path.expanduser(model)) if model and os.path.exists(os.path.expanduser(model)) else ""

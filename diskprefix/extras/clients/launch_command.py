@@ -116,9 +116,10 @@ def launch(
             say(f"warning: {choice.problem}; {choice.advice}")
         say(f"{known.title} uses {choice.served.model} at {choice.served.url}; its profile is {profile}")
         if known.first_prompt_tokens and choice.prefill_s_per_token:
-            lasts = format_duration(known.first_prompt_tokens * choice.prefill_s_per_token)
+            tokens = min(known.first_prompt_tokens, choice.served.context)
+            lasts = format_duration(tokens * choice.prefill_s_per_token)
             how = "as measured here" if choice.is_measured else "estimated from the size of the model"
-            say(f"its first prompt has {known.first_prompt_tokens:,} tokens: about {lasts}, once ({how})")
+            say(f"its first prompt may have {tokens:,} tokens: about {lasts}, the first time only ({how})")
         if (token := token_for(choice.served.url)) is not None:
             say(dashboard_line(choice.served.url, token))
         command = [program, *shlex.split(settings.run)[1:], *arguments]
@@ -181,7 +182,7 @@ def _served(running_url: str | None, url: str, model: str | None, api_key: str |
             return choice.served
     flags = flags_of_model(model, fetches=False)
     started = shlex.join(["diskprefix", "serve", "--policy", "agent", *flags])
-    click.echo(f"No daemon serves it. `{started}` would be started; it reports model and context:\n")
+    click.echo(f"No daemon serves this model. A launch would start `{started}`, which then names model and context:\n")
     return Served(url=url, model=flags[-1] if flags else "MODEL", key=key, context=LEAST_CONTEXT)
 
 

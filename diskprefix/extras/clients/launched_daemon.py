@@ -30,7 +30,6 @@ from diskprefix.errors import NotReady
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import shown
 from diskprefix.server.process.token_file import token_for
-from diskprefix.units import counted
 
 SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
 """Without -P, Python would run a `diskprefix` of the current folder."""
@@ -140,7 +139,7 @@ class LaunchedDaemon:
                     return True
                 with suppress(ProcessLookupError):
                     os.kill(state["pid"], signal.SIGTERM)
-                with status("the daemon saves what only memory holds …"), locked(self.folder / "daemon.json"):
+                with status("the daemon is saving what is only in memory …"), locked(self.folder / "daemon.json"):
                     return False
         except BlockingIOError:
             return True
@@ -212,8 +211,8 @@ class LaunchedDaemon:
             if (url := self.url()) is None:
                 say(self.failure())
             elif num_deaths := self.log.read_bytes()[seen_bytes:].count(_DEATH):
-                died = f"died {counted(num_deaths, 'time')} and was started again each time"
-                say(f"the model at {url} {died} (its log: {self.log})")
+                died = "died once" if num_deaths == 1 else f"died {num_deaths} times"
+                say(f"the model at {url} {died} and was restarted (its log: {self.log})")
 
 
 class DaemonUse(Struct):

@@ -65,8 +65,18 @@ def names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.toml"))
 
 
+def client_called(name: str) -> str:
+    """Returns the client with this name, or that runs this program. Raises `SettingsError` if there is none."""
+    if name in names():
+        return name
+    for known in agents():
+        if name == known.program:
+            return known.name
+    raise SettingsError(f"no client is called {name!r}; there are {', '.join(names())}")
+
+
 def recipe(name: str, served: Served, profile: Path | None = None) -> Recipe:
-    """Returns the settings of the client `name`. Raises `SettingsError` if there is no recipe for it.
+    """Returns the settings of the client `name`. Raises as `client_called`.
 
     With a `profile`, the agent has its files in that folder in place of the home folder.
     """
@@ -130,9 +140,7 @@ def agents() -> list[KnownAgent]:
 
 
 def _recipe_of(name: str) -> dict[str, Any]:
-    if name not in names():
-        raise SettingsError(f"there is no recipe for {name!r}; there are {', '.join(names())}")
-    return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((FOLDER / f"{client_called(name)}.toml").read_text(encoding="utf-8"))
 
 
 def _indented(text: str) -> str:

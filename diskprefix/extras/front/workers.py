@@ -123,7 +123,7 @@ class Workers:
                     process_group=0,
                 )
             failing.pop_all()
-        log.info("[front] process %d is for %s", worker.process.pid, worker.model)
+        log.info("[front] %s runs in process %d", worker.model, worker.process.pid)
         worker.channel.setblocking(False)
         self.all.append(worker)
         loop = asyncio.get_running_loop()

@@ -69,7 +69,7 @@ def _kernels_finding(kernels: str) -> Finding:
     elif not names.startswith("native"):
         advice = REMEDY
     has = f"; this CPU has {', '.join(there)}" if there else ""
-    return Finding("kernels", "note" if advice else "ok", f"computed by {names}{has}", advice)
+    return Finding("kernels", "note" if advice else "ok", f"operators: {names}{has}", advice)
 
 
 def machine_findings(settings: Settings) -> Iterator[Finding]:

@@ -214,7 +214,7 @@ def _without_controls(text: str) -> str:
 def _figures(done: dict[str, Any]) -> str:
     """Returns the work of the cache and the speed in the last event of a reply, as a line."""
     cache, timings, tokens = done["prefix_cache"], done["timings"], counted(done["usage"]["prompt_tokens"], "token")
-    restored = f"{tokens} computed, none restored ({cache.get('miss_reason')})"
+    restored = f"{tokens} computed, none restored ({str(cache.get('miss_reason')).replace('_', ' ')})"
     if cache["restored"]:
         restored = f"{cache['restored']:,} of {tokens} restored from {cache.get('source')}"
     speed = f" · {rate:.1f} tokens/s" if (rate := timings["decode_tokens_per_s"]) else ""

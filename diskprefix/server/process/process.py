@@ -144,7 +144,7 @@ def announce_listening(listeners: list[socket.socket], settings: Settings, token
     """Logs the address of the daemon, and where its dashboard is, and returns the address."""
     host, name, is_path = settings.host, listeners[0].getsockname(), listeners[0].family == socket.AF_UNIX
     address = f"unix:{name}" if is_path else f"http://{f'[{host}]' if ':' in host else host}:{name[1]}"
-    log.info("listening on %s; /health tells when the model is loaded", address)
+    log.info("listening on %s; /health says when the model is loaded", address)
     if not is_path:
         log.info("%s", dashboard_line(address, token.text if token else ""))
     return address

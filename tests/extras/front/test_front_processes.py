@@ -66,8 +66,8 @@ def wait_for(daemon: DaemonProcess, line: str, count: int = 1) -> None:
 
 def wait_for_worker(daemon: DaemonProcess, count: int = 1) -> int:
     """Waits for the worker of this number. Returns its process."""
-    wait_for(daemon, " is for ", count)
-    return [int(found[1]) for line in daemon.lines if (found := re.search(r"process (\d+) is for", line))][count - 1]
+    wait_for(daemon, " runs in process ", count)
+    return [int(found[1]) for line in daemon.lines if (found := re.search(r"runs in process (\d+)", line))][count - 1]
 
 
 def test_a_death_at_once_is_followed_by_longer_and_longer_waits_and_one_after_long_service_is_not() -> None:
@@ -472,7 +472,7 @@ def test_without_a_key_nothing_is_loaded(folder: Path, tmp_path: Path) -> None:
             assert client.post("/models/ash/load").status_code == 403, "that is for the key named admin"
             assert client.get("/health").json() == {"status": "ok"}
         assert "<title>diskprefix chat</title>" in httpx.get(f"{daemon.url}/chat").raise_for_status().text
-        assert not any(" is for " in line for line in daemon.lines)
+        assert not any(" runs in process " in line for line in daemon.lines)
         assert daemon.stop() == 0
 
 

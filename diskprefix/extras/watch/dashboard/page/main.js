@@ -50,7 +50,7 @@ async function readOnce() {
     // A cached answer may lack the newest prompts.
     readAfter = found.age_s > 0 ? 0 : before;
     readNotBefore = Date.now() + 1000 * found.again_s;
-    showEntries(found);
+    showEntries(found, state.now?.model?.name);
   } catch (error) {
     readNotBefore = 0;
     find("#icicle").replaceChildren(make("p", { class: "quiet" }, error.message));
