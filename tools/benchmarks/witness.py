@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -36,6 +36,7 @@ PRESSURE = {
     "--finalize-tokens 500 --no-viz --salt 1",
 }
 """Programs of cache-pressure, with what suits a model of 8 192 tokens. The last two are written for Python 3.12."""
+NAMES = ("cache-pressure", *(("abort-sim", "agent-sim") if sys.version_info >= (3, 12) else ()), "open-responses")
 _COLOR = re.compile(r"\x1b\[\d+m")
 _RESULTS = re.compile(r"(?:retained|runs passed|sessions|Results|passed|survi).*", re.IGNORECASE)
 
@@ -55,18 +56,18 @@ def open_responses(sources: str, report: Report) -> tuple[Path, Path]:
     return folder / "node_modules" / _BUN / "bin" / "bun", tests
 
 
-def commands(url: str, model: str, sources: str, report: Report) -> Mapping[str, Sequence[str]]:
-    """Returns the command of each program. Raises `NotInstalled`."""
-    folder = python_of("cache-pressure", report).parent
-    chosen = PRESSURE if sys.version_info >= (3, 12) else {name: PRESSURE[name] for name in ("cache-pressure",)}
-    found = {name: [str(folder / name), "--base-url", url, *more.split()] for name, more in chosen.items()}
+def command(name: str, url: str, model: str, sources: str, report: Report) -> Sequence[str]:
+    """Returns the command of a program, which is fetched on first use. Raises `NotInstalled`."""
+    if name in PRESSURE:
+        folder = python_of("cache-pressure", report).parent
+        return [str(folder / name), "--base-url", url, *PRESSURE[name].split()]
     bun, tests = open_responses(sources, report)
     compliance = [str(bun), "run", str(tests / "bin/compliance-test.ts"), "--base-url", url, "--api-key", "none"]
-    return found | {"open responses": [*compliance, "--model", model]}
+    return [*compliance, "--model", model]
 
 
 @click.command()
-@click.option("--only", multiple=True, help="Only this program; repeatable.")
+@click.option("--only", multiple=True, type=click.Choice(NAMES), help="Only this program; repeatable.")
 @click.option("--model", help="A folder, a .gguf file or a hub id, in place of the embedded model.")
 @click.option("--sources", default=OPEN_RESPONSES, show_default=True, help="The repository of Open Responses.")
 @FOLDER
@@ -84,11 +85,10 @@ def main(only: tuple[str, ...], model: str | None, sources: str, folder: Path | 
                 server.start()
             url = f"http://127.0.0.1:{server.port}/v1"
             served = httpx.get(f"{url}/models").raise_for_status().json()["data"][0]["id"]
-            for name, command in commands(url, served, sources, console.print).items():
-                if only and name not in only:
-                    continue
+            for name in only or NAMES:
+                program = command(name, url, served, sources, console.print)
                 with step(console, name):
-                    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=workspace)
+                    ended = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=False, cwd=workspace)
                 text = _COLOR.sub("", ended.stdout)
                 click.echo(text)
                 said = [line.strip() for line in text.splitlines() if _RESULTS.search(line)]
