@@ -33,7 +33,7 @@ NO_THREADS = {"OMP_NUM_THREADS": "1"}
 SECTIONS: dict[str, dict[str, Tool]] = {
     "Benchmarks": {
         "restart": Tool("benchmarks.restart", "Cold, and after kill -9: same prompt, next turn, other question."),
-        "together": Tool("benchmarks.together", "Several requests at once, overtaking, pacing, guessed tokens."),
+        "together": Tool("benchmarks.together", "Several requests at once, overtaking, pacing, speculative decoding."),
         "step": Tool("benchmarks.step", "The time of each operator in a step, and of the Python around it."),
         "quality": Tool("benchmarks.quality", "Quantised weights and KV: perplexity and agreement."),
         "pictures": Tool("benchmarks.pictures", "Screenshots after kill -9, known and other ones, beside texts."),

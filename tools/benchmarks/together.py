@@ -1,4 +1,4 @@
-"""Several requests at once, the memory that they share, and decoding with guessed tokens.
+"""Several requests at once, the memory that they share, and speculative decoding.
 
 tools/bench together
 tools/bench together --part pacing
@@ -209,7 +209,7 @@ _PARTS: Mapping[str, Callable[[Engine, int], Iterator[Figure]]] = {
 )
 @plan_options(rounds=3)
 def main(parts: tuple[str, ...], **options: Any) -> None:
-    """Measure several requests at once: throughput, overtaking, a prompt beside a reply; and guessed tokens.
+    """Measure several requests at once: throughput, overtaking, a prompt beside a reply; and speculative decoding.
 
     Exits with 1 if a reply differs from that of the same request alone (guessing: from that of the first engine), or an
     engine was left out.
