@@ -520,6 +520,14 @@ def test_before_the_agent_starts_it_is_said_how_long_its_first_prompt_takes(
     ]
 
 
+@pytest.mark.usefixtures("place")
+def test_a_first_prompt_is_said_to_be_at_most_as_long_as_the_context(run: Run) -> None:
+    speed = (200, {"full_cache": {"gate": {"prefill_s_per_token": 0.01}}})
+    with small_daemon(models=[models(CARDS[1] | {"context_length": 8192})], props=[speed]) as daemon:
+        said = lines(run("launch", "claude", "--url", daemon.url))
+    assert "its first prompt may have 8,192 tokens: about 81.9 s, the first time only (as measured here)" in said
+
+
 def test_cleaning_shows_what_it_would_remove_and_asks(
     run: Run, place: Place, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,10 +81,11 @@ class HttpEngine:
         return started(self.process, self._client, START_DEADLINE_S)
 
     def first_token_s(self, prompt: str) -> float | None:
-        """Starts the daemon, and sends a prompt as soon as its port is open. Returns the seconds to the first token,
-        and None for servers of others, which refuse prompts until they are ready."""
+        """Kills the daemon, starts it, and sends a prompt as soon as its port is open. Returns the seconds from the
+        start to the first token, or None for servers of others, which refuse prompts until they are ready."""
         if self._tokens is None:
             return None
+        self.kill()
         began = time.perf_counter()
         self.process.start()
         while True:
