@@ -17,7 +17,8 @@
     └── CacheError                      500  exit 4  the store cannot be used; a request goes on without it
         ├── StoreUnavailable                         the folder cannot be created, read, written or locked, or is full
         │   ├── StoreReplaced                        another process put a new file in the place of the open one
-        │   └── ReaderStays                          a reader that does not end keeps freed pages from being reused
+        │   ├── ReaderStays                          a reader that does not end keeps freed pages from being reused
+        │   └── DiskStalled         503              a read was not answered in time; Retry-After is sent
         ├── StoreFormatError                         the store has a format that this version does not read
         ├── StoreCorrupt                             a record or payload fails its checks
         ├── StoreFull                                a publication does not fit the budget
@@ -165,6 +166,12 @@ class StoreReplaced(StoreUnavailable):
 
 class ReaderStays(StoreUnavailable):
     code = "reader_stays"
+
+
+class DiskStalled(StoreUnavailable):
+    http_status = 503
+    code = "disk_stalled"
+    for_all = "the disk of the cache does not answer in time; try again"
 
 
 class StoreFormatError(CacheError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from diskprefix.errors import DiskPrefixError, NotReady, QueueFull
+from diskprefix.errors import DiskPrefixError, DiskStalled, NotReady, QueueFull
 from diskprefix.printable import shown
 
 ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
@@ -73,6 +73,6 @@ class HttpError(DiskPrefixError):
 
 def error_headers(error: DiskPrefixError) -> dict[str, str]:
     """Returns the headers of an error: when to try again, what is missing, or that the rest of the body is not read."""
-    if isinstance(error, QueueFull | NotReady):
+    if isinstance(error, QueueFull | NotReady | DiskStalled):
         return {"Retry-After": str(error.retry_after_s if isinstance(error, QueueFull) else _NOT_READY_RETRY_AFTER_S)}
     return {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}.get(error.http_status, {})

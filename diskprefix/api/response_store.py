@@ -20,8 +20,6 @@ from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
 
-_DELETION_S = 30.0
-"""The time for a deletion to be written."""
 MAX_STORED_BYTES = 4 << 20
 """The largest stored response, before compression. Compressing it takes about 20 ms."""
 
@@ -55,7 +53,8 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class ResponseStore:
-    """One tenant's stored responses, for one request. Reading waits for the disk. A store that fails holds none."""
+    """One tenant's stored responses, for one request. Reading waits for the disk, and raises `DiskStalled` if that does
+    not answer. A store that fails otherwise holds none."""
 
     notes: TenantNotes
     _num_bytes: int = field(default=0, init=False)
@@ -73,7 +72,7 @@ class ResponseStore:
     def delete(self, id_: str) -> None:
         """Raises `ResponseNotFound`, or `StoreUnavailable` if the response may come back when the process is killed."""
         was_there = self.notes.delete(NoteKind.RESPONSE, id_)
-        if not self.notes.settle(NoteKind.RESPONSE, id_, _DELETION_S):
+        if not self.notes.settle(NoteKind.RESPONSE, id_):
             raise StoreUnavailable(f"response {shown(id_)!r} is not removed from the disk yet; try again")
         if not was_there:
             raise ResponseNotFound(f"response {shown(id_)!r} is not stored here")

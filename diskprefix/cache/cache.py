@@ -20,7 +20,7 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.policy.write_budget import Spending
 from diskprefix.cache.resources import TieredStore
 from diskprefix.cache.tiers.loading import READER_THREADS
-from diskprefix.errors import CacheError, StoreUnavailable
+from diskprefix.errors import CacheError
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.settings import Settings
@@ -29,10 +29,11 @@ from diskprefix.store.lost_tokens import LostTokens, of_last_day
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.purge import Purged, PurgeFilter, delete_entry, purge
-from diskprefix.store.savings import Tally
+from diskprefix.store.savings import Savings, Tally
 from diskprefix.store.schema import Kind, ModelRecord, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.store.store_identity import Epoch
+from diskprefix.store.written import WrittenBytes
 from diskprefix.tokens import TokenIds, root_hash
 from diskprefix.values import SHARED, CacheOptions, Tenant
 
@@ -96,7 +97,7 @@ class PrefixCache:
         """The store has state of another build, of which none was computed again. The engine's thread changes it."""
         self._model = ModelRecord(model=model_name, identity=identity(str(SHARED)), build=build)
         if not layout.unsupported:
-            with suppress(CacheError), store.snapshot() as snapshot:
+            with suppress(CacheError), store.reads.snapshot() as snapshot:
                 known = snapshot.model(self._model.identity)
                 self.must_recheck = known is not None and known.build != build
             self.writer.add_model(self._model)
@@ -260,18 +261,19 @@ class PrefixCache:
     @property
     def health(self) -> tuple[str, str | None]:
         """`ok`, `unsupported` or `degraded`, and the reason for the last. Reads nothing from the disk."""
-        error = self.store.problem or self.tiered.stalled or self.writer.error
+        error = self.store.problem or self.store.reads.stalled or self.writer.error
         return "degraded" if error else "unsupported" if self.layout.unsupported else "ok", error
+
+    def _read_counts(self) -> tuple[WrittenBytes, dict[str, int], Savings]:
+        """Returns what the store has counted. Waits for the disk."""
+        counts = self.store.counts() | {"room_bytes": self.store.evictor.room_bytes()}
+        return self.store.written(), counts, self.writer.savings.total()
 
     def stats(self) -> dict[str, Any]:
         """Returns the figures for `/props` and `/metrics`. Reads the store, which may take long. Never raises."""
         state, error = self.health
         try:
-            if self.tiered.stalled is not None:
-                raise StoreUnavailable(self.tiered.stalled)
-            written = self.store.written()
-            counts = self.store.counts() | {"room_bytes": self.store.evictor.room_bytes()}
-            savings = self.writer.savings.total()
+            written, counts, savings = self.store.reads.ask(self._read_counts)
         except CacheError as failure:
             names = ("entries", "blocks", "prompts", "ghosts", "notes", "ghost_bytes", "used_bytes", "file_bytes")
             counts = dict.fromkeys((*names, "room_bytes"), 0)
@@ -305,7 +307,8 @@ class PrefixCache:
             "process_disk_written_bytes": self.store.meter.total_bytes,
             "disk_written_bytes": written.total,
             "disk_written_last_day_bytes": written.last_day(self.store.clock()),
-            **{name: self.counters[name] for name in ("stalled_reads", "outdated", "ahead_tokens")},
+            "stalled_reads": self.store.reads.num_stalled,
+            **{name: self.counters[name] for name in ("outdated", "ahead_tokens")},
             "write_budget_bytes": written.budget_bytes,
             "unaffordable": self.counters["unaffordable"],
             "dropped": self.writer.dropped,

@@ -175,7 +175,7 @@ class RequestContext:
         kind = Kind.BLOCK if len(first) == nodes.block_size else Kind.TAIL
         if not self.namespace.outdated:
             return False
-        with store.snapshot() as snapshot:
+        with store.reads.snapshot() as snapshot:
             names = (node_name(store.secret, root, first, kind) for root in self.namespace.outdated)
             return any(snapshot.usage(name) is not None for name in names)
 

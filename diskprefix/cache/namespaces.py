@@ -115,7 +115,7 @@ class TenantNamespaces:
             return
         seen = SeenPrompts(namespace.record.block_size, is_trusting=namespace.seen.is_trusting)
         prompts = deque[SeenRecord]()
-        with self._store.snapshot() as snapshot:
+        with self._store.reads.snapshot() as snapshot:
             for prompt in newest_first(snapshot, namespace.root, max_bytes=MAX_PROMPT_BYTES):
                 prompts.appendleft(prompt)
                 on_prompt()

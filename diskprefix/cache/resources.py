@@ -57,8 +57,6 @@ class TieredStore:
         self.remote: SharedTier | None = hooks.open_tier(settings)
         self.writer = Writer(store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl)
         self.spent = SpentByKey()
-        self.stalled: str | None = None
-        """The message that a read of the disk does not end. Until it ends, nothing else is read. See `note_stall`."""
         # A draft model has one load more.
         num_readers = READER_THREADS * (MAX_LOADS + 1)
         self.readers = ThreadPoolExecutor(num_readers, thread_name_prefix="kv-reader")
@@ -77,21 +75,10 @@ class TieredStore:
         for threads in (self.readers, self.aside):
             # A read that hangs is not waited for.
             threads.shutdown(wait=False)
+        self.store.reads.close()
         if not self.writer.is_alive:
             try:
                 self.store.close()
             except StoreUnavailable as error:
                 log.warning("[disk-cache] not closed: %s", error)
         return is_written
-
-    def note_stall(self, waited_s: float | None) -> None:
-        """Records, and logs once, that a read has hung for `waited_s` seconds; with None, that no read hangs."""
-        if waited_s is not None and self.stalled is None:
-            self.stalled = (
-                f"the disk of --kv-cache-dir {self.store.path} has not answered for {waited_s:.0f} s: "
-                "prompts are computed, and nothing is read until it answers"
-            )
-            log.error("[disk-cache] %s", self.stalled)
-        elif waited_s is None and self.stalled is not None:
-            self.stalled = None
-            log.info("[disk-cache] the disk answers again")

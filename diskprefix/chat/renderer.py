@@ -105,7 +105,8 @@ class PromptRenderer:
         self, conversation: Conversation, replies: RecordStore | None, known: OwnedParts | None = None
     ) -> Replayed:
         """Returns the prompt of a conversation, with the sampled tokens of `replies`. `known` texts are not encoded
-        again. Raises `ContextTooLong`, and `InvalidRequest` if the template or the model refuses the conversation."""
+        again. Raises `ContextTooLong`, `InvalidRequest` if the template or the model refuses the conversation, and
+        `RecordsUnread`."""
         require_few_arguments(conversation)
         draft = run_steps(self._steps(), PromptDraft(conversation=conversation, replies=replies, known=known))
         if draft.conversation_hash is None or draft.conversation.ending != "reply":

@@ -25,12 +25,20 @@ from diskprefix.values import Picture, Prompt
 _ID_BYTES = 32
 
 
+class RecordsUnread(Exception):
+    """Records were asked for that must be read from the disk first, by a thread that may wait for it."""
+
+
 class RecordStore(Protocol):
-    """Records of the replies of one tenant and one model. No method raises; `get` may wait for the disk."""
+    """Records of the replies of one tenant and one model. `get` does not wait for the disk: it returns None for a
+    record that does not exist or is not in memory. After all calls of `get`, `require_read` raises `RecordsUnread` if
+    some are to be read first."""
 
     def get(self, id_: str) -> bytes | None: ...
 
     def put(self, id_: str, record: bytes) -> None: ...
+
+    def require_read(self) -> None: ...
 
 
 class Turn(Struct, frozen=True):
@@ -152,7 +160,8 @@ class SampledTurn(Struct, frozen=True):
 def find_turns(
     messages: Sequence[Message], turns: RecordStore, pictures: Sequence[Picture] = ()
 ) -> tuple[dict[int, SampledTurn], ConversationHash]:
-    """Returns the recorded replies by the index of their message, ascending, and the hash of the conversation."""
+    """Returns the recorded replies by the index of their message, ascending, and the hash of the conversation. Raises
+    `RecordsUnread`."""
     turns_by_index, left, conversation = {}, iter(pictures), ConversationHash()
     for index, message in enumerate(messages):
         conversation.add_message(message, islice(left, len(message.pictures)))
@@ -162,6 +171,7 @@ def find_turns(
             # The id covers all but the reasoning, which the client may leave out.
             if sampled and (message.reasoning or "").strip() in ("", sampled.turn.reasoning.strip()):
                 turns_by_index[index] = sampled
+    turns.require_read()
     return turns_by_index, conversation
 
 

@@ -165,7 +165,7 @@ class ActiveRequests:
 
     def _make_running(self, ticket: Ticket) -> RunningRequest:
         request, served, layout = ticket.request, self._served, self._cache.layout
-        pictures, prompt = served.pictures_of(request.prompt), request.prompt.token_ids
+        pictures, prompt = served.pictures_of(request), request.prompt.token_ids
         running = RunningRequest(
             ticket,
             CachedRequest(self._cache, request.prompt, request.cache),

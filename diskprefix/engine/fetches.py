@@ -1,9 +1,10 @@
 """Runs all reads of the engine on threads. A quick step never waits behind a slow one, and nothing waits for ever.
 
 Each kind of step has its own threads. Until a read begins to load, the engine may give it up, and computes the state
-that was to be read. A read that does not move is given up too. The thread of a load may still write to its pages, so
-they stay with it until the thread returns. While a thread hangs, nothing new is read from the disk, or from the shared
-tier if that is what hangs. So the number of threads is bounded.
+that was to be read. A read that does not move is given up too, and so are those of a request that has waited for the
+disk too long in all. The thread of a load may still write to its pages, so they stay with it until the thread returns.
+While the disk does not answer (`store.reads`), nothing is read from it; while the shared tier does not, nothing from
+that. So the number of threads is bounded.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.fetch import Fetch, Step
 from diskprefix.cache.tiers.loading import MAX_LOADS
 from diskprefix.kv.page_cache import PageCache
+from diskprefix.store import reads
+from diskprefix.store.reads import Patience
 
 log = logging.getLogger("diskprefix")
 
 Kind: TypeAlias = Step | Literal["draft", "picture"]
 """The kind of a step: of a restore, all of one for the draft model, or the rows of a picture."""
-_STALL_S = 10.0
-"""A step that has done nothing for so many seconds hangs. A disk that slept may take nearly as long."""
 _CHECK_S = 1.0
 """Seconds between two checks for reads that do not move."""
+_SLOW_S = 1.0
+"""A step that has done nothing for so many seconds waits for the disk, and its request with it."""
 _END_S = 5.0
 """Seconds that `Fetches.close` waits for running steps."""
 
@@ -47,8 +50,10 @@ class Read:
     `is_late`."""
     steps: Iterator[tuple[Kind, Callable[[], object]]] = field(default_factory=lambda: iter(()))
     """The steps that have not begun."""
+    patience: Patience = field(default_factory=Patience)
+    """The time that its request may wait for the disk."""
     patience_s: float = math.inf
-    """Seconds that it may wait for the disk, unless it loads."""
+    """Seconds after which computing is faster, unless it loads."""
     waits_since: float = math.inf
     """When it began to wait for the disk."""
     step: Kind | None = None
@@ -76,7 +81,10 @@ class Read:
         return self.is_needed() and not self.is_given_up
 
     def has_stalled(self, now: float) -> bool:
-        return self.is_running and now - self.moved_at > _STALL_S
+        return self.is_running and now - self.moved_at > reads.STALL_S
+
+    def is_slow(self, now: float) -> bool:
+        return self.is_running and now - self.moved_at > _SLOW_S
 
     def close(self) -> None:
         """Releases the result. For a read that is not running."""
@@ -122,12 +130,15 @@ class Fetches:
         self._ended: deque[Read] = deque()
         self._giving_up = threading.Lock()
         """Held to decide that a read loads, or that the engine continues without it."""
+        self._counted_at = time.monotonic()
+        """When `take` last counted what requests wait for the disk."""
         self.prefetch_hangs = False
         """The shared tier does not answer. Until it does, it is not asked."""
 
     def begin(self, read: Read) -> None:
-        """Begins to run the steps of a read; none of them while the disk does not answer."""
-        if self._cache.tiered.stalled is not None:
+        """Begins to run the steps of a read; none of them while the disk does not answer, or if its request has waited
+        for it too long."""
+        if self._cache.store.reads.stalled is not None or not read.patience.left_s:
             read.steps = iter(())
         self._open.append(read)
         self._advance(read)
@@ -141,20 +152,30 @@ class Fetches:
             self._open.remove(read)
             read.is_late = read.is_given_up
             returned.append(read)
+        self._count_waits(now)
         for read in self._open:
-            if not read.hangs and read.has_stalled(now):
-                read.hangs = True
-                self._cache.count("stalled_reads")
+            read.hangs = read.hangs or read.has_stalled(now)
         hanging = {read.step for read in self._open if read.hangs}
         is_stalled = self._note_stall(hanging)
         for read in [read for read in self._open if not read.is_given_up]:
             is_slow = read.step in hanging or now - read.waits_since > read.patience_s
             is_in_vain = is_stalled or is_slow or not read.is_needed()
             with self._giving_up:
-                read.is_given_up = read.hangs or (is_in_vain and not read.has_begun_to_load)
+                hangs = read.hangs or not read.patience.left_s
+                read.is_given_up = hangs or (is_in_vain and not read.has_begun_to_load)
             if read.is_given_up:
                 returned.append(read)
         return returned
+
+    def _count_waits(self, now: float) -> None:
+        """Counts the time since the last call for the requests that have waited for the disk since: those whose step
+        does not move, and those that wait for the thread of such a step."""
+        elapsed, self._counted_at = now - self._counted_at, now
+        slow = {read.step for read in self._open if read.is_slow(now)}
+        waiting = [read for read in self._open if read.step in slow and (read.is_slow(now) or not read.is_running)]
+        waited = {read.patience: min(elapsed, now - read.moved_at) for read in waiting}
+        for patience, seconds in waited.items():
+            patience.spend(seconds)
 
     @property
     def check_in_s(self) -> float | None:
@@ -177,9 +198,8 @@ class Fetches:
 
     def _note_stall(self, hanging: set[Kind | None]) -> bool:
         """Returns whether the disk does not answer."""
-        is_stalled = bool(hanging - {"prefetch"})
-        self._cache.tiered.note_stall(_STALL_S if is_stalled else None)
-        self._pages.disk_hangs = is_stalled
+        is_stalled = self._cache.store.reads.stalled is not None
+        self._pages.disk_hangs = is_stalled or bool(hanging - {"prefetch"})
         if "prefetch" in hanging and not self.prefetch_hangs:
             log.error("[disk-cache] the shared tier does not answer: nothing is fetched from it until it does")
         self.prefetch_hangs = "prefetch" in hanging

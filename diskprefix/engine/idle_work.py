@@ -8,19 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Event
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.fetch import Fetch
 from diskprefix.engine.ahead_jobs import AheadModel
 from diskprefix.engine.device import raise_if_lost
+from diskprefix.engine.fetches import RunningFetch
 from diskprefix.engine.scheduler import IDLE_ROWS
 from diskprefix.engine.served_model import ServedModel
-from diskprefix.errors import CacheError
+from diskprefix.errors import CacheError, DiskStalled
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.model.runtime import Rows
 from diskprefix.printable import first_line
@@ -40,13 +39,16 @@ class IdleTask(Protocol):
 
 
 class IdleWork:
-    """Runs tasks, on the engine's thread. `wake` is called, on any thread, when `work` can go on."""
+    """Runs tasks, on the engine's thread. `begin_read` begins a fetch. `wake` is called, on any thread, when `work` can
+    go on."""
 
-    def __init__(self, served: ServedModel, wake: Callable[[], None]) -> None:
-        self.served, self.cache, self._wake = served, served.cache, wake
+    def __init__(
+        self, served: ServedModel, begin_read: Callable[[RunningFetch], None], wake: Callable[[], None]
+    ) -> None:
+        self.served, self.cache, self._begin_read, self._wake = served, served.cache, begin_read, wake
         self.tasks: list[IdleTask] = []
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="idle")
-        """Reads and writes the store, and renders."""
+        """Reads and writes the store but for restores, and renders. Nothing waits for it: it may hang."""
         self._reading: Future[Any] | None = None
         self._running: tuple[IdleTask, Steps] | None = None
 
@@ -54,7 +56,7 @@ class IdleWork:
         """Computes some tokens. Returns False if there is nothing to do, or if it waits for the disk."""
         if self._reading is not None and not self._reading.done():
             return False
-        if self._running is None:
+        if self._running is None and self.cache.store.reads.stalled is None:
             begun = ((task, steps) for task in self.tasks if (steps := task.begin()) is not None)
             self._running = next(begun, None)
         if self._running is None:
@@ -101,7 +103,7 @@ class IdleWork:
     ) -> Iterator[RestoredSequence]:
         """Gives a context with a sequence into which the stored state of a prompt is read. If it has an `owner`, it
         begins with what memory has, and its state stays there."""
-        pages, is_over = model.pages, Event()
+        pages = model.pages
         sequence = pages.begin(owner, prompt.token_ids, expires_at=model.cache.expires_at(options.ttl_s))
         if not isinstance(sequence, KVSequence):
             raise CacheError("there is no memory for it")
@@ -109,34 +111,66 @@ class IdleWork:
         # The fetch may take tokens back, so others must not begin with them.
         pages.set_ready(sequence, 0)
         cached = CachedRequest(model.cache, prompt, options, goes_on=True)
-        fetch = cached.begin_fetch(sequence, prompt.token_ids, have, is_wanted=lambda: not is_over.is_set())
-        restored = RestoredSequence(sequence, cached, fetch, self.read(fetch.run))
-
-        def end(_: Future[Any]) -> None:
-            fetch.close()
-            cached.leave()
-            keep = owner is not None and restored.is_taken
-            token_ids = prompt.token_ids[: sequence.num_tokens] if keep else None
-            pages.end(sequence, keep=keep, token_ids=token_ids, options=options)
-            self._wake()
-
+        read = RunningFetch(lambda: not restored.is_over, lambda _: self._end_read(model, restored))
+        restored = RestoredSequence(sequence, cached, read)
+        read.fetch = cached.begin_fetch(sequence, prompt.token_ids, have, is_wanted=read.is_wanted)
+        read.steps = read.run_steps(prefetches=False)
+        self._begin_read(read)
         try:
             yield restored
         finally:
-            is_over.set()
-            # The thread writes to the pages until it has returned.
-            restored.reading.add_done_callback(end)
+            restored.is_over = True
+            if read.is_over:
+                keep = owner is not None and restored.is_taken
+                self._release(model, restored, options, prompt.token_ids if keep else None)
+            else:
+                # Its thread may still write to the pages. Until it returns, they are nobody's: no request waits for a
+                # sequence that nobody goes on computing.
+                pages.abandon(sequence)
+
+    def _end_read(self, model: AheadModel, restored: RestoredSequence) -> None:
+        """Lets the work go on with what was read. If it was stopped meanwhile, ends its sequence instead, once no
+        thread writes to it any more."""
+        if not restored.reading.done():
+            restored.reading.set_result(None)
+        if restored.read.is_over and restored.is_over and not restored.is_released:
+            self._release(model, restored)
+
+    def _release(
+        self,
+        model: AheadModel,
+        restored: RestoredSequence,
+        options: CacheOptions | None = None,
+        token_ids: TokenIds | None = None,
+    ) -> None:
+        """Ends a sequence. The state of the first of `token_ids` stays in memory; nothing with None."""
+        restored.is_released, sequence = True, restored.sequence
+        restored.read.fetch.close()
+        restored.cached.leave()
+        known = None if token_ids is None else token_ids[: sequence.num_tokens]
+        model.pages.end(sequence, keep=known is not None, token_ids=known, options=options)
 
 
 class RestoredSequence(Struct):
+    """A sequence of idle work, and the read of its stored state. `reading` is done when the read has ended, or is given
+    up."""
+
     sequence: KVSequence
     cached: CachedRequest
-    fetch: Fetch
-    reading: Future[Any]
+    read: RunningFetch
+    reading: Future[Any] = field(default_factory=Future)
     is_taken: bool = False
+    is_over: bool = False
+    """The work has ended, or was stopped."""
+    is_released: bool = False
 
     def num_restored(self) -> int:
-        """Returns the number of tokens that were restored, once they are."""
+        """Returns the number of tokens that were restored, once they are. Raises `CacheError` if the read was given
+        up."""
         self.reading.result()
+        if self.read.is_given_up:
+            raise DiskStalled("the disk did not answer in time")
+        if self.read.error is not None:
+            raise self.read.error
         self.is_taken = True
-        return self.cached.take(self.fetch).num_tokens
+        return self.cached.take(self.read.fetch).num_tokens

@@ -43,7 +43,7 @@ class Loop:
         self._fetches = Fetches(served.cache, served.pages, inbox.wake)
         self._early_logits: deque[tuple[Reply, Logits]] = deque()
         """The final logits of wholly stored prompts, which are loaded before anything else. Filled on any thread."""
-        self._idle = IdleWork(served, inbox.wake)
+        self._idle = IdleWork(served, self._fetches.begin, inbox.wake)
         self._idle.tasks = [Recheck(self._idle), Ahead(self._idle, served.ahead)]
         served.ahead.on_job = inbox.wake
         if served.draft is not None:
@@ -149,7 +149,7 @@ class Loop:
             self._early_logits.append((reply, logits))
             self._inbox.wake()
 
-        have = sequence.num_tokens
+        read.patience, have = running.request.patience, sequence.num_tokens
         # The fetch may take tokens back, so others must not begin with them.
         pages.set_ready(sequence, 0)
         read.fetch = running.cached.begin_fetch(sequence, token_ids, have, logits, on_logits, on_block, read.is_wanted)

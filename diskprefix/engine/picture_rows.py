@@ -145,7 +145,7 @@ class PictureRowsSource:
         if (pictures, number) not in job.wanted_by:
             job.wanted_by.append((pictures, number))
         if is_new:
-            read = Read(lambda: not job.is_over, partial(self._end_load, job))
+            read = Read(lambda: not job.is_over, partial(self._end_load, job), patience=pictures.patience)
             read.steps = iter([("picture", lambda: self._stored.load(picture, job.options, read.is_wanted))])
             self._begin(read)
         return False

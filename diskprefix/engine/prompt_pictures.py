@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from diskprefix.engine.scheduler import NO_LIMIT
 from diskprefix.kv.numbers import Array
 from diskprefix.model.runtime import PictureRows
+from diskprefix.store.reads import Patience
 from diskprefix.tokens import TokenIds
 from diskprefix.values import Picture, Prompt
 
@@ -46,9 +47,11 @@ class PromptPictures:
     num_restored: int = 0
     is_over: bool = False
     """Its request has ended."""
+    patience: Patience = field(default_factory=Patience)
+    """The time that its request may wait for the disk."""
 
     @classmethod
-    def of(cls, prompt: Prompt, encoder: VisionEncoder) -> PromptPictures:
+    def of(cls, prompt: Prompt, encoder: VisionEncoder, patience: Patience | None = None) -> PromptPictures:
         """Returns the pictures of `prompt`, which has some."""
         places = np.flatnonzero(prompt.token_ids < 0).astype(np.int32)
         assert len(places) == sum(picture.num_tokens for picture in prompt.pictures), "each row has its token"
@@ -63,6 +66,7 @@ class PromptPictures:
             positions=encoder.positions(token_ids, is_picture, prompt.pictures),
             spans=tuple(_runs(places)) if encoder.sees_whole else (),
             encoded=[None] * len(prompt.pictures),
+            patience=patience or Patience(),
         )
 
     def __post_init__(self) -> None:

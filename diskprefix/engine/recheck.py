@@ -74,7 +74,7 @@ class Recheck:
     def _chosen(self) -> list[_PromptToCheck]:
         """Returns saved prompts of the model, of any tenant. On the reader's thread."""
         chosen: list[_PromptToCheck] = []
-        with self._cache.store.snapshot() as snapshot:
+        with self._cache.store.reads.snapshot() as snapshot:
             tree = PrefixTree(snapshot)
             own = dict[bytes, Tenant]()
             for root, record in snapshot.roots():

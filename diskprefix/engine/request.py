@@ -12,6 +12,7 @@ from msgspec import Struct, field
 
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError
+from diskprefix.store.reads import Patience
 from diskprefix.values import CacheOptions, CacheOutcome, CacheReport, Prompt, StateSource, outcome_of
 
 FinishReason: TypeAlias = Literal["stop", "length"]
@@ -85,6 +86,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     """The special tokens that appear in the text of events. All others have no text."""
     reports_progress: bool = False
     """True if the client wants `ProgressEvent`s."""
+    patience: Patience = field(default_factory=Patience)
+    """The time that the request may still wait for the disk."""
 
     @property
     def caller(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.scheduler import MAX_ROWS, Chunk, Pace
 from diskprefix.engine.speculation import Speculation
 from diskprefix.engine.step_times import StepTimes
-from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, SettingsError
+from diskprefix.errors import CacheError, ContextTooLong, InvalidRequest, ModelError, SettingsError
 from diskprefix.hooks import Recorder
 from diskprefix.kv.kept_blocks import KeptBlock
 from diskprefix.kv.layout import Layout, is_out_of_memory
@@ -43,7 +44,7 @@ from diskprefix.model.load.memory import kv_bytes, trim_heap
 from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.printable import first_line
 from diskprefix.units import counted, format_size
-from diskprefix.values import CacheReport, Prompt
+from diskprefix.values import CacheReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -187,7 +188,7 @@ class ServedModel:
         """Queues the state that only memory has of sequences that ended, the latest first, for at most `timeout_s`
         seconds. State that has expired or was purged is left out. The engine's thread must have ended. Does not wait
         for a disk that does not answer."""
-        if self.cache.tiered.stalled is None:
+        if self.cache.store.reads.stalled is None:
             saving = threading.Thread(target=self._save_all_idle, args=(timeout_s,), name="save-idle", daemon=True)
             saving.start()
             saving.join(timeout_s + _LAST_SAVE_S)
@@ -256,13 +257,13 @@ class ServedModel:
             return Guesser()
         return self.speculation.guesser(len(request.prompt.token_ids) + self.reply_limit(request) - 1)
 
-    def pictures_of(self, prompt: Prompt) -> PromptPictures | None:
+    def pictures_of(self, request: GenerateRequest) -> PromptPictures | None:
         """Returns the pictures of a prompt, None if it has none. Raises `InvalidRequest` if the model takes none."""
-        if not prompt.pictures:
+        if not request.prompt.pictures:
             return None
         if self.processor is None or self.processor.problem is not None:
             raise InvalidRequest("this model takes text only", code="unsupported_content")
-        return PromptPictures.of(prompt, self.encoder)
+        return PromptPictures.of(request.prompt, self.encoder, request.patience)
 
     def memory_stats(self) -> dict[str, int]:
         """Returns `PageCache.stats`, with the bytes of the draft model's pages added."""
@@ -368,7 +369,10 @@ class ServedModel:
         )
 
     def _touch_memory(self) -> None:
-        if not (longest := self.cache.store.longest_prompt()):
+        longest, store = 0, self.cache.store
+        with suppress(CacheError):
+            longest = store.reads.ask(store.longest_prompt)
+        if not longest:
             # Nothing can be restored.
             return
         try:

@@ -28,19 +28,20 @@ from diskprefix.api.reply import ReplyReader
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.choose_format import OutputFormat, PlainText
-from diskprefix.chat.replay import Replayed
+from diskprefix.chat.replay import RecordsUnread, Replayed
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.recent import lost_tokens, program_of
-from diskprefix.server.remembering import known_parts, reply_memory, stored_turns
+from diskprefix.server.remembering import StoredTurns, known_parts, reply_memory, stored_turns
 from diskprefix.server.routes import STREAMED, Routes
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import EventStream, Write, json_reply, respond_or_keep_alive
 from diskprefix.server.threads import Kind
 from diskprefix.store.notes import TenantNotes
+from diskprefix.store.reads import Patience
 from diskprefix.values import CacheOptions
 
 B = TypeVar("B", bound=RequestBody)
@@ -129,6 +130,14 @@ class Arrival(Struct, frozen=True, kw_only=True):
 
     held: AsyncExitStack
     """The caller's turns, for a large body and to read stored responses."""
+    patience: Patience
+    """The time that the request may wait for the disk."""
+    turns: StoredTurns | None
+    """The turns from which its prompt may be made."""
+
+    def notes(self) -> TenantNotes:
+        """Returns the notes of its tenant."""
+        return replace(self.serving.engine.cache.notes(self.cache.tenant), patience=self.patience)
 
 
 class Rendered(Struct, frozen=True):
@@ -200,6 +209,8 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B, held: AsyncE
     context = log_context(request)
     serving = await daemon.ready()
     serving.require_model(body.model)
+    cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant, session=_session_of(request))
+    patience = Patience()
     return Arrival(
         request=request,
         daemon=daemon,
@@ -207,8 +218,10 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B, held: AsyncE
         serving=serving,
         dialect=dialect,
         body=with_sampling(body, daemon.sampling),
-        cache=cache_options(body, scope=serving.scope, caller=context.caller.tenant, session=_session_of(request)),
+        cache=cache,
         held=held,
+        patience=patience,
+        turns=stored_turns(serving, cache, patience),
     )
 
 
@@ -222,16 +235,34 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = 
     """Reads the body, renders its prompts, and returns them with the result of `make`.
 
     For one prompt of text, all of this takes one turn of the caller for work of this `kind`. Each of several prompts
-    takes a turn, and pictures and constraints have threads of their own. Raises `InvalidRequest`, and
-    `ClientDisconnect`.
+    takes a turn, and pictures and constraints have threads of their own. So has what waits for the disk, without a
+    turn. Raises `InvalidRequest`, `DiskStalled`, and `ClientDisconnect`.
     """
-    run = partial(arrival.daemon.threads.run_for, arrival.request)
+    threads = arrival.daemon.threads
+
+    async def run(kind: Kind, work: Callable[..., Any], *values: Any) -> Any:
+        # Ends: `StoredTurns` raises it a few times at most.
+        while True:
+            try:
+                return await threads.run_for(arrival.request, kind, work, *values)
+            except RecordsUnread:
+                assert arrival.turns is not None
+                await threads.run("reading", arrival.turns.read)
+
+    def read() -> ParsedRequest:
+        parsed: ParsedRequest = arrival.dialect.read(arrival.body, arrival.serving.renderer.vocab_size, arrival.notes)
+        return parsed
+
+    stored: ParsedRequest | None = None
     if arrival.body.needs_stored_items:
+        began = time.monotonic()
         await arrival.held.enter_async_context(arrival.daemon.stored_turns.of(arrival.context.caller.account))
+        # Whoever had the turn before may have waited for the disk.
+        arrival.patience.spend(time.monotonic() - began)
+        stored = await threads.run("reading", read)
 
     def begin() -> tuple[ParsedRequest, Rendered | None, M | None]:
-        notes = partial(arrival.serving.engine.cache.notes, arrival.cache.tenant)
-        parsed = arrival.dialect.read(arrival.body, arrival.serving.renderer.vocab_size, notes)
+        parsed = read() if stored is None else stored
         if arrival.body.prompt_cache_options is not None and arrival.body.prompt_cache_options.prewarm:
             parsed = parsed.without_reply()
         if parsed.more_prompts or _has_pictures(parsed.prompt):
@@ -252,11 +283,11 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = 
 
 
 def render(arrival: Arrival, wanted: Conversation | str | list[int] | FillIn) -> Replayed:
-    """Renders a prompt. May take long. Raises `InvalidRequest`."""
+    """Renders a prompt. May take long. Raises `InvalidRequest`, and `RecordsUnread`."""
     serving, cache = arrival.serving, arrival.cache
     renderer, known = serving.renderer, known_parts(serving, cache)
     if isinstance(wanted, Conversation):
-        return renderer.replay(wanted, stored_turns(serving, cache), known)
+        return renderer.replay(wanted, arrival.turns, known)
     return Replayed(renderer.completion(wanted, known))
 
 
@@ -340,6 +371,7 @@ def _engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
         thought_budget=thought_budget_of(parsed, output_format, prompt_end, encode, serving.engine.end_ids),
         shown_special_tokens=output_format.special_tokens.union(ends),
         reports_progress=parsed.return_progress,
+        patience=arrival.patience,
     )
     asked = parsed.prompt if isinstance(parsed.prompt, Conversation) else None
     memory = None if asked is None else reply_memory(serving, arrival.cache, asked, replayed)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from diskprefix.chat.known_parts import OwnedParts
 from diskprefix.chat.messages import Conversation, Message
-from diskprefix.chat.replay import Replayed, ReplyMemory
+from diskprefix.chat.replay import RecordsUnread, Replayed, ReplyMemory
 from diskprefix.engine.ahead_jobs import AheadJob
+from diskprefix.errors import DiskStalled
 from diskprefix.store.note_record import NoteKind
 from diskprefix.tokens import TokenIds, common_prefix_length
 from diskprefix.values import CacheOptions, Prompt
@@ -18,27 +22,66 @@ from diskprefix.values import CacheOptions, Prompt
 if TYPE_CHECKING:
     from diskprefix.server.serving import Serving
     from diskprefix.store.notes import TenantNotes
+    from diskprefix.store.reads import Patience
+
+T = TypeVar("T")
 
 
-class StoredTurns(Struct, frozen=True):
-    """The turns of one tenant in the store. They are deleted with the `prompt` that they continue."""
+_MAX_READS = 3
+"""How often a request reads turns: once, and again if what it reads has it ask for others (compression)."""
+
+
+class StoredTurns(Struct):
+    """The turns of one tenant in the store, for one request. They are deleted with the `prompt` that they continue.
+
+    `get` knows those in memory. `read` reads from the disk what `get` lacked."""
 
     notes: TenantNotes
     prompt: TokenIds | None = None
+    _read: dict[str, bytes | None] = field(default_factory=dict)
+    _missing: list[str] = field(default_factory=list)
+    _num_reads: int = 0
 
     def get(self, id_: str) -> bytes | None:
-        return self.notes.get(NoteKind.TURN, id_)
+        if id_ in self._read:
+            return self._read[id_]
+        is_known, record = self.notes.recent(NoteKind.TURN, id_)
+        if not is_known:
+            self._missing.append(id_)
+        return record
 
     def put(self, id_: str, record: bytes) -> None:
         self.notes.put(NoteKind.TURN, id_, record, self.prompt)
 
+    def require_read(self) -> None:
+        if self._missing and self._num_reads < _MAX_READS:
+            raise RecordsUnread
 
-def stored_turns(serving: Serving, cache: CacheOptions) -> StoredTurns | None:
+    def read(self) -> None:
+        """Reads what `get` lacked. Waits for the disk. Turns that cannot be read in time are encoded anew."""
+        self._num_reads += 1
+        missing, self._missing = self._missing, []
+        self._read |= dict.fromkeys(missing)
+        with suppress(DiskStalled):
+            self._read |= self.notes.get_all(NoteKind.TURN, missing)
+
+
+def stored_turns(serving: Serving, cache: CacheOptions, patience: Patience | None = None) -> StoredTurns | None:
     """Returns the turns from which a prompt may be made, None if the request uses none."""
     if not cache.replay or cache.scope.kind == "off":
         return None
-    notes = serving.engine.cache.notes(cache.tenant)
+    notes = replace(serving.engine.cache.notes(cache.tenant), patience=patience)
     return StoredTurns(notes if cache.ttl_s is None else replace(notes, ttl_s=cache.ttl_s))
+
+
+def with_turns(turns: StoredTurns, work: Callable[[], T]) -> T:
+    """Runs `work`, which may raise `RecordsUnread`, on a thread that may wait for the disk."""
+    # Ends: `require_read` raises it three times at most.
+    while True:
+        try:
+            return work()
+        except RecordsUnread:
+            turns.read()
 
 
 def known_parts(serving: Serving, cache: CacheOptions) -> OwnedParts | None:
@@ -62,8 +105,9 @@ def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, rep
 
     def compute_ahead(reply: Message) -> None:
         def make() -> Prompt | None:
-            prompt = serving.renderer.ahead(asked, reply, turns, known_parts(serving, cache))
-            own = replayed.prompt
+            now, own = StoredTurns(turns.notes), replayed.prompt
+            ahead = partial(serving.renderer.ahead, asked, reply, now, known_parts(serving, cache))
+            prompt = with_turns(now, ahead)
             if prompt is None or common_prefix_length(prompt.token_ids, own.token_ids) < own.question_end:
                 return prompt
             return replace(prompt, question_end=own.question_end)
@@ -73,5 +117,5 @@ def reply_memory(serving: Serving, cache: CacheOptions, asked: Conversation, rep
 
     # Pictures would stay in memory.
     then = compute_ahead if cache.scope.most is None and not asked.has_pictures else lambda _: None
-    turns_of_prompt = replace(turns, prompt=replayed.prompt.token_ids)
+    turns_of_prompt = StoredTurns(turns.notes, replayed.prompt.token_ids)
     return ReplyMemory(turns_of_prompt, replayed.origin, serving.renderer.end_ids, then)

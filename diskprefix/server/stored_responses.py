@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from msgspec.structs import replace
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +19,7 @@ from diskprefix.server.daemon import Daemon
 from diskprefix.server.log_context import log_context
 from diskprefix.server.routes import Routes
 from diskprefix.store.note_record import NoteKind
+from diskprefix.store.reads import Patience
 
 if TYPE_CHECKING:
     from diskprefix.api.response_store import ResponseStore
@@ -50,14 +53,16 @@ P = TypeVar("P", bound=StoredParameters)
 
 
 async def _answer(request: Request, of: type[P], read: Callable[[ResponseStore, str, P], Json]) -> Response:
-    """Runs `read` in a thread, for one request of a caller at a time: a note of kilobytes may hold megabytes."""
+    """Runs `read` in a thread, for one request of a caller at a time: a note of kilobytes may hold megabytes. Raises
+    `DiskStalled`."""
     daemon: Daemon = request.app.state.daemon
     caller, id_ = log_context(request).caller, request.path_params["response_id"]
     parameters = read_parameters(request, of)
     serving = await daemon.ready()
     salt = parameters.cache_salt
     tenant = caller.tenant if salt is None else caller.tenant.with_salt(salt)
-    notes = serving.engine.cache.notes(tenant)
+    patience, began = Patience(), time.monotonic()
+    notes = replace(serving.engine.cache.notes(tenant), patience=patience)
 
     def work() -> bytes:
         from diskprefix.api.response_store import ResponseStore
@@ -65,7 +70,9 @@ async def _answer(request: Request, of: type[P], read: Callable[[ResponseStore, 
         return json_text(read(ResponseStore(notes.holder(NoteKind.RESPONSE, id_)), id_, parameters))
 
     async with daemon.stored_turns.of(caller.account):
-        content = await daemon.threads.run_for(request, "rendering", work)
+        # Whoever had the turn before may have waited for the disk.
+        patience.spend(time.monotonic() - began)
+        content = await daemon.threads.run("reading", work)
     return Response(content, media_type="application/json")
 
 

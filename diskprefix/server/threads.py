@@ -20,11 +20,12 @@ from diskprefix.server.log_context import log_context
 T = TypeVar("T")
 
 Kind: TypeAlias = Literal[
-    "parsing", "rendering", "large", "images", "compiling", "counting", "writing", "inspecting", "stopping"
+    "parsing", "reading", "rendering", "large", "images", "compiling", "counting", "writing", "inspecting", "stopping"
 ]
 
 _NUM_THREADS: dict[Kind, int] = {
     "parsing": 2,
+    "reading": 16,
     "rendering": 2,
     "large": 1,
     "images": 1,
@@ -34,8 +35,8 @@ _NUM_THREADS: dict[Kind, int] = {
     "inspecting": 3,
     "stopping": 2,
 }
-"""The first image of each size takes up to a second. A thread that compiles only waits for a process. Three callers
-inspect the daemon, each once at a time, and all three may wait for a disk."""
+"""The first image of each size takes up to a second. A thread that compiles only waits for a process, one
+that reads for the disk. Three callers inspect the daemon, each once at a time, and all three may wait for a disk."""
 _LOW_PRIORITY: tuple[Kind, ...] = ("large", "images", "counting")
 """Threads with a lower priority than the engine's, which wait for each other: one without a processor delays all."""
 _NICE = 10

@@ -62,7 +62,7 @@ class Evictor:
         evicting all that may be evicted is not enough, evicts nothing, and raises `FolderUnavailable` if the disk is
         full, or `StoreFull` if the budget is."""
         self._bound_seen()
-        with self._file.snapshot() as snapshot:
+        with self._file.reads.snapshot() as snapshot:
             used, usable, budget = snapshot.used_bytes(), self.usable_bytes(), self._file.budget_bytes
             wanted = bytes_to_free(used=used, need=need_bytes, usable=usable, budget=budget)
             if not wanted:
@@ -88,7 +88,7 @@ class Evictor:
     def expire(self, ttl_s: float) -> int:
         """Removes nodes that were not used for `ttl_s` seconds (0: no limit), or for the time that a request asked for,
         seen prompts that are older, and expired notes. Returns the number of removed nodes."""
-        with self._file.snapshot() as snapshot:
+        with self._file.reads.snapshot() as snapshot:
             table, now = snapshot.usages(), self._file.clock()
             names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self.pinned(), now=now)
             seen_times = list(snapshot.seen_times())
@@ -149,7 +149,7 @@ class Evictor:
     def _bound_seen(self) -> None:
         """Removes the oldest seen prompts if all take more than their share, which is left three quarters full."""
         limit, now = self._file.budget_bytes // _SEEN_SHARE, self._file.clock()
-        with self._file.snapshot() as snapshot:
+        with self._file.reads.snapshot() as snapshot:
             # A time in the future is from a wrong clock: that prompt is no younger than others.
             times = snapshot.seen_times() if snapshot.seen_bytes() > limit else ()
             oldest_first = sorted((min(came_at, now), key) for key, came_at, _ in times)

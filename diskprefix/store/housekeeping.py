@@ -95,7 +95,7 @@ class Housekeeping:
         models = self.models
         if models == self._recorded:
             return
-        with self._store.snapshot() as snapshot:
+        with self._store.reads.snapshot() as snapshot:
             new = [model for model in models if not snapshot.has_record("meta", model_key(model.identity))]
         if new:
             self._store.evictor.make_room(sum(note_bytes(len(model.identity)) for model in new), frozenset())

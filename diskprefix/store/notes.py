@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from diskprefix.errors import CacheError, StoreCorrupt
+from diskprefix.errors import CacheError, DiskStalled, StoreCorrupt
 from diskprefix.identity import identity_of_tenant
 from diskprefix.store.changes import RECORDS_AT_ONCE, Changes, SmallWrite, batches
 from diskprefix.store.note_record import (
@@ -36,6 +37,7 @@ from diskprefix.store.note_record import (
     surplus_notes,
     total_limit,
 )
+from diskprefix.store.reads import Patience
 from diskprefix.store.savings import keep_counts
 from diskprefix.store.schema import ModelRecord, RootRecord
 from diskprefix.store.store import Store
@@ -49,12 +51,17 @@ _WAITING_BYTES = 256
 """The memory of a waiting note besides its content, or of a waiting deletion."""
 _MAX_USED, _MAX_ROOTS = 1 << 14, 1 << 12
 """Limits for the remembered uses of notes and sizes of roots. Others are read again."""
+_MAX_RECENT, _MAX_RECENT_BYTES = 1 << 14, 16 << 20
+"""Limits for the notes that were put or read lately, and are still in memory."""
 
 
 class Notes:
-    """All notes of a store. `put`, `get` and `delete` are for any thread, and never raise. `put` compresses and does
-    not wait for the disk; the others may, so they are not for an event loop or the engine's thread. `write`, `writing`
-    and `make_fit` are for the writing thread alone."""
+    """All notes of a store. `put` and `recent` are for any thread, do not wait for the disk and never raise; `put`
+    compresses. `get` and `delete` wait for the disk as long as the `patience` of a request allows, so they are not for
+    an event loop or the engine's thread. `write`, `writing` and `make_fit` are for the writing thread alone.
+
+    The turns of conversations that were put or read lately stay in memory: an agent asks for all its turns with each
+    request. Other notes do not, because another process may delete them one by one."""
 
     def __init__(self, store: Store, wake: Callable[[], None]) -> None:
         """`wake` is called when there is something to write."""
@@ -69,6 +76,11 @@ class Notes:
         """The root records of the waiting notes."""
         self._used: OrderedDict[bytes, float] = OrderedDict()
         """The time of the last use of each note by this process, the latest last."""
+        self._recent: OrderedDict[bytes, bytes] = OrderedDict()
+        """Turns as they are stored, by key, the latest last."""
+        self._recent_bytes = 0
+        self._recent_epoch = store.epoch
+        """The epoch of the recent notes."""
         self._to_record: set[bytes] = set()
         """The keys of notes whose recorded last use is outdated; see `NoteTimes.is_outdated`."""
         self._is_new = self._is_being_written = False
@@ -112,26 +124,65 @@ class Notes:
                 return False
             self._roots[root] = record
             self._replace(key, _Waiting(epoch, value))
+            self._remember(key, value, epoch)
         self._wake()
         return True
 
-    def get(self, root: bytes, kind: int, id_: str) -> bytes | None:
-        """Returns the content of a note, and counts a use of it. Returns None if there is none or it cannot be read."""
-        key, now = note_key(root, kind, id_), self._store.clock()
+    def recent(self, root: bytes, kind: int, id_: str) -> tuple[bool, bytes | None]:
+        """Returns whether memory knows a note, and its content, None if there is no such note. Counts a use of it."""
+        key = note_key(root, kind, id_)
+        with self._lock:
+            is_known, value = self._in_memory(key)
+        return is_known, self._content(key, value) if is_known else None
+
+    def get(self, root: bytes, kind: int, id_: str, patience: Patience | None = None) -> bytes | None:
+        """Returns the content of a note, and counts a use of it. Returns None if there is none or it is damaged.
+        `patience` as for `Reads.ask`. Raises `DiskStalled`; None if the store fails in another way."""
+        return self.get_all(root, kind, [id_], patience)[id_]
+
+    def get_all(
+        self, root: bytes, kind: int, ids: Sequence[str], patience: Patience | None = None
+    ) -> dict[str, bytes | None]:
+        """Returns several notes by their ids, see `get`, in one read of the store."""
+        keys = {id_: note_key(root, kind, id_) for id_ in ids}
+        with self._lock:
+            epoch = self._store.epoch
+            found = {id_: self._in_memory(key) for id_, key in keys.items()}
+        values = {id_: value for id_, (is_known, value) in found.items() if is_known}
+        if missing := {id_: key for id_, key in keys.items() if id_ not in values}:
+            try:
+                values |= self._store.reads.ask(partial(self._read, missing), patience)
+            except DiskStalled:
+                raise
+            except CacheError:
+                return dict.fromkeys(ids)
+            with self._lock:
+                for id_, key in missing.items():
+                    if (value := values[id_]) is not None and key not in self._recent:
+                        self._remember(key, value, epoch)
+        return {id_: self._content(key, values[id_]) for id_, key in keys.items()}
+
+    def _read(self, keys: Mapping[str, bytes]) -> dict[str, bytes | None]:
+        # What was written meanwhile is in a snapshot that is taken now.
+        with self._store.reads.snapshot() as snapshot:
+            values = {id_: snapshot.record("notes", key) for id_, key in keys.items()}
+            return {id_: None if value is None else bytes(value) for id_, value in values.items()}
+
+    def _content(self, key: bytes, value: bytes | None) -> bytes | None:
+        """Returns the content of a note as it is stored, None if it has expired or is damaged. Counts a use of it."""
+        if value is None:
+            return None
+        now = self._store.clock()
         try:
-            value = self._value(key)
-            if value is None:
-                return None
             times, content = decode_note(key, value)
         except StoreCorrupt as error:
             log.warning("[disk-cache] a damaged note is removed: %s", error)
             self._delete(key)
             return None
-        except CacheError:
-            return None
-        if times.is_expired(now):
-            return None
         with self._lock:
+            # A value in memory does not have the uses since.
+            if times.used(self._used.get(key, 0.0)).is_expired(now):
+                return None
             self._used[key] = now
             self._used.move_to_end(key)
             if len(self._used) > _MAX_USED:
@@ -140,22 +191,25 @@ class Notes:
                 self._to_record.add(key)
         return content
 
-    def delete(self, root: bytes, kind: NoteKind, id_: str) -> bool:
-        """Removes a note. Returns whether there was one that could be read."""
-        if self.get(root, kind, id_) is None:
+    def delete(self, root: bytes, kind: NoteKind, id_: str, patience: Patience | None = None) -> bool:
+        """Removes a note. Returns whether there was one that could be read. Raises `DiskStalled`."""
+        if self.get(root, kind, id_, patience) is None:
             return False
         self._delete(note_key(root, kind, id_))
         return True
 
-    def settle(self, root: bytes, kind: NoteKind, id_: str, timeout_s: float) -> bool:
+    def settle(self, root: bytes, kind: NoteKind, id_: str, patience: Patience | None = None) -> bool:
         """Waits until the last change of a note is on the disk. Returns False if the time runs out first."""
         key = note_key(root, kind, id_)
         with self._written:
-            return self._written.wait_for(lambda: key not in self._waiting, timeout_s)
+            return self._written.wait_for(lambda: key not in self._waiting, (patience or Patience()).left_s)
 
-    def models(self) -> list[ModelRecord]:
+    def models(self, patience: Patience | None = None) -> list[ModelRecord]:
         """Returns the models that the store was served with. Raises `CacheError`."""
-        with self._store.snapshot() as snapshot:
+        return self._store.reads.ask(self._read_models, patience)
+
+    def _read_models(self) -> list[ModelRecord]:
+        with self._store.reads.snapshot() as snapshot:
             return [record for _, record in snapshot.models()]
 
     def write(self) -> None:
@@ -190,18 +244,32 @@ class Notes:
         finally:
             self._is_being_written = False
 
-    def _value(self, key: bytes) -> bytes | None:
-        with self._lock:
-            if key in self._waiting:
-                return self._waiting[key].value
-        # What was written meanwhile is in a snapshot that is taken now.
-        with self._store.snapshot() as snapshot:
-            value = snapshot.record("notes", key)
-            return None if value is None else bytes(value)
+    def _in_memory(self, key: bytes) -> tuple[bool, bytes | None]:
+        """Returns whether memory knows a note, and its value. The caller holds the lock."""
+        if key in self._waiting:
+            return True, self._waiting[key].value
+        if self._recent_epoch != self._store.epoch or key not in self._recent:
+            return False, None
+        self._recent.move_to_end(key)
+        return True, self._recent[key]
+
+    def _remember(self, key: bytes, value: bytes, epoch: Epoch) -> None:
+        """Keeps a turn in memory that was put or read in an epoch. The caller holds the lock."""
+        if key[HASH_BYTES] != NoteKind.TURN or epoch != self._store.epoch:
+            return
+        if self._recent_epoch != epoch:
+            # Something was purged.
+            self._recent.clear()
+            self._recent_bytes, self._recent_epoch = 0, epoch
+        self._recent_bytes += len(value) - len(self._recent.pop(key, b""))
+        self._recent[key] = value
+        while self._recent_bytes > _MAX_RECENT_BYTES or len(self._recent) > _MAX_RECENT:
+            self._recent_bytes -= len(self._recent.popitem(last=False)[1])
 
     def _delete(self, key: bytes) -> None:
         with self._lock:
             self._replace(key, _Waiting(self._store.epoch, None))
+            self._recent_bytes -= len(self._recent.pop(key, b""))
         self._wake()
 
     def drop_outdated(self) -> None:
@@ -240,7 +308,7 @@ class Notes:
         grown: Counter[bytes] = Counter()
         for key, size in written.items():
             grown[key[:HASH_BYTES]] += size
-        with self._store.snapshot() as snapshot:
+        with self._store.reads.snapshot() as snapshot:
             stored_bytes = snapshot.bytes_in("notes")
             for root, size in grown.items():
                 known = self._sizes.pop(root, None)
@@ -286,25 +354,34 @@ class TenantNotes(Struct, frozen=True):
     ttl_s: float
     """The time to live of new notes after their last use, in seconds."""
 
+    patience: Patience | None = None
+    """The time that the request may wait for the disk; None for as long as one that has not waited yet."""
+
     def holder(self, kind: NoteKind, id_: str) -> TenantNotes:
         """Returns the notes of this tenant that have a note, with this model or another one of the store. Returns these
-        notes if none have it."""
+        notes if none have it. Raises `DiskStalled`."""
         return next((notes for notes in (self, *self._with_other_models()) if notes.get(kind, id_) is not None), self)
 
     def _with_other_models(self) -> Iterator[TenantNotes]:
         with suppress(CacheError, ValueError):
-            for model in self.notes.models():
+            for model in self.notes.models(self.patience):
                 root = root_hash(identity_of_tenant(model.identity, self.record.tenant))
                 yield replace(self, root=root)
 
     def put(self, kind: NoteKind, id_: str, content: bytes, prompt: TokenIds | None = None) -> bool:
         return self.notes.put(self.epoch, self.root, self.record, kind, id_, content, self.ttl_s, prompt)
 
+    def recent(self, kind: NoteKind, id_: str) -> tuple[bool, bytes | None]:
+        return self.notes.recent(self.root, kind, id_)
+
     def get(self, kind: NoteKind, id_: str) -> bytes | None:
-        return self.notes.get(self.root, kind, id_)
+        return self.notes.get(self.root, kind, id_, self.patience)
+
+    def get_all(self, kind: NoteKind, ids: Sequence[str]) -> dict[str, bytes | None]:
+        return self.notes.get_all(self.root, kind, ids, self.patience)
 
     def delete(self, kind: NoteKind, id_: str) -> bool:
-        return self.notes.delete(self.root, kind, id_)
+        return self.notes.delete(self.root, kind, id_, self.patience)
 
-    def settle(self, kind: NoteKind, id_: str, timeout_s: float) -> bool:
-        return self.notes.settle(self.root, kind, id_, timeout_s)
+    def settle(self, kind: NoteKind, id_: str) -> bool:
+        return self.notes.settle(self.root, kind, id_, self.patience)

@@ -157,7 +157,7 @@ class SavingsLog:
         """Returns `total_savings` with the counts of this process that are not written yet. Raises `CacheError`."""
         with ExitStack() as reading:
             with self._writing, self._lock:
-                snapshot = reading.enter_context(self._store.snapshot())
+                snapshot = reading.enter_context(self._store.reads.snapshot())
                 waiting = [msgspec.msgpack.encode(new) for _, new in self._waiting.values()]
             # Without the locks: the writer does not wait for the sum.
             total = total_savings(snapshot)
@@ -199,7 +199,7 @@ class SavingsLog:
 
 def forget_lines(store: StoreFile) -> None:
     """Removes the lines of prompts, for a purge. Raises `CacheError`."""
-    with store.snapshot() as snapshot:
+    with store.reads.snapshot() as snapshot:
         roots = [root for root, savings in read_savings(snapshot).items() if any(row.line for row in savings.lost)]
     for root in roots:
         with store.changes() as changes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -55,6 +56,8 @@ class Snapshot:
         self._databases = databases
         self._txn = txn
         self._copy_payloads = copy_payloads
+        self.read_at = time.monotonic()
+        """When something was read last. A snapshot whose reader waits for the disk keeps this time; see `reads`."""
 
     def node(self, name: bytes) -> NodeRecord | None:
         """Returns the index record of a stored node, or None; None for a ghost too. Raises `StoreCorrupt`."""
@@ -90,6 +93,7 @@ class Snapshot:
         payloads = self._databases["payloads"]
         for index in indexes:
             view: Any = self._txn.get(piece_key(name, index), db=payloads)
+            self.read_at = time.monotonic()
             yield memoryview(bytes(view)) if view is not None and self._copy_payloads else view
 
     def pieces(self, name: bytes) -> Iterator[tuple[int, memoryview]]:
@@ -97,12 +101,15 @@ class Snapshot:
         cursor = self._txn.cursor(self._databases["payloads"])
         is_at_key = cursor.set_range(name)
         while is_at_key and (index := piece_index(cursor.key(), name)) is not None:
+            self.read_at = time.monotonic()
             yield index, memoryview(cursor.value())
             is_at_key = cursor.next()
 
     def record(self, database: str, key: bytes) -> Any:
         """Returns a record, None if there is none."""
-        return self._txn.get(key, db=self._databases[database])
+        value = self._txn.get(key, db=self._databases[database])
+        self.read_at = time.monotonic()
+        return value
 
     def listed(self, database: str, key: bytes) -> Any:
         """Returns the record of a key that was listed. If there is none, the order of the file's pages is broken, which
@@ -122,12 +129,14 @@ class Snapshot:
     def records(self, database: str) -> Iterator[tuple[bytes, bytes | memoryview]]:
         """Yields keys and values of a database."""
         for key, value in self._txn.cursor(self._databases[database]):
+            self.read_at = time.monotonic()
             yield bytes(key), value
 
     def keys(self, database: str) -> Iterator[bytes]:
         """Yields the keys of a database. Reads no value, because a write transaction would copy each."""
         cursor = self._txn.cursor(self._databases[database])
         for key in cursor.iternext(keys=True, values=False):
+            self.read_at = time.monotonic()
             yield bytes(key)
 
     def usage(self, name: bytes) -> UsageRecord | None:
@@ -198,6 +207,7 @@ class Snapshot:
         has_before = before.prev() if before.set_range(beginning + some_ids) else before.last()
         num_before = _common_at(before, has_before, beginning, some_ids)
         while num_after or num_before:
+            self.read_at = time.monotonic()
             if num_after >= num_before:
                 yield bytes(after.key())[-HASH_BYTES:]
                 num_after = _common_at(after, after.next(), beginning, some_ids)
@@ -290,6 +300,7 @@ class Snapshot:
         cursor = self._txn.cursor(self._databases[database])
         is_at_key = cursor.prev() if cursor.set_range(root + _PAST_THE_END) else cursor.last()
         while is_at_key and (key := bytes(cursor.key())).startswith(root):
+            self.read_at = time.monotonic()
             yield key, cursor.value()
             is_at_key = cursor.prev()
 
@@ -308,6 +319,7 @@ class Snapshot:
         cursor = self._txn.cursor(self._databases[database])
         is_at_key = cursor.set_range(root)
         while is_at_key and (key := bytes(cursor.key())).startswith(root):
+            self.read_at = time.monotonic()
             yield key
             is_at_key = cursor.next()
 

@@ -165,7 +165,7 @@ class Store(StoreFile):
         the node that it continues is gone, or something was purged since its request began, and `ReaderStays` if a
         reader that does not end keeps evicted pages from being reused.
         """
-        with self.snapshot() as snapshot:
+        with self.reads.snapshot() as snapshot:
             self._require_epoch(snapshot, publication)
             if publication.base is not None and snapshot.usage(publication.base) is None:
                 raise PrefixGone("the prefix that it continues was evicted meanwhile")
@@ -239,7 +239,7 @@ class Store(StoreFile):
 
     def counts(self) -> dict[str, int]:
         """Returns `Snapshot.counts`, and the bytes in use (`used_bytes`) and of the whole file (`file_bytes`)."""
-        with self.snapshot() as snapshot:
+        with self.reads.snapshot() as snapshot:
             return snapshot.counts() | {"used_bytes": snapshot.used_bytes(), "file_bytes": self.file_bytes()}
 
     def written(self) -> WrittenBytes:
@@ -247,7 +247,7 @@ class Store(StoreFile):
         be read, returns what they had recorded when it was last read."""
         # Read before the record: what is recorded meanwhile would otherwise count twice.
         recorded_bytes = self.meter.recorded_bytes
-        with suppress(CacheError), self.snapshot() as snapshot:
+        with suppress(CacheError), self.reads.snapshot() as snapshot:
             self._written = read_written(snapshot), recorded_bytes
         return self.written_lately()
 
@@ -275,7 +275,7 @@ class Store(StoreFile):
     def longest_prompt(self) -> int:
         """Returns the number of tokens of the longest of a thousand saved prompts, 0 if none can be read."""
         longest = 0
-        with suppress(CacheError), self.snapshot() as snapshot:
+        with suppress(CacheError), self.reads.snapshot() as snapshot:
             for _, entry in islice(snapshot.entries(), _MAX_PROMPTS_READ):
                 longest = max(longest, entry.num_tokens)
         return longest

@@ -28,6 +28,7 @@ from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderLock, FolderUnavailable, OnWait, disk_full
 from diskprefix.store.opening import inode_of, open_environment, set_aside
+from diskprefix.store.reads import Reads
 from diskprefix.store.schema import NamesRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store_identity import Epoch, epoch_of, identify, require_namespace
@@ -72,6 +73,8 @@ class StoreFile:
         self._epoch_lock = threading.Lock()
         """Held while the epoch is read, so that no thread replaces a newer one by an older one."""
         self.meter = WriteMeter()
+        self.reads = Reads(path, self.snapshot)
+        """The reads of a daemon."""
         self._has_budget = budget_bytes > 0
         self._is_reader = read_only
         self._is_serving = serving
@@ -109,14 +112,15 @@ class StoreFile:
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """Yields a read transaction. Pages that are freed meanwhile are not reused before it ends."""
+        """Yields a read transaction. Pages that are freed meanwhile are not reused before it ends. For commands, which
+        may wait for the disk; a daemon reads with `reads`."""
         env = self.environment
         with env.transaction() as txn:
             yield Snapshot(env.databases, txn, copy_payloads=not env.has_lock)
 
     def read_epoch(self) -> Epoch:
         """Returns the epoch in the file, which a purge of another process changes. Raises `CacheError`."""
-        with self._epoch_lock, self.snapshot() as snapshot:
+        with self._epoch_lock, self.reads.snapshot() as snapshot:
             self.epoch = epoch_of(snapshot, self.names)
             return self.epoch
 

@@ -145,7 +145,7 @@ def verify_index(store: Store) -> IndexReport:
 
 
 def _verify_once(store: Store) -> IndexReport:
-    with store.snapshot() as snapshot:
+    with store.reads.snapshot() as snapshot:
         check = RecordCheck(snapshot, store.secret)
         problems: list[StoreProblem] = []
         stored_bytes: dict[bytes, int] = {}
@@ -419,7 +419,7 @@ def _slices(stored_bytes: dict[bytes, int]) -> Iterator[list[bytes]]:
 def _check_slice(store: Store, names: Iterable[bytes]) -> tuple[list[StoreProblem], list[int]]:
     """Returns the problems of the pieces of these nodes, and the stored size of each piece."""
     # The threads end before the snapshot is closed, because they use its views.
-    with store.snapshot() as snapshot, ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
+    with store.reads.snapshot() as snapshot, ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
         pieces = [piece for name in names for piece in _stored_payload(snapshot, name)]
         found = [problem for problem in pool.map(_problem, pieces) if problem is not None]
         return found, [len(piece.stored) for piece in pieces]

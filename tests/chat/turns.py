@@ -27,6 +27,9 @@ class Turns(dict[str, bytes]):
     def put(self, id_: str, record: bytes) -> None:
         self[id_] = record
 
+    def require_read(self) -> None:
+        pass
+
 
 class TaggedFormat(OutputFormat):
     """Thoughts between <think> tags and calls between <tool_call> tags, as Qwen writes them."""

@@ -14,20 +14,23 @@ import pytest
 from msgspec.structs import replace
 
 from diskprefix.cache import context
-from diskprefix.cache.namespaces import TenantNamespaces
 from diskprefix.cache.tiers.loading import MAX_LOADS, READER_THREADS
 from diskprefix.cache.tiers.local import DiskView
 from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.engine import fetches, served_model
+from diskprefix.engine.ahead_jobs import AheadJob
+from diskprefix.engine.fetches import Fetches, Read
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, ErrorEvent
 from diskprefix.engine.running_request import Reply
 from diskprefix.errors import NotReady
 from diskprefix.kv.page_cache import PageCache
+from diskprefix.store import reads
 from diskprefix.store.environment import Environment
-from diskprefix.store.store import Store
+from diskprefix.store.reads import Patience, Reads
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import TokenIds, TokenPath
-from diskprefix.values import SHARED, Tenant
+from diskprefix.values import SHARED, Prompt, Tenant
 from tests.engine.driving import (
     Client,
     after_steps,
@@ -45,6 +48,7 @@ from tests.waiting import wait_for
 STORED = [tokens(900, seed) for seed in range(MAX_LOADS + 1)]
 TURN, NEW = tokens(300, 20), tokens(20, 21)
 SOMEBODY = Tenant.of_key("somebody")
+begin = Fetches.begin
 
 
 class Gate:
@@ -91,7 +95,7 @@ def engine(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetches, "_STALL_S", 0.3)
+    monkeypatch.setattr(reads, "STALL_S", 0.3)
     monkeypatch.setattr(fetches, "_END_S", 0.1)
 
 
@@ -126,7 +130,7 @@ def test_what_needs_nothing_from_the_disk_does_not_wait_for_a_restore(
     assert gate.calls.total() <= len(gate.calls) + 2 < 2 * len(gate.calls)
 
 
-@pytest.mark.parametrize("hangs", [(TenantNamespaces, "read"), (DiskView, "has"), (DiskView, "_decode")])
+@pytest.mark.parametrize("hangs", [(Snapshot, "last_under"), (DiskView, "has"), (DiskView, "_decode")])
 @pytest.mark.usefixtures("impatient")
 def test_a_disk_that_does_not_answer_stops_no_request(
     hangs: tuple[type, str],
@@ -136,7 +140,7 @@ def test_a_disk_that_does_not_answer_stops_no_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     gate = Gate(monkeypatch, *hangs)
-    tenant = SOMEBODY if hangs[0] is TenantNamespaces else SHARED
+    tenant = SOMEBODY if hangs[0] is Snapshot else SHARED
     with running(engine) as inbox:
         clients = [Client(inbox, request(STORED[0], tenant=tenant))]
         gate.wait_until_reached()
@@ -181,6 +185,95 @@ def test_a_client_that_leaves_a_read_that_hangs_leaves_nobody_behind_it(
         assert engine.cache.health[0] == "degraded"
         gate.opened.set()
     assert not is_done(left)
+
+
+def begin_without_steps(self: Fetches, read: Read) -> None:
+    read.steps = iter(())
+    begin(self, read)
+
+
+def compute_ahead(engine: Engine, token_ids: TokenIds) -> None:
+    """Has a prompt computed while nobody waits."""
+    options = request(token_ids).cache
+    engine.ahead.add(AheadJob(engine, lambda: Prompt(token_ids), options, engine.cache.owner(SHARED)))
+    engine.ahead._not_before = 0.0
+
+
+@pytest.mark.parametrize("hangs", ["has", "_decode"])
+def test_a_question_does_not_wait_for_idle_work_whose_read_hangs(
+    hangs: str, engine: Engine, stored: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question is by design the one that shares its beginning with what is computed ahead."""
+    gate = Gate(monkeypatch, DiskView, hangs)
+    monkeypatch.setattr(reads, "STALL_S", 60.0)
+    engine.cache.cost_model.prefill_s_per_token = 1e-9
+    with running(engine) as inbox:
+        compute_ahead(engine, STORED[0])
+        inbox.wake()
+        gate.wait_until_reached()
+        with monkeypatch.context() as patch:
+            patch.setattr(Fetches, "begin", begin_without_steps)
+            client = Client(inbox, request(STORED[0]))
+            wait_for(lambda: is_done(client))
+        assert not gate.opened.is_set()
+        assert client.tokens == stored[1][0]
+        assert not engine.pages.running
+        gate.opened.set()
+        require_nothing_left(engine)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_idle_work_whose_read_hangs_is_given_up_and_begins_nothing_until_the_disk_answers(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, DiskView, "_decode")
+    with running(engine) as inbox:
+        compute_ahead(engine, np.concatenate([STORED[0], tokens(200, 30)]))
+        inbox.wake()
+        gate.wait_until_reached()
+        wait_for(lambda: engine.cache.health[0] == "degraded" and not engine.pages.running)
+        before = gate.num_arrived
+        compute_ahead(engine, np.concatenate([STORED[1], tokens(200, 31)]))
+        inbox.wake()
+        wait_until_idle(inbox)
+        assert gate.num_arrived == before
+        gate.opened.set()
+        require_nothing_left(engine)
+        engine.ahead._not_before = 0.0
+        inbox.wake()
+        wait_for(lambda: engine.cache.counters["ahead_tokens"] > 0)
+
+
+def test_a_request_that_has_waited_for_the_disk_elsewhere_waits_no_more(
+    engine: Engine, stored: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, patience = Gate(monkeypatch, DiskView, "has"), Patience(0.0)
+    engine.cache.cost_model.prefill_s_per_token = None
+    with running(engine) as inbox:
+        client = Client(inbox, replace(request(STORED[0]), patience=patience))
+        wait_for(lambda: is_done(client))
+        assert (client.tokens, gate.num_arrived) == (stored[1][0], 0)
+        gate.opened.set()
+
+
+@pytest.mark.parametrize("hangs", ["has", "_decode"])
+def test_a_slow_disk_uses_up_the_patience_of_a_request_and_of_those_that_wait_behind_it(
+    hangs: str, engine: Engine, stored: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read moves now and then, so none of them hangs."""
+    monkeypatch.setattr(fetches, "_SLOW_S", 0.05)
+    gate, patience = Gate(monkeypatch, DiskView, hangs), [Patience(0.3) for _ in STORED]
+    engine.cache.cost_model.prefill_s_per_token = None
+    with running(engine) as inbox:
+        clients = [
+            Client(inbox, replace(request(ids), patience=one)) for ids, one in zip(STORED, patience, strict=True)
+        ]
+        wait_for(lambda: all(map(is_done, clients)))
+        assert not gate.opened.is_set()
+        assert [client.tokens for client in clients] == stored[1]
+        assert engine.cache.health[0] == "ok"
+        gate.opened.set()
+        require_nothing_left(engine)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -277,13 +370,13 @@ def test_the_thread_of_the_engine_does_not_read_the_disk(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load(folder, tmp_path / "kv", kv_cache_write_budget="1GB/day")
-    snapshot, by = Store.snapshot, Counter[str]()
+    snapshot, by = Reads.snapshot, Counter[str]()
 
-    def noted(self: Store) -> Any:
+    def noted(self: Reads) -> Any:
         by[threading.current_thread().name.partition("_")[0]] += 1
         return snapshot(self)
 
-    monkeypatch.setattr(Store, "snapshot", noted)
+    monkeypatch.setattr(Reads, "snapshot", noted)
     conversation: TokenIds = STORED[0]
     for seed in range(2):
         (client,) = run_together(engine, [request(conversation)])

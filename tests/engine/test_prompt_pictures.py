@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import nn
 
-from diskprefix.engine import fetches
 from diskprefix.engine.fetches import Fetches
 from diskprefix.engine.picture_rows import PictureRowsSource, SlicedCall
 from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.engine.scheduler import NO_LIMIT
 from diskprefix.errors import DeviceLost, InvalidRequest
 from diskprefix.kv.numbers import Array
+from diskprefix.store import reads
 from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import as_token_ids, picture_ids
 from diskprefix.values import CacheOptions, Picture, Prompt, Scope
@@ -175,8 +175,8 @@ class Stored:
 @pytest.fixture
 def parts() -> SimpleNamespace:
     woken, encoder, stored, beats = threading.Event(), Encoder(), Stored(), list[int]()
-    tiered = SimpleNamespace(stalled=None, note_stall=lambda _: None)
-    cache: Any = SimpleNamespace(tiered=tiered, count=str, settings=SimpleNamespace(max_sequences=1))
+    store = SimpleNamespace(reads=SimpleNamespace(stalled=None))
+    cache: Any = SimpleNamespace(store=store, count=str, settings=SimpleNamespace(max_sequences=1))
     pages: Any = SimpleNamespace()
     fetches = Fetches(cache, pages, woken.set)
     source = PictureRowsSource(encoder, stored, fetches.begin, woken.set, beats.append)  # type: ignore[arg-type]
@@ -328,7 +328,7 @@ def test_a_picture_whose_load_hangs_is_encoded_and_so_is_one_behind_it(
     parts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanting = [pictures_in(picture(number, 3), encoder=parts.encoder) for number in (12, 13)]
-    monkeypatch.setattr(fetches, "_STALL_S", 0.0)
+    monkeypatch.setattr(reads, "STALL_S", 0.0)
     parts.stored.may_load.clear()
     for pictures in wanting:
         parts.source.want(pictures, 0, FULL)

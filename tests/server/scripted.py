@@ -47,6 +47,7 @@ from diskprefix.server.process.process import uvicorn_config
 from diskprefix.settings import Settings
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
+from diskprefix.store.reads import Patience
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheReport, Scope, Selection, Tenant
 from tests.engine.driving import Cancelled, serve_one_at_a_time
@@ -248,6 +249,7 @@ class ScriptedNotes(Struct):
     noted: dict[tuple[Tenant, NoteKind, str], bytes]
     tenant: Tenant
     ttl_s: float = 1.0
+    patience: Patience | None = None
 
     def put(self, kind: NoteKind, id_: str, content: bytes, _prompt: TokenIds | None = None) -> bool:
         # The tokens of scripted replies are made up, so they must not stand in a prompt.
@@ -261,7 +263,10 @@ class ScriptedNotes(Struct):
     def holder(self, _kind: NoteKind, _id: str) -> ScriptedNotes:
         return self
 
-    def settle(self, _kind: NoteKind, _id: str, _timeout_s: float) -> bool:
+    def recent(self, kind: NoteKind, id_: str) -> tuple[bool, bytes | None]:
+        return True, self.get(kind, id_)
+
+    def settle(self, _kind: NoteKind, _id: str) -> bool:
         return True
 
     def delete(self, kind: NoteKind, id_: str) -> bool:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.store import notes as notes_module
@@ -15,6 +16,7 @@ from diskprefix.store.changes import Changes
 from diskprefix.store.ghosts import forget
 from diskprefix.store.note_record import NoteKind, note_key, note_limit, root_limit, total_limit
 from diskprefix.store.notes import Notes, TenantNotes
+from diskprefix.store.reads import Patience
 from diskprefix.store.savings import SavingsLog, Tally, total_savings
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.snapshot import Snapshot
@@ -89,9 +91,9 @@ def test_a_deletion_is_settled_once_it_is_in_the_store(store: Store) -> None:
     of(notes).put(RESPONSE, "resp_1", b"content")
     notes.write()
     of(notes).delete(RESPONSE, "resp_1")
-    assert not of(notes).settle(RESPONSE, "resp_1", 0.0)
+    assert not replace(of(notes), patience=Patience(0.0)).settle(RESPONSE, "resp_1")
     with ThreadPoolExecutor(1) as pool:
-        settled = pool.submit(of(notes).settle, RESPONSE, "resp_1", 30.0)
+        settled = pool.submit(of(notes).settle, RESPONSE, "resp_1")
         notes.write()
         assert settled.result()
     assert num_stored(store) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,7 +98,7 @@ class DiskTier(Struct, frozen=True):
 
     @contextmanager
     def view(self) -> Iterator[DiskView]:
-        with self.store.snapshot() as snapshot:
+        with self.store.reads.snapshot() as snapshot:
             yield DiskView(snapshot, self.quarantine)
 
 
@@ -158,3 +159,4 @@ class DiskView:
             raise StoreCorrupt("a piece of its payload is missing")
         populate(stored)
         decode_piece(stored, piece, piece_seed(name, index), out)
+        self._snapshot.read_at = time.monotonic()

@@ -14,7 +14,6 @@ from unittest.mock import ANY, patch
 
 from diskprefix.cache import namespaces
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.engine import fetches
 from diskprefix.engine.fetches import Fetches, Read
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.running_request import RunningRequest
@@ -22,7 +21,7 @@ from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import Owner
-from diskprefix.store import folder, notes, writer
+from diskprefix.store import folder, notes, reads, writer
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.folder import FileMark, FolderLock
 from diskprefix.store.housekeeping import Housekeeping
@@ -174,7 +173,7 @@ MUTANTS: dict[str, Mutant] = {
     "the word of a full disk": Mutant("on the full disk, and health says", ((Housekeeping, "_report", _full_unsaid),)),
     "the end of a pause": Mutant("the writer pauses for nobody", ((writer, "_PAUSE_S", 60.0),)),
     "the threads of each kind of step": Mutant(
-        "what needs no read waits", ((Fetches, "__init__", _one_thread), (fetches, "_STALL_S", 60.0))
+        "what needs no read waits", ((Fetches, "__init__", _one_thread), (reads, "STALL_S", 60.0))
     ),
     "the end of a load that does not move": Mutant(
         "a request waits for a read", ((Read, "has_stalled", lambda _self, _now: False),)

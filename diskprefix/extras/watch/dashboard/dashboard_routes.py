@@ -98,7 +98,7 @@ async def delete_entry(request: Request) -> JSONResponse:
             403, "a daemon without API keys that other machines reach deletes nothing: use `diskprefix purge` there"
         )
     serving = await dashboard.daemon.ready()
-    purged = await dashboard.saved_prompts.delete(serving.engine.cache.delete, entry_id)
+    purged = await dashboard.saved_prompts.delete(serving.engine.cache.store, serving.engine.cache.delete, entry_id)
     return JSONResponse({"id": entry_id, "deleted": True} | purged.counts())
 
 

@@ -15,10 +15,13 @@ from typing import Any
 from diskprefix.extras.watch.browse.outline import Outline, outline
 from diskprefix.server.threads import Threads
 from diskprefix.store.purge import Purged
+from diskprefix.store.reads import Patience
 from diskprefix.store.store import Store
 
 _REST = 100
 """The pause after a reading, as a multiple of its duration."""
+_DELETION_S = 30.0
+"""The time for a deletion: the writer, the purge and the shared tier may take ten seconds each."""
 
 
 class SavedPrompts:
@@ -42,15 +45,19 @@ class SavedPrompts:
             ages = {"age_s": now - self._read_at, "again_s": max(0.0, self._again_at - time.monotonic())}
             return ages | await self._run(partial(self._outline.listing, with_texts=with_texts))
 
-    async def delete(self, delete: Callable[[str], Purged], entry_id: str) -> Purged:
+    async def delete(self, store: Store, delete: Callable[[str], Purged], entry_id: str) -> Purged:
         """Deletes the saved prompt with this id. Raises `EntryNotFound`, and `CacheError` if the store cannot be
-        written."""
+        written in time; then the deletion may still be carried out."""
         async with self._lock:
-            purged = await self._run(delete, entry_id)
+            patience = Patience(_DELETION_S)
+            purged: Purged = await self._run(store.reads.ask, partial(delete, entry_id), patience)
             self._outline = None
         return purged
 
 
 def _read(store: Store) -> Outline:
-    with store.snapshot() as snapshot:
-        return outline(snapshot)
+    def read() -> Outline:
+        with store.reads.snapshot() as snapshot:
+            return outline(snapshot)
+
+    return store.reads.ask(read)

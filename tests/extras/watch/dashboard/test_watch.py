@@ -182,7 +182,7 @@ def test_after_something_was_deleted_it_is_read_at_once(
     async def delete() -> list[Any]:
         browser = SavedPrompts(Threads())
         [entry] = await looked(browser, store)
-        purged = await browser.delete(deleting(store), entry["id"])
+        purged = await browser.delete(store, deleting(store), entry["id"])
         assert purged.entries == 1
         return await looked(browser, store)
 
@@ -197,7 +197,7 @@ def deleting(store: Store) -> Callable[[str], Purged]:
 @pytest.mark.parametrize("entry_id", ["", "zz", "00", "é", "00" * 16])
 def test_what_is_no_saved_prompt_is_not_found(store: Store, entry_id: str) -> None:
     with pytest.raises(EntryNotFound):
-        asyncio.run(SavedPrompts(Threads()).delete(deleting(store), entry_id))
+        asyncio.run(SavedPrompts(Threads()).delete(store, deleting(store), entry_id))
     assert len(asyncio.run(looked(SavedPrompts(Threads()), store))) == 1
 
 

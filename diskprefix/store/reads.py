@@ -1,0 +1,158 @@
+"""The reads of a store: each has a limit, and together they tell whether the disk answers.
+
+A read of LMDB's map waits for the disk without a limit, and nothing can interrupt it. So a daemon opens its read
+transactions here alone, in one of two ways:
+
+* `Reads.snapshot`, on a thread that may hang because all who wait for it have limits of their own: the writer's, those
+  of fetches and of `ask`.
+* `Reads.ask`, on any other thread. A thread of this module reads, and the caller waits as long as its `Patience` lasts.
+
+A read that has read nothing for `STALL_S` hangs: the disk does not answer. Until that read goes on, `ask` fails at
+once and fetches begin no read, so few threads hang. Commands without a daemon may wait: they use `StoreFile.snapshot`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from diskprefix.errors import DiskStalled
+from diskprefix.store.snapshot import Snapshot
+
+log = logging.getLogger("diskprefix")
+
+T = TypeVar("T")
+
+STALL_S = 10.0
+"""A read that has done nothing for so many seconds hangs. A disk that slept may take nearly as long."""
+LIMIT_S = 10.0
+"""Seconds that a request waits for the disk, in all."""
+_LOOK_S = 1.0
+"""Seconds between two looks whether the disk answers."""
+_THREADS = 16
+"""The threads of `ask`, which only wait."""
+
+
+class Patience:
+    """The seconds that a request may still wait for the disk. All its reads share them. For any thread."""
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self._left_s = limit_s
+        self._lock = threading.Lock()
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._left_s)
+
+    def spend(self, seconds: float) -> None:
+        with self._lock:
+            self._left_s -= seconds
+
+
+class _Read:
+    """A read transaction that is open, or about to be."""
+
+    def __init__(self) -> None:
+        self._began_at = time.monotonic()
+        self.snapshot: Snapshot | None = None
+        self.has_hung = False
+
+    @property
+    def moved_at(self) -> float:
+        return self._began_at if self.snapshot is None else max(self._began_at, self.snapshot.read_at)
+
+
+class Reads:
+    """The read transactions of one process. `open_snapshot` opens one. For any thread."""
+
+    def __init__(self, path: Path, open_snapshot: Callable[[], AbstractContextManager[Snapshot]]) -> None:
+        self._path, self._open_snapshot = path, open_snapshot
+        self._lock = threading.Lock()
+        self._open: set[_Read] = set()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="disk-reader")
+        self._is_stalled = False
+        self.num_stalled = 0
+        """How many reads have hung."""
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """Yields a read transaction; see `StoreFile.snapshot`. May wait for ever: for threads that nobody waits for
+        without a limit."""
+        read = _Read()
+        with self._lock:
+            self._open.add(read)
+        try:
+            with self._open_snapshot() as read.snapshot:
+                yield read.snapshot
+        finally:
+            # Also counts one that hung while nobody looked.
+            self._look()
+            with self._lock:
+                self._open.discard(read)
+            if self._is_stalled:
+                self._look()
+
+    def ask(self, read: Callable[[], T], patience: Patience | None = None) -> T:
+        """Runs `read`, which opens snapshots, on a thread that may hang, and returns its result. Waits as long as the
+        `patience` of a request allows; without one, as long as the disk answers.
+
+        Raises what `read` raises, and `DiskStalled`; then the read may still run, and its result is lost.
+        """
+        began, answer = time.monotonic(), self._begin(read, patience)
+        try:
+            # Ends: when patience does, or when the read that has not moved for `STALL_S` is found.
+            while wait([answer], _LOOK_S if patience is None else patience.left_s).not_done:
+                if patience is not None or self.stalled is not None:
+                    answer.cancel()
+                    raise self._too_slow()
+            return answer.result()
+        finally:
+            if patience is not None:
+                patience.spend(time.monotonic() - began)
+
+    def _begin(self, read: Callable[[], T], patience: Patience | None) -> Future[T]:
+        if (stalled := self.stalled) is not None:
+            raise DiskStalled(stalled)
+        if patience is not None and not patience.left_s:
+            raise self._too_slow()
+        return self._threads.submit(read)
+
+    @property
+    def stalled(self) -> str | None:
+        """The message that the disk does not answer, None if it does. Logs when that changes."""
+        waited_s = self._look()
+        if not waited_s:
+            return None
+        return (
+            f"the disk of --kv-cache-dir {self._path} has not answered for {waited_s:.0f} s: "
+            "prompts are computed, and nothing is read until it answers"
+        )
+
+    def close(self) -> None:
+        """Takes no more questions. Does not wait for those that hang."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _look(self) -> float:
+        """Returns how long the read that hangs longest has hung, in seconds; 0 if none hangs."""
+        now = time.monotonic()
+        with self._lock:
+            hanging = [read for read in self._open if now - read.moved_at > STALL_S]
+            self.num_stalled += sum(not read.has_hung for read in hanging)
+            for read in hanging:
+                read.has_hung = True
+            has_changed, self._is_stalled = bool(hanging) != self._is_stalled, bool(hanging)
+        waited_s = max((now - read.moved_at for read in hanging), default=0.0)
+        if has_changed and hanging:
+            log.error("[disk-cache] the disk of %s has not answered for %.0f s: nothing is read", self._path, waited_s)
+        elif has_changed:
+            log.info("[disk-cache] the disk answers again")
+        return waited_s
+
+    def _too_slow(self) -> DiskStalled:
+        return DiskStalled(f"the disk of --kv-cache-dir {self._path} did not answer in time; try again")
