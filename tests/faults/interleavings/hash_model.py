@@ -118,6 +118,15 @@ def salted_rows(chunk: Chunk[Reply]) -> SaltedRows:
     return SaltedRows(reply.state, rows, 1 + chunk.num_drafted, salt=salt_of(reply.running.request.cache.tenant))
 
 
+salts: dict[KVSequence, int] = {}
+"""The number of the tenant of each sequence of idle work."""
+
+
+def idle_rows(sequence: KVSequence, token_ids: Any) -> SaltedRows:
+    """In the place of `engine.idle_work.Rows`."""
+    return SaltedRows(sequence, token_ids, salt=salts[sequence])
+
+
 @dataclass
 class ModelFaults:
     """The share of sequences in steps whose computation fails."""

@@ -8,13 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.engine.ahead_jobs import AheadJob
 from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.errors import CacheError, NotReady, QueueFull
@@ -25,6 +28,7 @@ from diskprefix.store.folder import LOCK, FileMark, _read_mark
 from diskprefix.store.note_record import NoteKind, root_limit
 from diskprefix.store.opening import inode_of
 from diskprefix.store.purge import PurgeFilter, purge
+from diskprefix.store.reads import LIMIT_S, STALL_S, Patience
 from diskprefix.store.store import Store
 from diskprefix.store.store_file import StoreFile
 from diskprefix.store.verify import remove_damaged, verify_index
@@ -41,6 +45,8 @@ _AT_ONCE_S = 8.0
 """What needs no read has ended after this time, although reads of others do not answer."""
 _NOTICE_S = 60.0
 """After this time a daemon has noticed what another process has purged."""
+_SLACK_S = 2.0
+"""What threads take between them, beside the limit of a wait."""
 _LEASE_S = 2.5
 """A writer does not pause for longer when nobody asks for it again."""
 _TOOLS = ("purge", "purge", "erase", "verify", "compact", "read", "open")
@@ -69,6 +75,8 @@ class Asked:
     submitted_at: float
     gone: frozenset[Asked] = frozenset()
     """The requests that were purged or had expired when it was submitted: it may find nothing of them."""
+    has_expired: bool = False
+    """Some of them had expired, and were not purged."""
     is_unaffordable: bool = False
     """All of the write budget was used before it was submitted."""
     replies: dict[int, list[int]] = field(default_factory=dict)
@@ -76,10 +84,26 @@ class Asked:
     has_left: bool = False
     ended_at: float | None = None
     ticket: Ticket | None = None
+    turns: tuple[Asked, ...] = ()
+    """The earlier requests of its conversation: the server looks for their replies."""
+    patience: Patience = field(default_factory=Patience)
+    rendered_at: float | None = None
+    first_at: float | None = None
+    """When its first token came."""
+
+    @property
+    def turn_id(self) -> str:
+        """The name under which its reply is recorded."""
+        words = [len(self.token_ids), *self.all_tokens]
+        return xxhash.xxh3_64_hexdigest(np.array(words, np.int32).tobytes())
 
     @property
     def expected(self) -> list[int]:
         return _REPLIES.of(self.layout, salt_of(self.tenant), self.token_ids, self.most)
+
+    def expected_of(self, tenant: Tenant) -> list[int]:
+        """Returns the reply that another tenant gets to the same prompt."""
+        return _REPLIES.of(self.layout, salt_of(tenant), self.token_ids, self.most)
 
     @property
     def all_tokens(self) -> list[int]:
@@ -203,7 +227,10 @@ class History:
             # A small budget has room for little else.
             (self._put_notes, 4 if is_large else 0),
             (self._let_reads_hang, 2),
+            (self._let_payloads_be_damaged, 3),
             (self._meet_a_hang, 0 if is_alone else 3),
+            (self._meet_a_dead_disk, 0 if is_alone else 3),
+            (self._meet_a_pause, 4 if self._layout.exact_at == "token" else 0),
             (self._meet_a_purge, 0 if is_alone else 2),
             (self._meet_an_erasure, 8 if self._has_room and is_large and not is_alone else 0),
             (self._meet_a_full_disk, 8 if self._has_room and self.settings.kv_cache_min_free and not is_alone else 0),
@@ -259,7 +286,10 @@ class History:
         self.disk.failing = 0.0
         return True
 
-    def _join(self, task: Task, problem: str) -> None:
+    def _join(self, task: Task, problem: str, *, answers: bool = True) -> None:
+        """Waits for a task. What `answers` to nobody waits for the disk: it answers now."""
+        if answers:
+            self.disk.answer()
         if not self.scheduler.join(task, PATIENCE_S):
             raise Wrong(f"{problem}\n{self.scheduler.standing()}")
 
@@ -271,26 +301,31 @@ class History:
     def _token(self) -> int:
         return self.random.randrange(hash_model.FIRST, hash_model.VOCAB)
 
-    def _prompt(self) -> list[int]:
-        """The beginning of a document, or an earlier prompt and its reply; and then some tokens of its own."""
-        most = LONGEST - 16
+    def _prompt(self) -> tuple[list[int], tuple[Asked, ...]]:
+        """The beginning of a document, or an earlier prompt and its reply; then some tokens of its own. Returns
+        also the turns of the conversation."""
+        most, turns = LONGEST - 16, tuple[Asked, ...]()
         if self.asked and self.random.random() < 0.5:
             earlier = self.random.choice(self.asked)
-            begin = earlier.token_ids if self.random.random() < 0.4 else earlier.all_tokens
+            begin, turns = earlier.token_ids, earlier.turns
+            if self.random.random() > 0.4:
+                begin, turns = earlier.all_tokens, (*earlier.turns, earlier)
             more = 0 if self.random.random() < 0.5 else self.random.randint(1, 12)
         else:
             begin = self.random.choice(self._documents)[: self.random.randint(12, 60)]
             more = self.random.choice((0, 1, 5, 9))
-        return (begin + [self._token() for _ in range(more)])[:most]
+        return (begin + [self._token() for _ in range(more)])[:most], turns
 
     def _arrive(self) -> None:
-        choose = self.random.choice
+        choose, (token_ids, turns) = self.random.choice, self._prompt()
+        most = choose((0, 1, 2, 4, 9, 16))
         self._ask(
             choose(self.daemons),
             choose(self._tenants),
-            self._prompt(),
-            most=choose((1, 2, 4, 9, 16)),
-            num_replies=choose((1, 1, 1, 1, 2, 3)),
+            token_ids,
+            most=most,
+            num_replies=choose((1, 1, 1, 1, 2, 3)) if most else 1,
+            turns=turns,
             saves=self.random.random() < 0.9,
             ttl_s=choose((5.0, 60.0)) if self._own_ttls and self.random.random() < 0.5 else None,
         )
@@ -304,10 +339,12 @@ class History:
         num_replies: int = 1,
         saves: bool = True,
         ttl_s: float | None = None,
+        turns: tuple[Asked, ...] = (),
     ) -> Asked:
         one = Asked(
             *(f"r{next(self._numbers)}", self._layout, tenant, token_ids, most, num_replies, saves, ttl_s, daemon),
             submitted_at=self.scheduler.now,
+            turns=turns,
         )
         self.asked.append(one)
         # The task belongs to the clients, and what it calls to the daemon.
@@ -317,6 +354,12 @@ class History:
     def _submit(self, one: Asked) -> None:
         """What `server.answer` does."""
         daemon = one.daemon
+        try:
+            self._render(one)
+        except NotReady as error:
+            one.last, one.ended_at = ErrorEvent(error), self.scheduler.now
+            return
+        notes = daemon.cache.notes(one.tenant)
         request = GenerateRequest(
             id=one.id,
             prompt=Prompt(np.array(one.token_ids, np.int32)),
@@ -327,22 +370,60 @@ class History:
                 save=one.saves,
                 ttl_s=one.ttl_s,
             ),
+            patience=one.patience,
         )
 
         def emit(event: Event) -> None:
             if one.last is not None and not isinstance(one.last, ErrorEvent):
                 raise Wrong(f"{one.id} got {event} behind its end")
             if isinstance(event, TextEvent):
+                one.first_at = one.first_at or self.scheduler.now
                 one.replies.setdefault(event.choice, []).extend(event.token_ids)
             if isinstance(event, DoneEvent | ErrorEvent):
                 one.last, one.ended_at = event, self.scheduler.now
+            if isinstance(event, DoneEvent) and one.saves and one.most:
+                notes.put(NoteKind.TURN, one.turn_id, bytes(one.replies[0]), request.prompt.token_ids)
+                self._continue_ahead(one)
 
         one.is_unaffordable = self._written(daemon) >= (self.settings.write_budget_bytes or math.inf)
-        one.submitted_at, one.gone = self.scheduler.now, self._purged(daemon) | self._expired(daemon)
+        purged, expired = self._purged(daemon), self._expired(daemon)
+        one.submitted_at, one.gone, one.has_expired = self.scheduler.now, purged | expired, bool(expired - purged)
         try:
             one.ticket = daemon.inbox.submit(request, emit)
         except (QueueFull, NotReady) as error:
             one.last, one.ended_at = ErrorEvent(error), self.scheduler.now
+
+    def _render(self, one: Asked) -> None:
+        """Looks for the replies of the conversation, which the prompt is made of. Raises `NotReady`."""
+        began, gone = self.scheduler.now, self._purged(one.daemon)
+        found = one.daemon.render(one.tenant, [turn.turn_id for turn in one.turns], one.patience)
+        one.rendered_at = self.scheduler.now
+        if one.rendered_at - began > LIMIT_S + _SLACK_S:
+            self.scheduler.errors.append(f"{one.id} waited {one.rendered_at - began:.1f} s for its turns")
+        for turn in one.turns:
+            if (record := found[turn.turn_id]) is None:
+                continue
+            self.counts["turns found"] += 1
+            if record != bytes(turn.expected_of(one.tenant)):
+                self.scheduler.errors.append(f"{one.id} got {list(record)} as a turn, not {turn.expected}")
+            same = (other for other in self.asked if other.turn_id == turn.turn_id and other.tenant == one.tenant)
+            if all(other in gone for other in same):
+                self.scheduler.errors.append(f"a turn of {one.id} is found, and could be there for nobody")
+
+    def _continue_ahead(self, one: Asked) -> None:
+        """Has the engine compute the reply's last token while nobody waits, as the server does with histories."""
+        if self.random.random() < 0.5:
+            return
+        daemon = one.daemon
+        owner = daemon.cache.owner(one.tenant)
+
+        def make() -> Prompt:
+            daemon.cache.notes(one.tenant).get(NoteKind.TURN, one.turn_id)
+            return Prompt(np.array(one.all_tokens, np.int32))
+
+        options = CacheOptions(scope=parse_scope("full", param="scope"), tenant=one.tenant, ttl_s=one.ttl_s)
+        expires_at = daemon.cache.expires_at(one.ttl_s)
+        daemon.engine.ahead.add(AheadJob(daemon.engine, make, options, owner, tuple(one.all_tokens), expires_at))
 
     def _purged(self, daemon: Daemon) -> frozenset[Asked]:
         """Returns the requests of which a daemon may find nothing, because it knows that they were purged."""
@@ -386,7 +467,10 @@ class History:
         def counted() -> int:
             return sum(meter.total_bytes for meter in world.meters)
 
-        least, found, most = counted(), daemon.store.written().total, counted()
+        least = counted()
+        with world.observing():
+            found = daemon.store.written().total
+        most = counted()
         # What is not recorded yet another process does not know, and a kill loses it. And what is recorded cannot be
         # read from a store that is closed.
         is_complete = not (self._has_restarted or self._has_others) and daemon.store._env is not None
@@ -407,8 +491,12 @@ class History:
         self.scheduler.sleep(self.random.choice((0.01, 0.01, 0.05, 0.05, 0.2, 0.2, 1.0, 3.0, 12.0, self._longest_s)))
 
     def _look(self) -> None:
-        daemon = self.random.choice(self.daemons)
-        daemon.cache.stats()
+        daemon, began = self.random.choice(self.daemons), self.scheduler.now
+        stats = daemon.cache.stats()
+        if self.scheduler.now - began > STALL_S + _SLACK_S:
+            raise Wrong(f"the counts took {self.scheduler.now - began:.1f} s")
+        if stats["state"] == "degraded" and not stats["error"]:
+            raise Wrong("health is degraded without a reason")
         daemon.inbox.activities()
         self._written(daemon)
 
@@ -428,7 +516,7 @@ class History:
 
         def work() -> None:
             with suppress(CacheError), self._purging(daemon.process, daemon.store) as chosen:
-                daemon.cache.purge(chosen)
+                daemon.store.reads.ask(partial(daemon.cache.purge, chosen), Patience(PATIENCE_S))
 
         self._join(self.scheduler.spawn("purge", daemon.process, work), "a purge does not end")
 
@@ -445,7 +533,7 @@ class History:
         yield PurgeFilter(salt=None if tenant is None else str(tenant))
         if not self._has_bucket:
             # Otherwise another machine may have what was shared.
-            with store.snapshot() as snapshot:
+            with world.observing(), store.snapshot() as snapshot:
                 mark = snapshot.meta("purged_at")
             self.purges.append(Purged(process, self.scheduler.now, mark, frozenset(over), notes))
 
@@ -520,6 +608,45 @@ class History:
             self._within(_AT_ONCE_S, lambda: not daemon.inbox.num_running, "who has hung up reads on")
         elif self.random.random() < 0.5:
             self._stop(daemon)
+        if self.random.random() < 0.7:
+            self._heal()
+
+    def _meet_a_dead_disk(self) -> None:
+        """Nothing is read any more. All are answered in time, `health` says so, and a stop ends."""
+        self._calm()
+        daemon = self.random.choice(self.daemons)
+        self.disk.hangs = "all"
+        prompts = [self._prompt() for _ in range(4)]
+        asked = [self._ask(daemon, self.random.choice(self._tenants), ids, turns=turns) for ids, turns in prompts]
+        for _ in range(2):
+            # One after the other needs the disk: idle work, the writer, whoever asks.
+            self._within(
+                2 * STALL_S + _SLACK_S,
+                lambda: all(one.last is not None for one in asked),
+                "a request waits for a disk that does not answer",
+            )
+            asked.append(self._ask(daemon, self.random.choice(self._tenants), *self._prompt()[:1]))
+        self._look()
+        if self.random.random() < 0.3:
+            self._stop(daemon)
+        if self.random.random() < 0.7:
+            self._heal()
+
+    def _meet_a_pause(self) -> None:
+        """What is computed while nobody waits is given up at once where a question comes, also where it reads."""
+        self._calm()
+        daemon, known = self.random.choice(self.daemons), [one for one in self.asked if one.saves and one.most]
+        if not known:
+            return
+        one = self.random.choice(known)
+        self.disk.hangs = self.random.choice(("payloads", "all"))
+        for _ in range(2):
+            self._continue_ahead(one)
+        daemon.inbox.wake()
+        self.scheduler.sleep(1.0)
+        question = self._ask(daemon, one.tenant, one.token_ids, turns=one.turns)
+        # Its own reads may hang as well, for as long as its patience lasts.
+        self._within(LIMIT_S + _SLACK_S, lambda: question.last is not None, "a question waits for idle work")
         if self.random.random() < 0.7:
             self._heal()
 
@@ -611,6 +738,14 @@ class History:
     def _let_reads_hang(self) -> None:
         self.disk.hangs = self.random.choice(("payloads", "all"))
 
+    def _let_payloads_be_damaged(self) -> None:
+        """Some nodes are not what was written. Those who restore them go on without."""
+        store = self.random.choice(self.daemons).store
+        if store.problem is None:
+            with suppress(CacheError), world.observing(), store.snapshot() as snapshot:
+                names = sorted(snapshot.keys("usage"))
+            self.disk.damaged |= {self.random.choice(names) for _ in range(3) if names}
+
     def _heal(self) -> None:
         self.disk.answer()
         self.disk.reading_s, self.disk.free_bytes = self.random.choice((0.0, 0.0, 0.1)), 1 << 40
@@ -643,7 +778,7 @@ class History:
         daemon = daemon or self.random.choice(self.daemons)
         grace_s, hibernates = self.random.choice((0.0, 0.05, 5.0)), self.random.random() < 0.5
         task = self.scheduler.spawn("stopping", daemon.process, lambda: daemon.stop(grace_s, hibernates=hibernates))
-        self._join(task, "the daemon does not stop")
+        self._join(task, "the daemon does not stop", answers=False)
         self._check_errors()
         # A write to the bucket may take a minute, which nobody waits for.
         tasks = (task for task in self.scheduler.tasks if task.process is daemon.process)
@@ -697,7 +832,7 @@ class History:
         """Notes take their share at most, and what was purged is not found."""
         daemon.cache.writer.flush(PATIENCE_S)
         self.scheduler.sleep(2.0)
-        with daemon.store.snapshot() as snapshot:
+        with world.observing(), daemon.store.snapshot() as snapshot:
             num_bytes = snapshot.bytes_in("notes")
         most = 4 * root_limit(self.settings.kv_cache_budget)
         if num_bytes > most:
@@ -721,7 +856,7 @@ class History:
         if not isinstance(one.last, DoneEvent):
             self.counts["without an end"] += 1
             return
-        if len(one.replies) != one.num_replies:
+        if one.most and len(one.replies) != one.num_replies:
             raise Wrong(f"{one.id} got {len(one.replies)} replies, not {one.num_replies}")
         self.counts["done"] += 1
         if one.is_unaffordable:
@@ -733,7 +868,7 @@ class History:
         self.counts[f"from {one.last.cache.source}"] += bool(cached)
         self.counts["tokens restored"] += cached
         allowed = max((_common(one, other) for other in self.asked if self._may_find(one, other)), default=0)
-        if one.gone - self._purged(one.daemon):
+        if one.has_expired:
             # A use of a part of a block keeps the whole of it from expiring.
             allowed += -allowed % BLOCK
         if cached > allowed:

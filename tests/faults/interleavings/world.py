@@ -5,33 +5,43 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import lmdb
+from msgspec.structs import replace
 
 from diskprefix import settings as settings_module
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.resources import open_store
 from diskprefix.cache.tiers.local import DiskView
-from diskprefix.engine import forward, served_model
+from diskprefix.chat.replay import RecordsUnread
+from diskprefix.engine import ahead, ahead_jobs, forward, idle_work, served_model
+from diskprefix.engine.idle_work import IdleWork
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
-from diskprefix.errors import DeviceLost
+from diskprefix.errors import DeviceLost, NotReady, StoreCorrupt
 from diskprefix.extras.remote import objects, remote_tier  # noqa: F401 (imported before its names are replaced)
 from diskprefix.kv import page_cache, pages, sequence, sizes
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.memo import Memo
+from diskprefix.server.remembering import StoredTurns
+from diskprefix.server.threads import _NUM_THREADS
 from diskprefix.settings import Settings
 from diskprefix.store import compact, environment, evictor, folder, opening, written
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderLock
+from diskprefix.store.reads import Patience
+from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from diskprefix.store.written import WriteMeter
+from diskprefix.values import Tenant
 from tests.faults.interleavings import hash_model, shared_file, threads
 from tests.faults.interleavings.bucket import SimulatedBucket
 from tests.faults.interleavings.task_scheduler import Killed, Task
@@ -54,6 +64,8 @@ class Disk:
     """The longest time that a read of a payload takes."""
     hangs: str = ""
     """The reads that do not answer before `answer`: of "payloads", of "all", or none."""
+    damaged: set[bytes] = field(default_factory=set)
+    """The names of nodes whose payload is not what was written."""
     free_bytes: int = 1 << 40
     num_failed: int = 0
     waiting: list[Task] = field(default_factory=list)
@@ -75,12 +87,22 @@ _disks: list[Disk] = []
 _buckets: list[SimulatedBucket] = []
 _transaction, _init_environment, _init_lock = Environment.transaction, Environment.__init__, FolderLock.__init__
 _init_meter, _hold, _check_file = WriteMeter.__init__, Writer._hold, Environment.require_survivable
+_quarantine, _restoring = Store.quarantine, IdleWork.restoring
+READERS = (
+    *("kv-writer", "kv-seen", "kv-match", "kv-load", "kv-prefetch", "picture-load", "draft-fetch", "kv-check"),
+    *("disk-reader", "idle", "save-idle", "remote-fetch", "remote-write"),
+)
+"""The threads of a daemon that may hang, because all who wait for them have limits: they alone read the disk."""
+observers: list[Task | None] = []
+"""The tasks that look at the disk for the history: they do not wait for it."""
 meters: list[WriteMeter] = []
 """The counts of written bytes of all processes of a history."""
 checked: list[object] = []
 """The processes of a history that have checked a file."""
 held_at: dict[Writer, float] = {}
 """When a writer last began to pause, for a prompt or because the store failed."""
+daemons: set[object] = set()
+"""The processes that are daemons, once they serve."""
 _held: list[tuple[object, Environment | FolderLock]] = []
 """What a process has open that the kernel closes when it is killed."""
 
@@ -100,8 +122,9 @@ def _simulated_transaction(self: Environment, *, write: bool = False) -> Iterato
         # A process that was killed begins nothing.
         raise Killed
     if not write:
-        if one.current is not None and one.current.name == "engine":
-            one.errors.append("the engine's thread reads the disk")
+        if one.current not in observers:
+            _require_reader(one.current)
+            disk.read("all")
         with _transaction(self) as txn:
             yield txn
         one.point()
@@ -113,6 +136,48 @@ def _simulated_transaction(self: Environment, *, write: bool = False) -> Iterato
         if disk.failing and one.random.random() < disk.failing:
             disk.num_failed += 1
             raise lmdb.DiskError("mdb_txn_commit: Input/output error")
+
+
+def _require_reader(task: Task | None) -> None:
+    """Notes that a thread of a daemon reads the disk, which all who wait for it would wait for without a limit."""
+    name = "" if task is None else task.name.rpartition("_")[0] or task.name
+    if task is not None and task.process in daemons and name not in READERS:
+        scheduler().errors.append(f"the thread {name} reads the disk")
+
+
+@contextmanager
+def observing() -> Iterator[None]:
+    """Lets this task look at the disk, also while that does not answer."""
+    observers.append(scheduler().current)
+    try:
+        yield
+    finally:
+        observers.remove(scheduler().current)
+
+
+def _decoded(decode: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of `DiskView._decode`."""
+
+    def decoded(self: DiskView, name: bytes, *args: Any) -> Any:
+        if threads.is_simulated() and name in _disks[-1].damaged:
+            raise StoreCorrupt("it is damaged, as was asked for")
+        return decode(self, name, *args)
+
+    return _waiting(decoded, "payloads")
+
+
+def _quarantined(self: Store, name: bytes, parent: bytes) -> int:
+    """In the place of `Store.quarantine`: what is saved again is whole."""
+    _disks[-1].damaged.discard(name)
+    return _quarantine(self, name, parent)
+
+
+@contextmanager
+def _noted_restoring(self: IdleWork, model: Any, prompt: Any, options: Any, owner: Any = None) -> Iterator[Any]:
+    """In the place of `IdleWork.restoring`: the model knows whose sequence it is."""
+    with _restoring(self, model, prompt, options, owner) as restored:
+        hash_model.salts[restored.sequence] = hash_model.salt_of(options.tenant)
+        yield restored
 
 
 def _is_dying() -> bool:
@@ -188,7 +253,12 @@ def patched() -> Iterator[None]:
         (Writer, "_hold", _noted_hold),
         (DiskView, "has", _waiting(DiskView.has, "all")),
         (DiskView, "similar", _waiting(DiskView.similar, "all")),
-        (DiskView, "_decode", _waiting(DiskView._decode, "payloads")),
+        (DiskView, "_decode", _decoded(DiskView._decode)),
+        (Store, "quarantine", _quarantined),
+        (IdleWork, "restoring", _noted_restoring),
+        (idle_work, "Rows", hash_model.idle_rows),
+        (ahead_jobs, "runs_on_battery", lambda: False),
+        (ahead, "time", Shim(time, process_time=lambda: 0.0)),
         (Environment, "require_survivable", _checked_slowly),
         (environment, "lmdb", Shim(lmdb, open=shared_file.opened)),
         *((module, "fcntl", Shim(module.fcntl, flock=shared_file.flock)) for module in (environment, folder)),
@@ -225,6 +295,9 @@ def patched() -> Iterator[None]:
 def use(disk: Disk, bucket: SimulatedBucket, map_bytes: int) -> None:
     """Sets the disk and the bucket of the history that begins. `map_bytes`: the size that LMDB's map has."""
     _disks[:], _buckets[:] = [disk], [bucket]
+    hash_model.salts.clear()
+    observers.clear()
+    daemons.clear()
     meters.clear()
     checked.clear()
     held_at.clear()
@@ -260,6 +333,9 @@ class Daemon:
 
     def __init__(self, settings: Settings, layout: Layout, num_sequences: float, process: object) -> None:
         self.process = process
+        self.rendering, self.reading = (
+            ThreadPoolExecutor(_NUM_THREADS[kind], thread_name_prefix=kind) for kind in ("rendering", "reading")
+        )
         self.store = open_store(settings)
         pool = PagePool(layout, block_size=BLOCK)
         kv_limit = int(num_sequences * pool.sequence_bytes(LONGEST))
@@ -271,8 +347,31 @@ class Daemon:
         self.inbox = Inbox(self.engine.serve, self.fatal.append)
         self.inbox.start()
         self.started_at = scheduler().now
+        daemons.add(process)
+
+    def render(self, tenant: Tenant, turn_ids: Sequence[str], patience: Patience) -> dict[str, bytes | None]:
+        """Returns the recorded turns of a conversation, as `server.answer.prepare` gets them: those in memory, and once
+        a thread that waits has read them, all. Raises `NotReady` if the daemon ends."""
+        turns = StoredTurns(replace(self.cache.notes(tenant), patience=patience))
+
+        def render() -> dict[str, bytes | None]:
+            found = {id_: turns.get(id_) for id_ in turn_ids}
+            turns.require_read()
+            return found
+
+        try:
+            # Ends: `StoredTurns` raises it a few times at most.
+            while True:
+                try:
+                    return self.rendering.submit(render).result()
+                except RecordsUnread:
+                    self.reading.submit(turns.read).result()
+        except (RuntimeError, CancelledError) as error:
+            raise NotReady("the daemon is stopping") from error
 
     def stop(self, grace_s: float, *, hibernates: bool) -> bool:
+        for pool in (self.rendering, self.reading):
+            pool.shutdown(wait=False, cancel_futures=True)
         self.inbox.stop(grace_s)
         if hibernates:
             self.engine.save_idle()
