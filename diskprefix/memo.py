@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from diskprefix.private_file import distrusted_by_root
+from diskprefix.private_file import distrusted_by_root, make_private_folder
 from diskprefix.settings import cache_home
 
 
@@ -40,7 +40,7 @@ class Memo:
             return
         # A new name that nobody can guess: another user may have put a link at a known name.
         with suppress(OSError):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(target.parent)
             with tempfile.TemporaryDirectory(prefix=f".{self._name}.", dir=target.parent) as folder:
                 new = Path(folder, target.name)
                 new.touch(0o600)

@@ -1,4 +1,5 @@
-"""Reads files with secrets, which no other user may read or write, and finds paths that other users could exchange."""
+"""Reads files with secrets, which no other user may read or write, makes folders for what only the user may see, and
+finds paths that other users could exchange."""
 
 from __future__ import annotations
 
@@ -43,6 +44,15 @@ def _forbidden_bits(path: Path) -> int:
     credentials = os.environ.get("CREDENTIALS_DIRECTORY")
     is_credential = credentials is not None and path.resolve().parent == Path(credentials).resolve()
     return 0o037 if is_credential else 0o077
+
+
+def make_private_folder(path: Path) -> None:
+    """Creates a folder and the missing ones above it, all with mode 0700: whoever can write to one above can replace
+    the folder. Raises `OSError`."""
+    for folder in (*reversed(path.parents), path):
+        # Not `parents=True`, which gives them 0777 if the umask is 0.
+        if folder == path or not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def distrusted_by_root(path: Path) -> str | None:

@@ -14,7 +14,7 @@ import secrets
 from pathlib import Path
 
 from diskprefix.errors import SettingsError
-from diskprefix.private_file import distrusted_by_root, read_private
+from diskprefix.private_file import distrusted_by_root, make_private_folder, read_private
 from diskprefix.settings import cache_home
 
 _BYTES = 32
@@ -48,7 +48,7 @@ def _draw(path: Path, what: str) -> None:
     if (reason := distrusted_by_root(path.parent)) is not None:
         raise SettingsError(f"{what}: {reason}")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             # Another process may have been faster.

@@ -12,7 +12,7 @@ import click
 
 from diskprefix.errors import SettingsError
 from diskprefix.extras.daemon_call import full_url, token_of
-from diskprefix.private_file import distrusted_by_root
+from diskprefix.private_file import distrusted_by_root, make_private_folder
 from diskprefix.server.process.token_file import page_link
 from diskprefix.settings import cache_home
 
@@ -37,7 +37,7 @@ def _write_redirect(link: str) -> Path:
     try:
         if (reason := distrusted_by_root(path.parent)) is not None:
             raise PermissionError(0, reason)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(page)

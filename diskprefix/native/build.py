@@ -68,6 +68,8 @@ def build() -> None:
         objects = _compiled(compiler, Path(folder))
         found = Path(folder, LIBRARY.name)
         _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(found)])
+        # The linker takes the umask. Whoever may write to the library runs code in this process.
+        found.chmod(found.stat().st_mode & ~0o022)
         found.replace(LIBRARY)
 
 

@@ -96,17 +96,19 @@ def file_errors(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Creates the folder with mode 0700 unless it exists, durably, and checks it. Raises `StoreUnavailable`."""
+    """Creates the folder and the missing ones above it with mode 0700, durably, and checks it. Raises
+    `StoreUnavailable`."""
     check_folder(path)
     with file_errors(path):
         for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
-            _make_durably(folder, 0o700 if folder == path else 0o777)
+            _make_durably(folder)
     check_folder(path)
 
 
-def _make_durably(folder: Path, mode: int) -> None:
-    """Creates a folder. If its name cannot be made durable, removes it, so that the next attempt tries again."""
-    folder.mkdir(mode=mode, exist_ok=True)
+def _make_durably(folder: Path) -> None:
+    """Creates a folder that only the user may enter. If its name cannot be made durable, removes it, so that the next
+    attempt tries again."""
+    folder.mkdir(mode=0o700, exist_ok=True)
     try:
         sync(folder.parent)
     except OSError:

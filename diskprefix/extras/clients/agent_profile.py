@@ -16,6 +16,7 @@ from msgspec import Struct
 from diskprefix.errors import SettingsError
 from diskprefix.extras.clients.launched_daemon import locked
 from diskprefix.extras.clients.recipe import Recipe, RecipeFile
+from diskprefix.private_file import make_private_folder
 from diskprefix.store.folder import sync
 
 Report = Callable[[str], object]
@@ -67,7 +68,7 @@ class AgentProfile(Struct, frozen=True, kw_only=True):
 
     def _write(self, file: RecipeFile, say: Report) -> None:
         path, written = Path(file.path), self._written()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         if path.exists() and _digest(path.read_bytes()) != written.get(file.path):
             copy = next(
                 free for number in range(1, 10**6) if not (free := path.with_name(f"{path.name}.{number}")).exists()

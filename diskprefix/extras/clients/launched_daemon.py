@@ -29,6 +29,7 @@ from diskprefix.cli.tooling import say, status
 from diskprefix.errors import NotReady
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import shown
+from diskprefix.private_file import make_private_folder
 from diskprefix.server.process.token_file import token_for
 
 SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
@@ -44,7 +45,7 @@ STAYS = ("--idle-unload", "5m")
 def locked(file: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int]:
     """Holds a lock on a file, which is created if it is missing, and yields its descriptor. Raises `BlockingIOError`
     if `kind` has LOCK_NB and another process holds the lock."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(file.parent)
     while True:
         fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
         try:

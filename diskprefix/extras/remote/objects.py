@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from diskprefix.errors import CacheError, SettingsError
 from diskprefix.extras.remote.breaker import Breaker
+from diskprefix.extras.remote.shared_folder import prepare_folder, put_in_folder
 from diskprefix.extras.remote.signing import ObjectRefused
 from diskprefix.printable import escaped, first_line
 
@@ -39,14 +40,23 @@ class ObjectStore:
     def __init__(self, url: str, *, timeout_s: float = 10.0, makes_folder: bool = True) -> None:
         """`url` is as obstore takes it: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///folder`. Keys, region and
         endpoint come from the environment, as the library of each provider reads them. Reads take at most `timeout_s`
-        seconds. With `makes_folder`, a missing folder is created. Raises `SettingsError`."""
+        seconds. With `makes_folder`, a missing folder is created. Raises `SettingsError`; see `prepare_folder`."""
         self.url, self._obstore = url, _import()
         self.breaker, self.write_breaker = Breaker(), Breaker()
         try:
-            self._store = _open_store(url, timeout_s, makes_folder=makes_folder)
-            self._write_store = _open_store(url, max(timeout_s, _WRITE_S), makes_folder=makes_folder)
+            folder = _folder_of(url)
+            if folder is not None:
+                prepare_folder(_FLAG, folder, makes_folder=makes_folder)
+            self._store = _open_store(url, timeout_s)
+            self._write_store = _open_store(url, max(timeout_s, _WRITE_S))
         except (self._obstore.exceptions.BaseError, ValueError, OSError) as error:
             raise SettingsError(f"{_FLAG}: {url!r} cannot be used: {escaped(first_line(error))}") from error
+        self._put: Callable[[str, bytes], object]
+        """Writes an object. Raises `FileNotFoundError` if there is no such bucket."""
+        if folder is not None:
+            self._put = partial(put_in_folder, folder)
+        else:
+            self._put = partial(self._obstore.put, self._write_store, use_multipart=False)
 
     def get(self, path: str, max_bytes: int) -> memoryview | None:
         """Returns an object, or None if it is missing. Raises `ObjectRefused` if it is larger than `max_bytes`, which
@@ -66,7 +76,11 @@ class ObjectStore:
 
     def put(self, path: str, data: bytes) -> None:
         """Writes an object atomically."""
-        put = partial(self._obstore.put, self._write_store, path, data, use_multipart=False)
+
+        def put() -> bool:
+            self._put(path, data)
+            return True
+
         if self._call(put, self.write_breaker) is None:
             raise RemoteUnavailable(f"{self.url}: there is no such bucket")
 
@@ -113,14 +127,21 @@ def _import() -> Any:
     return obstore
 
 
-def _open_store(url: str, timeout_s: float, *, makes_folder: bool) -> Any:
+def _folder_of(url: str) -> Path | None:
+    """Returns the folder that a URL names, None for a bucket. Raises `ValueError`."""
+    parts = urlsplit(url)
+    if parts.scheme != "file":
+        return None
+    if parts.netloc or not parts.path.startswith("/"):
+        raise ValueError("a folder is written as file:///absolute/path")
+    return Path(unquote(parts.path))
+
+
+def _open_store(url: str, timeout_s: float) -> Any:
     from obstore.store import LocalStore, from_url
 
-    parts = urlsplit(url)
-    if parts.scheme == "file":
-        if parts.netloc or not parts.path.startswith("/"):
-            raise ValueError("a folder is written as file:///absolute/path")
-        return LocalStore(Path(unquote(parts.path)), mkdir=makes_folder)
+    if (folder := _folder_of(url)) is not None:
+        return LocalStore(folder)
     retry_s = min(_MAX_RETRY_S, timeout_s / 2)
     return from_url(
         url,

@@ -24,6 +24,7 @@ from diskprefix.cli.serve_command import policy_text
 from diskprefix.cli.tooling import json_option, print_json
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import printable_only
+from diskprefix.private_file import make_private_folder
 from diskprefix.server.process.listener import listen
 from diskprefix.settings import CACHE, SETTINGS, Settings, config_home, units_folder
 
@@ -190,8 +191,11 @@ def install(as_json: bool, **flags: Any) -> int:
         if text is not None and _MARK not in text:
             raise SettingsError(f"{path} was not written by `{_MARK}`; move it away first")
     for path, text in texts.items():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
+        make_private_folder(path.parent)
+        # Options may hold secrets. A unit may be read by all: systemd logs a warning about one that may not.
+        mode = 0o600 if path == _policy() else 0o644
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(text)
     manager.start(changed=any(old.values()) and old != texts)
     return _show(manager, as_json)
 

@@ -13,7 +13,7 @@ from typing import IO
 
 from diskprefix.errors import ModelError
 from diskprefix.printable import first_line
-from diskprefix.private_file import distrusted_by_root
+from diskprefix.private_file import distrusted_by_root, make_private_folder
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
 from diskprefix.store.folder import sync
@@ -37,7 +37,7 @@ def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path
     if folder.is_dir():
         return folder
     with _failures_explained(models):
-        models.mkdir(parents=True, exist_ok=True)
+        make_private_folder(models)
         with _lock(models / f"{_LOCK}{name}", report):
             if folder.is_dir():
                 return folder
@@ -55,6 +55,8 @@ def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path
 
 def _publish(made: Path, folder: Path) -> None:
     for path in (*filter(Path.is_file, made.iterdir()), made):
+        # Also with umask 0, nobody else may change weights.
+        path.chmod(path.stat().st_mode & ~0o022)
         sync(path)
     made.replace(folder)
     sync(folder.parent)

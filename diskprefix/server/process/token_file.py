@@ -20,7 +20,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from diskprefix.private_file import distrusted_by_root
+from diskprefix.private_file import distrusted_by_root, make_private_folder
 from diskprefix.settings import cache_home
 
 log = logging.getLogger("diskprefix")
@@ -51,7 +51,7 @@ def _published(token: str, name: str) -> Iterator[None]:
     folder = cache_home() / _FOLDER
     if (reason := distrusted_by_root(folder)) is not None:
         raise PermissionError(0, reason)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(folder)
     folder.chmod(0o700)
     # The file has mode 0600, and is locked before it has its name: a file without a lock is that of a daemon that has
     # ended.
@@ -60,7 +60,7 @@ def _published(token: str, name: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.write(f"{os.getpid()} {token}".encode())
             file.flush()
-            with open(folder / ".lock", "wb") as lock:
+            with open(os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as lock:
                 # Two daemons that start at once do not remove each other's files.
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 _remove_stale(folder)

@@ -45,7 +45,7 @@ def test_a_bucket_that_is_not_there_takes_nothing(objects: ObjectStore, monkeypa
     def missing(*_: object, **__: object) -> Any:
         raise FileNotFoundError("no such bucket")
 
-    monkeypatch.setattr(objects._obstore, "put", missing)
+    monkeypatch.setattr(objects, "_put", missing)
     with pytest.raises(RemoteUnavailable, match="no such bucket"):
         objects.put("a", b"lost")
 

@@ -147,7 +147,7 @@ def test_a_bucket_that_cannot_be_written_is_still_read(make: MakeMachine, monkey
     def full(*_: object, **__: object) -> Any:
         raise OSError("no space")
 
-    monkeypatch.setattr(other.remote.objects._obstore, "put", full)
+    monkeypatch.setattr(other.remote.objects, "_put", full)
     for _ in range(4):
         with pytest.raises(RemoteUnavailable):
             other.remote.objects.put("a", b"")
@@ -197,16 +197,16 @@ def test_a_bucket_that_is_late_three_times_in_a_row_is_left_alone(make: MakeMach
 
 def test_closing_does_not_wait_for_what_hangs(make: MakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine, began, goes_on = make(), threading.Event(), threading.Event()
-    put = machine.remote.objects._obstore.put
+    put = machine.remote.objects._put
     names: list[str] = []
 
-    def hang(store: Any, path: str, *args: Any, **options: Any) -> Any:
+    def hang(path: str, data: bytes) -> object:
         names.append(path)
         began.set()
         assert goes_on.wait(WAIT_S)
-        return put(store, path, *args, **options)
+        return put(path, data)
 
-    monkeypatch.setattr(machine.remote.objects._obstore, "put", hang)
+    monkeypatch.setattr(machine.remote.objects, "_put", hang)
     machine.save(PROMPT)
     record = RootRecord(model="tiny", block_size=BLOCK, layout=machine.layout, created_at=0.0)
     machine.remote.upload(Upload(machine.nodes(PROMPT), len(PROMPT), record, machine.tiers))

@@ -33,13 +33,17 @@ def never(work: Path) -> Path:
     raise AssertionError(f"built again in {work}")
 
 
-def test_the_files_have_the_mode_that_the_umask_gives(cache: Path) -> None:
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_the_files_have_the_mode_that_the_umask_gives_but_nobody_else_may_change_them(umask: int, cache: Path) -> None:
     assert not cache.exists()
-    umask = os.umask(0)
-    os.umask(umask)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in build_once("one", one_file, print).iterdir()} == {
-        0o666 & ~umask
-    }
+    before = os.umask(umask)
+    try:
+        made = build_once("one", one_file, print)
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (made, *made.iterdir(), cache)}
+    files = {mode for path, mode in modes.items() if path.is_file()}
+    assert (modes[made], files, modes[cache]) == (0o755 & ~umask, {0o644 & ~umask}, 0o700)
 
 
 @pytest.mark.parametrize("finished", [False, True])
