@@ -84,6 +84,7 @@ TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 WITH_FOREIGN_NAMES = {
     *("extras.library.library_model", "grid.state_layout", "grid.uncached", "model.gguf.file_processor"),
     *("extras.vllm.connector", "extras.vllm.offload_tier", "model.load.hub", "model.load.kinds"),
+    "model.load.hub_library",
 }
 """The modules of the grid, of pictures, of libraries and of the hub: they alone use what other packages keep to
 themselves. The way of a plan imports no transformers."""

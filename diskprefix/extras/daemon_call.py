@@ -17,6 +17,7 @@ from msgspec import Struct
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import shown
 from diskprefix.server.process.token_file import daemon_at, is_of_this_machine, token_of_peer
+from diskprefix.units import format_size
 from diskprefix.user_key import user_key
 
 Say = Callable[[str], None]
@@ -27,6 +28,8 @@ _CONNECT_S = 10.0
 _SILENCE_S = 120.0
 """The longest wait for a byte of any other answer. A daemon that computes a reply sends one every 8 seconds."""
 _POLL_S = 0.1
+_MAX_ANSWER_BYTES = 64 << 20
+"""The limit for an answer, and for a line of a stream. Another program may listen at the address."""
 
 
 class Answer(Struct, frozen=True):
@@ -65,7 +68,7 @@ def running_daemon(url: str, api_key: str | None, otherwise: str = "") -> Call:
 
     def call(method: str, path: str, body: object) -> Answer:
         with request(method, path, body) as response:
-            return Answer(response.status, response.read())
+            return Answer(response.status, _content(response))
 
     return call
 
@@ -85,9 +88,10 @@ def streaming_daemon(url: str, api_key: str | None) -> Stream:
 
 def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
     if response.status != HTTPStatus.OK:
-        yield {"error": {"message": Answer(response.status, response.read()).message}}
+        yield {"error": {"message": Answer(response.status, _content(response)).message}}
         return
-    for line in response:
+    while line := response.readline(_MAX_ANSWER_BYTES + 1):
+        _require_small(line)
         data = line.removeprefix(b"data: ").strip()
         if data == b"[DONE]":
             return
@@ -96,6 +100,17 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
             if "error" in event:
                 return
     raise NotReady("the connection ended before the reply did")
+
+
+def _content(response: http.client.HTTPResponse) -> bytes:
+    content = response.read(_MAX_ANSWER_BYTES + 1)
+    _require_small(content)
+    return content
+
+
+def _require_small(content: bytes) -> None:
+    if len(content) > _MAX_ANSWER_BYTES:
+        raise NotReady(f"an answer has more than {format_size(_MAX_ANSWER_BYTES)}; check the daemon's address")
 
 
 def _requester(

@@ -21,7 +21,7 @@ from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run
 from tests.model import tiny
-from tests.model.hub import FakeHub, fake_hub
+from tests.model.hub import MOST_BYTES, FakeHub, fake_hub
 
 pytestmark = pytest.mark.usefixtures("own_places")
 REPO = "org/tiny-GGUF"
@@ -304,9 +304,89 @@ def test_a_large_file_whose_bytes_do_not_have_the_announced_sha_256_is_an_error_
                 lambda *, incomplete_path, **_options: incomplete_path.write_bytes(bytes(len(content))),
             )
         refused = run("pull", Q8)
-    assert f"the SHA-256 of a file is {found}, not {announced} as the hub announced" in refused.stderr
+    assert f"the SHA-256 of tiny-q8_0.gguf is {found}, not {announced} as the hub announced" in refused.stderr
     assert (refused.exit_code, leftovers(tmp_path), listed(run)) == (3, [], [])
     assert way == "xet" or hub.fetched() == ["tiny-q8_0.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("endless", "model", "words"),
+    [
+        ("file", Q8, "tiny-q8_0.gguf was announced with {size} bytes, and more were sent"),
+        ("small", "org/whole", "was announced with"),
+        ("listing", Q8, "its answers have more than 1.0 MiB"),
+        ("redirect", Q8, "its answers have more than 1.0 MiB"),
+    ],
+)
+def test_an_answer_without_an_end_is_cut_off_at_its_announced_size_or_a_limit_and_leaves_nothing(
+    endless: str,
+    model: str,
+    words: str,
+    run: Run,
+    hub: FakeHub,
+    repository: Path,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diskprefix.model.load.hub_library.MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr("diskprefix.model.load.hub_library.OFFICIAL", "https://hub.example")
+    # The library writes in chunks of 10 MB.
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
+    hub.repos["org/whole"], hub.endless = whole, endless
+    ended = run("pull", model)
+    reason = ended.stderr.splitlines()[-1]
+    assert (ended.exit_code, ended.stderr.count("error: ")) == (3, 1), ended.stderr
+    assert words.format(size=(repository / "tiny-q8_0.gguf").stat().st_size) in reason
+    assert hub.num_endless_bytes < MOST_BYTES, "the client read on"
+    assert not [path for path in leftovers(tmp_path) if path.name.endswith(".incomplete")]
+    assert not [path for path in leftovers(tmp_path) if path.stat().st_size > 1 << 20]
+    hub.endless = ""
+    assert run("pull", model).exit_code == 0
+
+
+def test_a_mirror_is_not_asked_for_files_by_xet_which_has_no_limit(
+    run: Run, hub: FakeHub, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diskprefix.model.load.hub_library.OFFICIAL", "https://hub.example")
+    # The listing names a hash of Xet's.
+    hub.tags["listing"] = hashlib.sha256((repository / "tiny-q8_0.gguf").read_bytes()).hexdigest()
+
+    def never(**_options: Any) -> None:
+        raise AssertionError("Xet is asked")
+
+    monkeypatch.setattr("huggingface_hub.file_download.xet_get", never)
+    assert (run("pull", Q8).exit_code, hub.fetched()) == (0, ["tiny-q8_0.gguf"])
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_small_file_whose_bytes_do_not_have_the_announced_git_digest_is_an_error_and_does_not_stay(
+    name: str, run: Run, hub: FakeHub, whole: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(whole, own)
+    hub.repos["org/whole"] = own
+    other = own / name
+    tag = hashlib.sha1(b"blob 5\0other").hexdigest()
+    hub.tags_of[name] = tag
+    content = other.read_bytes()
+    found = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    ended = run("pull", "org/whole")
+    assert f"the SHA-1 of {name} is {found}, not {tag} as the hub announced" in ended.stderr
+    assert ended.exit_code == 3
+    assert not [path for path in leftovers(tmp_path) if path.name == tag]
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(None, "the size of config.json is not announced"), (7, "bytes, and then with 7")]
+)
+def test_the_size_of_a_file_is_announced_and_stays(
+    size: int | None, words: str, run: Run, hub: FakeHub, whole: Path
+) -> None:
+    hub.repos["org/whole"] = whole
+    hub.later_sizes["config.json"] = size
+    ended = run("pull", "org/whole")
+    assert (ended.exit_code, words in ended.stderr) == (3, True), ended.stderr
 
 
 @pytest.mark.usefixtures("hub")

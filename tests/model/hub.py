@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -14,8 +14,11 @@ from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 
+from diskprefix.model.load import hub_library
+
 _LARGE = (".safetensors", ".gguf", ".bin")
 """Ends of the names of files that the hub keeps elsewhere: their tags are SHA-256, and they are redirected."""
+MOST_BYTES = 64 << 20
 
 
 class FakeHub:
@@ -25,7 +28,9 @@ class FakeHub:
     As a hostile mirror does, `tags`, `commits` and `names` replace those of all files, by where they are said
     (`header`, `info`, `listing`), `listing` changes what is said of all repositories, `is_missing` answers 404 for
     files, and `is_damaged` sends other bytes of large ones. The first `num_honest` requests are answered without these
-    lies, and request number `refused` (from 1) with a 403.
+    lies, and request number `refused` (from 1) with a 403. Of what `endless` names, the answer has no end and no
+    length: a "file" (a large one), a "small" one, the "listing", or a "redirect"; after `MOST_BYTES` it ends
+    nevertheless.
     """
 
     def __init__(self, url: str) -> None:
@@ -42,7 +47,13 @@ class FakeHub:
         self.names: dict[str, str] = {}
         self.listing: Any = {}
         self.is_missing = self.is_damaged = False
-        self.num_honest = self.refused = self.num_requests = 0
+        self.num_honest = self.refused = self.num_requests = self.num_endless_bytes = 0
+        self.endless = ""
+        self.tags_of: dict[str, str] = {}
+        """Tags that are announced for small files, by name."""
+        self.later_sizes: dict[str, int | None] = {}
+        """Sizes that are announced for small files from the second time on; None: never one."""
+        self.num_heads = 0
 
     def commit_of(self, repo: str) -> str:
         names = sorted(str(path.relative_to(self.repos[repo])) for path in self.repos[repo].rglob("*"))
@@ -80,6 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif repo not in self.hub.repos:
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif parts[0] == "api" and self.hub.endless == "listing":
+            self._send_endless(200, {"Content-Type": "application/json"})
         elif parts[0] == "api":
             self._send(200, json.dumps(self._api(repo, parts[4:])).encode())
         else:
@@ -98,13 +111,27 @@ class _Handler(BaseHTTPRequestHandler):
             entry |= {"oid": tag, "lfs": {"oid": tag}}
         headers["ETag"] = f'"{entry["oid"]}"'
         if "lfs" not in entry:
-            self._send(200, file.read_bytes(), headers)
+            headers["ETag"] = f'"{self.hub.tags_of.get(name, entry["oid"])}"'
+            if self.command == "HEAD" and name in self.hub.later_sizes:
+                self._send_head(headers, entry["size"], self.hub.later_sizes[name])
+            elif self.hub.endless == "small" and self.command == "GET":
+                self._send_endless(200, headers)
+            else:
+                content = file.read_bytes()
+                self._send(200, bytes(len(content)) if self.hub.is_damaged else content, headers)
             return
         headers |= {"X-Linked-Etag": f'"{entry["lfs"]["oid"]}"', "X-Linked-Size": str(entry["size"])}
-        self._send(302, b"", headers | {"Location": f"{self.hub.other_url}/elsewhere/{repo}/{quote(name)}"})
+        headers["Location"] = f"{self.hub.other_url}/elsewhere/{repo}/{quote(name)}"
+        self._send(302, b"", headers)
 
     def _file(self, repo: str, name: str) -> None:
         """Sends the bytes of a large file, or of a part of it, as another host does that knows nothing of the hub."""
+        if self.hub.endless == "file" and self.command == "GET":
+            self._send_endless(200, {})
+            return
+        if self.hub.endless == "redirect" and self.command == "GET":
+            self._send_endless(302, {"Location": self.path})
+            return
         content = (self.hub.repos[repo] / name).read_bytes()
         content = bytes(len(content)) if self.hub.is_damaged else content
         wanted = self.headers.get("Range")
@@ -144,6 +171,26 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
+    def _send_head(self, headers: dict[str, str], first: int, later: int | None) -> None:
+        self.hub.num_heads += 1
+        size = first if self.hub.num_heads == 1 and later is not None else later
+        self.send_response(200)
+        for name, value in (headers | ({} if size is None else {"Content-Length": str(size)})).items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _send_endless(self, status: int, headers: dict[str, str]) -> None:
+        """Sends bytes until the client closes the connection, or far too many were sent."""
+        self.send_response(status)
+        for name, value in (headers | {"Connection": "close"}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.close_connection = True
+        with suppress(OSError):
+            while self.hub.num_endless_bytes < MOST_BYTES:
+                self.wfile.write(bytes(1 << 16))
+                self.hub.num_endless_bytes += 1 << 16
+
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the tests look at `sent`."""
 
@@ -160,7 +207,8 @@ def _entry(path: Path, name: str) -> dict[str, Any]:
 
 @contextmanager
 def fake_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A running hub that huggingface_hub talks to, with `cache` as its cache folder; it is down after the block."""
+    """A running hub that huggingface_hub talks to as to the official one, with `cache` as its cache folder; it is down
+    after the block."""
     from huggingface_hub import constants
 
     handler = type("Handler", (_Handler,), {})
@@ -169,6 +217,7 @@ def fake_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     hub = FakeHub(f"http://127.0.0.1:{server.server_address[1]}")
     handler.hub = hub  # type: ignore[attr-defined]
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(hub_library, "OFFICIAL", hub.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -26,6 +26,8 @@ _CONNECT_S = 2.0
 _MAX_RETRY_S = 5.0
 _WRITE_S = 60.0
 """Longer than for reads, because no request waits for a write."""
+_MAX_PATHS = 4_000_000
+"""As many bundles have some 10 TB."""
 _FLAG = "--remote-tier"
 _Result = TypeVar("_Result")
 
@@ -89,9 +91,18 @@ class ObjectStore:
         self._call(lambda: self._obstore.delete(self._write_store, list(paths)), self.write_breaker)
 
     def list(self, prefix: str) -> list[str]:
-        """Returns the paths of all objects below a prefix."""
-        pages = self._call(lambda: list(self._obstore.list(self._store, prefix))) or []
-        return [meta["path"] for page in pages for meta in page]
+        """Returns the paths of all objects below a prefix. Raises `RemoteUnavailable` also for a listing that is too
+        long to be true."""
+
+        def read() -> list[str]:
+            paths: list[str] = []
+            for page in self._obstore.list(self._store, prefix):
+                paths += [meta["path"] for meta in page]
+                if len(paths) > _MAX_PATHS:
+                    raise RemoteUnavailable(f"{self.url} lists more than {_MAX_PATHS} objects")
+            return paths
+
+        return self._call(read) or []
 
     def _call(self, request: Callable[[], _Result], breaker: Breaker | None = None) -> _Result | None:
         """Returns the result of a request, or None if there is no such object. `breaker` defaults to the breaker for

