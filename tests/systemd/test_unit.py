@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,59 @@ def test_a_container_has_a_wheel_and_compiles_nothing() -> None:
     assert f" --constraint {target} /mnt/dist/*_" in said("RUN")[0]
     assert f"/mnt/dist/{SMALL};" in said("RUN")[0]
     assert not any("apt-get" in line for line in said("RUN"))
+
+
+RECORDING_PIP = """#!/bin/sh
+for argument; do printf '%s\\0' "$argument"; done >>"{calls}"
+echo >>"{calls}"
+"""
+MAKING_PYTHON = """#!/bin/sh
+mkdir -p "$3/bin" && cp "{pip}" "$3/bin/pip"
+"""
+
+
+@pytest.mark.parametrize("small", ["", "1"])
+def test_a_container_asks_one_index_for_each_package(small: str, tmp_path: Path) -> None:
+    """The commands of the file run with stand-ins for Python and pip."""
+    programs, calls = tmp_path / "programs", tmp_path / "calls"
+    programs.mkdir()
+    for name, text in (
+        ("pip", RECORDING_PIP.format(calls=calls)),
+        ("python", MAKING_PYTHON.format(pip=programs / "pip")),
+    ):
+        (programs / name).write_text(text, encoding="utf-8")
+        (programs / name).chmod(0o755)
+    (tmp_path / "dist").mkdir()
+    wheel = tmp_path / "dist" / f"diskprefix-1-py3-none-linux_{os.uname().machine}.whl"
+    wheel.touch()
+    shutil.copy(ROOT / "tools/constraints.txt", tmp_path)
+    command = re.sub(r"--mount=\S+ ", "", said("RUN")[0])
+    command = command.replace("/opt/diskprefix", str(tmp_path / "made")).replace("/mnt", str(tmp_path))
+    arguments = [one.partition("=") for one in said("ARG") if "=" in one]
+    environment = {name: value for name, _, value in arguments} | {
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "SMALL": small,
+    }
+    subprocess.run(["sh", "-euc", command], env=environment, check=True)
+    assert not [name for name in environment if "INDEX_URL" in name], "pip would ask it for everything"
+    installed = [line.rstrip("\0").split("\0") for line in calls.read_text(encoding="utf-8").splitlines()]
+    first, last = installed
+    if small:
+        assert first[-2:] == ["--requirement", str(tmp_path / "dist" / SMALL)]
+        assert "--no-deps" in last
+    else:
+        assert first[-4:] == ["--no-deps", "--index-url", environment["TORCH_INDEX"], "torch==2.13.0"]
+    assert last[-1] == str(wheel)
+    assert not [word for words in (installed if small else [last]) for word in words if "index" in word]
+
+
+def test_nothing_names_a_second_index_for_packages() -> None:
+    second = re.compile("extra.index", re.IGNORECASE)
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    places = ("systemd/", "tools/", ".github/", ".ci/", "diskprefix/")
+    files = [ROOT / name for name in listed.split("\0") if name.startswith(places)]
+    texts = {file: file.read_bytes().decode(errors="replace") for file in files if file.is_file()}
+    assert [str(file) for file, text in texts.items() if second.search(text)] == []
 
 
 def test_signals_reach_the_daemon_in_a_container() -> None:
