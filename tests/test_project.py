@@ -35,13 +35,20 @@ TOP_LEVEL = {
     "LICENSE",
     "README.md",
     "diskprefix",
+    "findings",
     "policies",
     "pyproject.toml",
     "systemd",
     "tests",
     "tools",
 }
-SCRIPTS = [ROOT / ".ci/run", *sorted(path for path in (ROOT / "tools").iterdir() if path.is_file() and not path.suffix)]
+FINDINGS = sorted((ROOT / "findings").glob("*.sh"))
+"""Scripts that show what libraries of the field do, without this project."""
+SCRIPTS = [
+    ROOT / ".ci/run",
+    *sorted(path for path in (ROOT / "tools").iterdir() if path.is_file() and not path.suffix),
+    *FINDINGS,
+]
 UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b")
 
 
@@ -139,6 +146,18 @@ def test_each_link_of_a_page_leads_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     relative = [target for target in targets if "://" not in target]
     assert [target for target in relative if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("script", FINDINGS, ids=lambda path: path.name)
+def test_a_finding_needs_nothing_of_this_project_and_leaves_nothing(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    assert diskprefix.__name__ not in text
+    assert re.search(r"^folder=\"\$\(mktemp -d\)\"\ntrap 'rm -rf \"\$folder\"' EXIT$", text, re.MULTILINE)
+    installed = re.findall(r"\bpip install (?:--\S+ )*(.+)$", text, re.MULTILINE)
+    assert installed
+    assert all(re.fullmatch(r"[A-Za-z0-9_-]+==[0-9.]+", one) for line in installed for one in line.split())
+    assert re.search(r"^# Seen on \d{4}-\d\d-\d\d", text, re.MULTILINE)
+    assert re.search(r"^# (?:.*)Exits with 1 if that changes\.$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -88,7 +89,17 @@ class ObjectStore:
 
     def delete(self, paths: Sequence[str]) -> None:
         """Removes objects. A missing object is no error."""
-        self._call(lambda: self._obstore.delete(self._write_store, list(paths)), self.write_breaker)
+
+        def remove() -> None:
+            try:
+                self._obstore.delete(self._write_store, list(paths))
+            except FileNotFoundError:
+                # In a folder a missing object ends the call, and others of the list stay.
+                for path in paths:
+                    with suppress(FileNotFoundError):
+                        self._obstore.delete(self._write_store, path)
+
+        self._call(remove, self.write_breaker)
 
     def list(self, prefix: str) -> list[str]:
         """Returns the paths of all objects below a prefix. Raises `RemoteUnavailable` also for a listing that is too

@@ -157,7 +157,9 @@ def _check_files(download: Any, answers: _Answers) -> None:
         current.name = options["filename"]
         fetch(**options)
 
-    def bounded(url: str, temp_file: Any, *, expected_size: int, **options: Any) -> None:
+    def bounded(url: str, temp_file: Any, *, expected_size: int | None = None, **options: Any) -> None:
+        if expected_size is None:
+            raise ValueError(f"the size of {url} is not announced")
         file, before = _BoundedFile(temp_file, current.name, expected_size), answers.is_file
         answers.is_file = True
         try:

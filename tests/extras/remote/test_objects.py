@@ -73,6 +73,16 @@ def test_a_listing_that_is_too_long_to_be_true_is_not_read_to_its_end(
     assert len([*pages]) == 994
 
 
+@pytest.mark.parametrize("place", [0, 20, 40])
+def test_a_missing_object_keeps_no_other_from_being_deleted(place: int, objects: ObjectStore) -> None:
+    names = [f"object-{number}" for number in range(40)]
+    for name in names:
+        objects.put(name, b"")
+    objects.delete([*names[:place], "missing", *names[place:]])
+    assert objects.list("") == []
+    assert not objects.write_breaker.is_failing
+
+
 def test_a_folder_is_made_only_by_who_writes(tmp_path: Path) -> None:
     folder = tmp_path / "mistyped"
     with pytest.raises(SettingsError, match="cannot be used"):
