@@ -38,6 +38,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "quality": Tool("benchmarks.quality", "Quantised weights and KV: perplexity and agreement."),
         "pictures": Tool("benchmarks.pictures", "Screenshots after kill -9, known and other ones, beside texts."),
         "hostile": Tool("faults.hostile.program", "Good clients beside 56 that try to stop the daemon."),
+        "hung-disk": Tool("faults.hung_disk", "Clients in conversations beside a disk that stops answering."),
     },
     "Matrices": {
         "files": Tool(
