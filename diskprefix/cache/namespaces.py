@@ -100,6 +100,7 @@ class TenantNamespaces:
                 self._used[tenant] = TenantNamespace(root_hash(record.identity), record, seen)
             self._used.move_to_end(tenant)
             total = sum(namespace.seen.num_bytes for namespace in self._used.values())
+            # Bound: each round drops a tenant.
             while len(self._used) > 1 and (total > _MAX_BYTES or len(self._used) > _MAX_TENANTS):
                 total -= self._used.popitem(last=False)[1].seen.num_bytes
             return self._used[tenant]

@@ -145,6 +145,7 @@ class ActiveRequests:
         expires_at = self._cache.expires_at(options.ttl_s)
         begin = partial(self._pages.begin, owner, token_ids, computes_last=computes_last, expires_at=expires_at)
         memory = begin()
+        # Bound: each round frees the pages of something that waits to be written, and this thread adds nothing.
         while isinstance(memory, MemoryWait) and not self._pages.running and self._free_written_pages():
             memory = begin()
         return memory
@@ -208,6 +209,7 @@ class ActiveRequests:
         return [_with_spares(chunk) for chunk in with_room if chunk.sequence.state is not None]
 
     def _make_room(self, reply: Reply, end: int) -> bool:
+        # Bound: each round frees the pages of something that waits to be written, or takes those of a reply.
         while isinstance(reply.state, KVSequence) and not reply.state.make_room(end):
             if self._free_written_pages():
                 continue

@@ -102,6 +102,7 @@ class Recheck:
                 start, sequence = again.num_restored(), again.sequence
                 if not 0 < end - start <= _MAX_COMPUTED:
                     return None
+                # Bound: each step computes a token or more.
                 while sequence.num_tokens < end:
                     self._idle.compute(self._idle.served, sequence, token_ids[:end])
                     yield None

@@ -96,6 +96,7 @@ class Snapshot:
         """Yields the index and the stored bytes of each piece of a node's payload, in order."""
         cursor = self._txn.cursor(self._databases["payloads"])
         is_at_key = cursor.set_range(name)
+        # Bound: the cursor moves on.
         while is_at_key and (index := piece_index(cursor.key(), name)) is not None:
             yield index, memoryview(cursor.value())
             is_at_key = cursor.next()
@@ -197,6 +198,7 @@ class Snapshot:
         num_after = _common_at(after, after.set_range(beginning + some_ids), beginning, some_ids)
         has_before = before.prev() if before.set_range(beginning + some_ids) else before.last()
         num_before = _common_at(before, has_before, beginning, some_ids)
+        # Bound: one of the cursors moves on.
         while num_after or num_before:
             if num_after >= num_before:
                 yield bytes(after.key())[-HASH_BYTES:]
@@ -209,6 +211,7 @@ class Snapshot:
         """Yields `name` and its ancestors. Stops after the first block, or before a ghost or a node without a whole
         record. Does not verify records; the walk always ends."""
         position = 1 << 32
+        # Bound: positions fall.
         while (value := self.record("nodes", name)) is not None and node_position(value) < position:
             if node_kind(value) == Kind.GHOST:
                 break
@@ -289,6 +292,7 @@ class Snapshot:
         """Yields the keys that begin with a root, the last key first, with their values."""
         cursor = self._txn.cursor(self._databases[database])
         is_at_key = cursor.prev() if cursor.set_range(root + _PAST_THE_END) else cursor.last()
+        # Bound: the cursor moves on.
         while is_at_key and (key := bytes(cursor.key())).startswith(root):
             yield key, cursor.value()
             is_at_key = cursor.prev()
@@ -307,6 +311,7 @@ class Snapshot:
         """Yields the keys that begin with a root: of `seen`, `notes`, or `children` for its first blocks."""
         cursor = self._txn.cursor(self._databases[database])
         is_at_key = cursor.set_range(root)
+        # Bound: the cursor moves on.
         while is_at_key and (key := bytes(cursor.key())).startswith(root):
             yield key
             is_at_key = cursor.next()

@@ -393,6 +393,7 @@ class Writer:
 
     def _run(self) -> None:
         attempt = self.housekeeping.attempt
+        # Bound: `close` ends the thread.
         while True:
             attempt(self.housekeeping.notice_purge)
             with self._changed:
