@@ -245,7 +245,6 @@ class Loop:
             # Wholly stored prompts get their first tokens meanwhile. If the load fails, a step raises its error.
             return []
         self._served.speculation.plan(self._scheduler.next_replies())
-        self._scheduler.is_awaited = self._inbox.queue_depth > 0
         return self._scheduler.schedule(self._served.pace.max_prompt_rows(self._scheduler.crowd))
 
     def _compute(self, step: list[Chunk[Reply]]) -> bool:
