@@ -129,6 +129,11 @@ class TenantNamespaces:
         records = (prompt.record for prompt in prompts)
         namespace.replace(seen, ((record.came_at, record.ttl_s or self._ttl_s or math.inf) for record in records))
 
+    def drop_all(self) -> None:
+        """Drops all tenants, because their roots are others now. For any thread."""
+        with self._lock:
+            self._used.clear()
+
     def forget_deleted(self) -> None:
         """Drops the tenants with purged or expired prompts, which are read again when needed. Call it whenever another
         process may have purged something. Reads the store, so it is not for the engine's thread."""

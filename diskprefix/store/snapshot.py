@@ -150,9 +150,9 @@ class Snapshot:
         can be restored. Returns None if the store has neither."""
         roots, outdated = set[bytes](), set[bytes]()
         for root, value in self.records("roots"):
-            with suppress(StoreCorrupt):
+            with suppress(StoreCorrupt, ValueError):
                 record = decode_record(RootRecord, root, value)
-                if is_outdated(record.identity, served):
+                if is_outdated(record.model_identity, served):
                     outdated.add(root)
                 if PayloadLayout.parse(record.layout).states:
                     roots.add(root)
