@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from diskprefix.errors import StoreCorrupt
@@ -26,13 +27,20 @@ again; it is restored, and nothing is saved beside it. `other`: this build compu
 say so yet. `settled`: what is under the root has the bits of this build."""
 
 
+_MAX_IDENTITIES = 256
+"""The tenants whose identities are in memory."""
+
+
 class BuildBits:
     """The identity of one model, and what is known of the bits of this build. For any thread."""
 
     def __init__(self, store: Store, model: str, identity: Callable[[str], str], build: str) -> None:
         """`identity` and `build` are those of `PrefixCache`. Without a `build`, the identity says what computes."""
         self.state: BitsState = "unknown" if build else "settled"
-        self._store, self._model, self._identity, self._build = store, model, identity, build
+        self._store, self._model, self._build = store, model, build
+        # Each request asks several times.
+        self._identity = lru_cache(_MAX_IDENTITIES)(identity)
+        self._identity_of_build = lru_cache(_MAX_IDENTITIES)(identity_of_build)
         self._has_own_root = False
         """The digest of the build is a part of the identity."""
         self._stored_build = ""
@@ -43,7 +51,7 @@ class BuildBits:
     def identity(self, tenant: str) -> str:
         """Returns the identity of the model for a tenant, whose hash is the root."""
         identity = self._identity(tenant)
-        return identity_of_build(identity, self._build) if self._has_own_root else identity
+        return self._identity_of_build(identity, self._build) if self._has_own_root else identity
 
     def is_current(self, record: RootRecord) -> bool:
         """Returns whether this build uses a root of the model: not any more, if another build has computed it."""

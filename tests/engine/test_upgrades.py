@@ -259,6 +259,31 @@ def test_while_a_difference_cannot_be_recorded_nothing_is_restored_shared_or_sav
     assert [said(second).restored for _ in range(2)] == [0, 200]
 
 
+def test_a_request_between_the_new_epoch_and_the_new_root_has_neither(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store says that the bits differ, and the process has not read it yet."""
+    first = opened("one")
+    said(first)
+    old, stored = first.cache.root, content(first, first.cache.root)
+    second = opened("two")
+    with monkeypatch.context() as patch:
+        patch.setattr(BuildBits, "recall", lambda _: False)
+        with pytest.MonkeyPatch.context() as flips:
+            _flipping_one_bit(flips)
+            wait_for_recheck(second)
+        wait_for(lambda: len(models(second)) == 2)
+        second.cache.namespaces.forget_deleted()
+        for _ in range(2):
+            report = said(second)
+            assert (report.restored, report.miss_reason, report.saved) == (0, "upgraded", "none")
+        assert content(second, old) == stored
+    second.cache.recall_bits()
+    assert has_own_root(second, old)
+    assert [said(second).restored for _ in range(2)] == [0, 200]
+    assert content(second, old) == stored
+
+
 def test_a_recheck_that_fails_leaves_it_known_that_nothing_was_compared(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
