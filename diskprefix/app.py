@@ -104,7 +104,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             opened.callback(recorder.close)
             cache.namespaces.on_forget = recorder.forget
         exactness = {"exact_at": layout.exact_at, "exact_at_reason": measurement.reason or None}
-        identity = measurement.fingerprint.as_dict() | exactness | {"root": cache.root.hex()}
+        identity = measurement.fingerprint.as_dict() | exactness
         draft = None if settings.draft_model is None else load_draft(settings, loaded, cache, progress)
         engine = Engine(loaded, measurement.runtime, cache, recorder=recorder, identity=identity, draft=draft)
         engine.warm_up()

@@ -9,7 +9,9 @@ from typing import Any
 
 from msgspec import Struct
 
-_OF_BUILD = frozenset({"bits", "code", "torch_version", "transformers_version", "gguf_version", "numpy_version"})
+_OF_BUILD = frozenset(
+    {"bits", "build", "code", "torch_version", "transformers_version", "gguf_version", "numpy_version"}
+)
 """The fields that an upgrade changes."""
 
 
@@ -47,6 +49,12 @@ def identity_of_tenant(identity: str, tenant: str) -> str:
     if not isinstance(values, dict):
         raise ValueError("not an identity")
     return canonical(values | {"salt": tenant})
+
+
+def identity_of_build(identity: str, build: str) -> str:
+    """Returns the identity of state that only one build computes, from that of builds with the same bits."""
+    values = json.loads(identity)
+    return canonical(values | {"fingerprint": values["fingerprint"] | {"build": build}})
 
 
 def identity_fields(text: str) -> dict[str, str]:

@@ -59,6 +59,7 @@ Reason: TypeAlias = Literal[
     "faster_to_compute",
     "left_out",
     "write_budget",
+    "upgraded",
 ]
 """The reason for a boundary. Responses and log lines show these stable words. server/README.md explains each."""
 StateSource: TypeAlias = Literal["none", "memory", "disk", "remote"]

@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from diskprefix.cache.build_bits import BuildBits
 from diskprefix.cache.cost_model import CostModel
 from diskprefix.cache.namespaces import TenantNamespaces
 from diskprefix.cache.policy.scope import parse_scope
@@ -80,27 +81,21 @@ class PrefixCache:
         self.restored_tokens: Counter[str] = Counter(memory=0, disk=0, remote=0)
         """The number of restored tokens, by tier."""
         self.misses: Counter[str] = Counter()
-        self._identity = identity
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._secret = store.secret
         """The secret of the names in memory, also when another file has taken the store's place."""
+        self.bits = BuildBits(store, model_name, identity, "" if layout.unsupported else build)
+        self._model: ModelRecord | None = None
+        """The record of the model, as the writer has it."""
         self.namespaces = TenantNamespaces(store, self.root_record, on_prompts, settings.kv_cache_ttl)
-        self.on_forget.append(self.namespaces.forget_deleted)
-        shared = self.namespaces.get(SHARED)
+        self.on_forget.extend((self._recall_bits_again, self.namespaces.forget_deleted))
         with suppress(CacheError):
-            # The first request reads it again.
-            self.namespaces.read(shared)
-        self.root = shared.root
-        """The root of callers with neither key nor salt."""
-        self.must_recheck = False
-        """The store has state of another build, of which none was computed again. The engine's thread changes it."""
-        self._model = ModelRecord(model=model_name, identity=identity(str(SHARED)), build=build)
-        if not layout.unsupported:
-            with suppress(CacheError), store.reads.snapshot() as snapshot:
-                known = snapshot.model(self._model.identity)
-                self.must_recheck = known is not None and known.build != build
-            self.writer.add_model(self._model)
+            # The first request reads both again.
+            self.recall_bits()
+            self.namespaces.read(self.namespaces.get(SHARED))
+        # Without a build, there is nothing to recall.
+        self._set_model()
         self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes)
 
     @property
@@ -129,9 +124,10 @@ class PrefixCache:
 
     def owner_of(self, options: CacheOptions, private: bytes) -> Owner:
         """Returns the owner of a request's state in memory. `private` is a random key of the request, which is used if
-        the request shares nothing. With the scope `off`, the request does not begin with shared state either."""
+        the request shares nothing. With the scope `off`, or if what is shared has other bits, the request does not
+        begin with shared state either."""
         owner = self.owner(options.tenant)
-        if options.scope.kind == "off":
+        if options.scope.kind == "off" or self.bits.state == "other":
             return owner._replace(root=private, private=private)
         return owner if options.save else owner._replace(private=private)
 
@@ -158,26 +154,44 @@ class PrefixCache:
                 purged.remote_error = str(error)
         return purged
 
-    def note_build(self) -> None:
-        """Records that this build computes what is stored of the model. Raises `CacheError`."""
-        with self.store.changes() as changes:
-            changes.put_model(self._model)
+    @property
+    def root(self) -> bytes:
+        """The root of callers with neither key nor salt."""
+        return root_hash(self.bits.identity(str(SHARED)))
 
-    def drop_outdated(self) -> None:
-        """Removes all state of the model, of all tenants, because this build computes another one. Prompts that were
-        seen stay. Raises `CacheError`."""
+    @property
+    def must_recheck(self) -> bool:
+        """The store may have state of another build, of which none was computed again."""
+        return self.bits.state in ("unknown", "unchecked")
+
+    def recall_bits(self) -> None:
+        """Reads whether this build has a root of its own, which another process of the build may have found out. Reads
+        the store, so it is not for the engine's thread. Raises `CacheError`."""
+        if self.bits.recall():
+            self.namespaces.drop_all()
+            self._set_model()
+
+    def note_same_bits(self) -> None:
+        """Notes that this build computes what is stored of the model. Does not wait."""
+        self.bits.note_same()
+        self._set_model()
+
+    def note_other_bits(self) -> None:
+        """Notes that this build computes other bits than what is stored of the model, of all tenants. It gets another
+        root. Until the store has a record of that, nothing is restored, shared or saved. Does not wait."""
         self.count("outdated")
-        with self.store.changes() as changes:
-            records = list(changes.roots())
-            roots = [root for root, record in records if root == root_hash(self._identity(record.tenant))]
-            tops = {child: root for root in roots for child in changes.children(root, self.store.secret)}
-            # What requests have in memory goes too.
-            changes.record_purge()
-        self.store.read_epoch()
-        self.store.remove_subtrees(tops)
-        for forget in self.on_forget:
-            forget()
-        self.note_build()
+        self.bits.note_other()
+        self._set_model()
+
+    def _recall_bits_again(self) -> None:
+        with suppress(CacheError):
+            self.recall_bits()
+
+    def _set_model(self) -> None:
+        record = None if self.layout.unsupported else self.bits.record
+        if record is not None and record != self._model:
+            self.writer.set_model(record, self._model)
+            self._model = record
 
     def warm_up(self, sequence: KVSequence) -> None:
         """Starts the reading threads and runs their code once, so that the first restore is as fast as any other.
@@ -337,7 +351,7 @@ class PrefixCache:
             block_size=self.settings.block_size,
             layout=self.layout.describe(),
             created_at=time.time(),
-            identity=self._identity(str(tenant)),
+            identity=self.bits.identity(str(tenant)),
             tenant=str(tenant),
             tokenizer=self._tokenizer,
         )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from typing import Literal
 
 import numpy as np
 from msgspec.structs import replace
@@ -42,7 +43,6 @@ class CachedRequest:
         self.cache, self.namespace = cache, cache.namespaces.get(options.tenant)
         self.prompt, self.options = prompt, options
         self._context = context = RequestContext(cache, self.namespace, prompt, options, goes_on)
-        self._bypass = context.bypass
         num_tokens, reason = len(prompt.token_ids), self._bypass or "off"
         self._saver = Saver(context, Selection(scope=options.scope, prompt_tokens=num_tokens, reason=reason))
         self._pins = ExitStack()
@@ -61,6 +61,10 @@ class CachedRequest:
         """The reason of a miss is not known yet."""
         self._broken: Future[Break | None] | None = None
         """A search for the place that breaks an earlier prompt's prefix."""
+
+    @property
+    def _bypass(self) -> Literal["unsupported", "off", "upgraded"] | None:
+        return self._context.bypass
 
     @property
     def epoch(self) -> Epoch:

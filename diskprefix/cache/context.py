@@ -22,7 +22,7 @@ from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.write_budget import Spending, within_budget
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Upload
-from diskprefix.errors import CacheError
+from diskprefix.errors import CacheError, StoreUnavailable
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.store.changes import NewNode
 from diskprefix.store.notes import TenantNotes
@@ -58,11 +58,21 @@ class RequestContext:
         """The cost model's answers for the uses that do not pay."""
 
     @property
-    def bypass(self) -> Literal["unsupported", "off"] | None:
+    def bypass(self) -> Literal["unsupported", "off", "upgraded"] | None:
         """The reason why the request does without the cache."""
         if self.cache.layout.unsupported:
             return "unsupported"
+        if not self.cache.bits.is_current(self.namespace.record):
+            return "upgraded"
         return "off" if self.options.scope.kind == "off" else None
+
+    def require_known_bits(self) -> None:
+        """Reads from the store whose bits it has, if that is not known yet. Raises `CacheError`, also if the request's
+        root turns out to be that of another build."""
+        if self.cache.bits.state == "unknown":
+            self.cache.recall_bits()
+            if self.bypass is not None:
+                raise StoreUnavailable("what is stored has the bits of another version")
 
     def allows(self, use: Use, *, pays: bool) -> bool:
         """Returns whether a use is allowed, which `pays`, or which the cost model lets through. That is asked once."""
@@ -72,7 +82,7 @@ class RequestContext:
 
     def allows_saving(self, num_tokens: int) -> bool:
         """Returns whether to save the state of the first `num_tokens` tokens."""
-        return self.allows("save", pays=self.cache.cost_model.allows(num_tokens))
+        return self.cache.bits.state == "settled" and self.allows("save", pays=self.cache.cost_model.allows(num_tokens))
 
     @contextmanager
     def guarded(self, consequence: str) -> Iterator[None]:
@@ -109,6 +119,9 @@ class RequestContext:
             # Only the states of the tail are kept, as a checkpoint.
             points = (*selection.checkpoints, selection.aligned) if cache.layout.states else ()
             selection = replace(selection, keep_tail=False, checkpoints=points, votes=())
+        if selection.kept and cache.must_recheck:
+            # What is stored may be of a build with other bits, which goes on with it.
+            return selection.keeping_nothing("upgraded")
         if selection.kept and not self.allows_saving(selection.kept):
             return selection.keeping_nothing("faster_to_compute")
         if selection.reason == "write_budget":

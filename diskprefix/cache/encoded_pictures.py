@@ -59,7 +59,7 @@ class EncodedPictures:
         """Returns the output for a picture; None if some of its blocks are not stored, or with the scope `off`. Removes
         damaged blocks. Waits for the disk. `is_wanted` is called before each block; if it returns False, no more is
         read. For any thread."""
-        if options.scope.kind == "off":
+        if options.scope.kind == "off" or self._cache.bits.state in ("unknown", "other"):
             return None
         if (copied := self._copied.get((options.tenant, picture.name))) is not None:
             return copied
@@ -88,7 +88,7 @@ class EncodedPictures:
         output took. For the engine's thread; the copy is made on another thread."""
         cache, num_bytes, writer = self._cache, rows.nbytes, self._cache.writer
         spending = cache.spending(options.tenant)
-        if not are_saved(options) or cache.store.problem is not None:
+        if not are_saved(options) or cache.store.problem is not None or cache.bits.state != "settled":
             return
         if spending is not None and not spending.allows_picture(num_bytes, is_asked=options.is_asked):
             cache.count("unaffordable")

@@ -118,6 +118,7 @@ class Fetch:
     def _restore(self, *, loads: bool) -> None:
         restored, self.needs_load = None, False
         with self._context.guarded("nothing is restored"):
+            self._context.require_known_bits()
             restored = self._restoration.run(self.sequence, self.have, self._logits, loads=loads)
             if restored is not None and not restored.matched and self._context.is_outdated(self._nodes):
                 restored = replace(restored, refused="upgraded")

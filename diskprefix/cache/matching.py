@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from operator import attrgetter
 from typing import Generic, TypeVar
 
 from msgspec import Struct, field
@@ -87,8 +86,10 @@ class Matcher(Struct, Generic[_Index]):
             self.needs_logits = stop < len(self.nodes.token_ids) or not self.has_logits()
 
     def drop(self, node: Node) -> None:
-        """Drops a damaged node, and the nodes that continue it."""
-        if node.kind == Kind.CHECKPOINT or (node.kind == Kind.TAIL and node != self.tail):
+        """Drops a damaged node, which its index no longer has, and the nodes that continue it."""
+        matched = self.partial_match and self.partial_match.node
+        if node.kind == Kind.CHECKPOINT or (node.kind == Kind.TAIL and node not in (self.tail, matched)):
+            # It gave states only. The next `restorable` asks the indexes for other states.
             return
         self.tail = None
         self.blocks = [block for block in self.blocks if block.end <= node.position]
@@ -126,16 +127,20 @@ class Matcher(Struct, Generic[_Index]):
         parent, start = self.nodes.parent(len(self.blocks)), len(self.blocks) * self.nodes.block_size
         # No node has more tokens.
         behind = self.nodes.token_ids[start : start + self.nodes.block_size]
-        matches: list[PartialMatch] = []
+        matches: list[tuple[PartialMatch, _Index]] = []
         for index in self.indexes if len(behind) else ():
             for node, token_ids in index.similar(parent, behind):
                 num_common = common_prefix_length(token_ids, behind)
                 if node.position == start and num_common:
-                    matches.append(PartialMatch(node, start + num_common))
-                    self.index_of.setdefault(node.name, index)
+                    matches.append((PartialMatch(node, start + num_common), index))
                     # The nodes after it share no more.
                     break
-        return max(matches, key=attrgetter("end", "node.end"), default=None)
+        if not matches:
+            return None
+        match, index = max(matches, key=lambda found: (found[0].end, found[0].node.end))
+        # Another index may have had the node, and dropped it.
+        self.index_of[match.node.name] = index
+        return match
 
     def _is_stored(self, node: Node) -> bool:
         if not self.is_wanted():

@@ -100,6 +100,7 @@ class TenantNamespaces:
                 self._used[tenant] = TenantNamespace(root_hash(record.identity), record, seen)
             self._used.move_to_end(tenant)
             total = sum(namespace.seen.num_bytes for namespace in self._used.values())
+            # Bound: each round drops a tenant.
             while len(self._used) > 1 and (total > _MAX_BYTES or len(self._used) > _MAX_TENANTS):
                 total -= self._used.popitem(last=False)[1].seen.num_bytes
             return self._used[tenant]
@@ -127,6 +128,11 @@ class TenantNamespaces:
             seen.remember(prompt.token_ids, tuple(prompt.blocks), prompt.record.group)
         records = (prompt.record for prompt in prompts)
         namespace.replace(seen, ((record.came_at, record.ttl_s or self._ttl_s or math.inf) for record in records))
+
+    def drop_all(self) -> None:
+        """Drops all tenants, because their roots are others now. For any thread."""
+        with self._lock:
+            self._used.clear()
 
     def forget_deleted(self) -> None:
         """Drops the tenants with purged or expired prompts, which are read again when needed. Call it whenever another

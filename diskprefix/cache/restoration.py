@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct, field
@@ -21,6 +22,16 @@ from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.evictor import Evictor
 from diskprefix.tokens import Logits, floor_to_grid
 from diskprefix.values import Refused, StateSource
+
+
+class _LoadedPrefix(NamedTuple):
+    """The result of loading: the first `stop` tokens were loaded by `loader` from the nodes of `path`, except the first
+    `have` ones, which the sequence had."""
+
+    path: Sequence[Node]
+    stop: int
+    have: int
+    loader: Loader
 
 
 class Restoration(Struct):
@@ -82,34 +93,11 @@ class Restoration(Struct):
             matched = time.perf_counter()
             if self._logits is not None and stop == len(self.nodes.token_ids):
                 self._send_logits(sequence, self._logits)
-            while True:
-                missing = [(node, matcher.index_of[node.name]) for node in path if min(node.end, stop) > have]
-                first_needed = self._first_needed(matcher, stop)
-                on_logits = partial(self._send_logits, sequence)
-                loader = Loader(
-                    self.nodes, missing, have, stop, first_needed, sequence, on_logits, self.on_block, self.is_wanted
-                )
-                if not missing:
-                    break
-                if not loads:
-                    return None
-                self.num_intact = 0
-                for number in range(len(self.layout.groups)):
-                    sequence.prepare_restore(number, floor_to_grid(first_needed[number], self.nodes.block_size), stop)
-                if not self.layout.states and sequence.continues_at(have):
-                    # No states are overwritten, and no window has moved on.
-                    self.num_intact = have
-                if (bad := loader.run(self.readers)) is None:
-                    if loader.is_cut:
-                        return None
-                    break
-                node, view, error = bad
-                view.drop(node, error)
-                matcher.drop(node)
-                have = self.num_intact
-                sequence.truncate(have)
-                path, stop = self._select(matcher, have)
+            prefix = self._load(matcher, path, stop, sequence, have, loads=loads)
+        if prefix is None:
+            return None
         loaded = time.perf_counter()
+        stop, have, loader = prefix.stop, prefix.have, prefix.loader
         if stop > have:
             at_end = loader.logits if matcher.tail is not None else self._logits
             logits = sequence.logits_from(at_end) if at_end is not None and stop == len(self.nodes.token_ids) else None
@@ -122,14 +110,54 @@ class Restoration(Struct):
             has_tail=matcher.tail is not None,
             blocks=matcher.blocks,
             partial_match=matcher.partial_match,
-            last_node=path[-1].name if path else None,
+            last_node=prefix.path[-1].name if prefix.path else None,
             matched=max(deepest.end if deepest else 0, num_tokens),
             refused=self._why_refused(deepest, num_tokens),
-            source=self._source(missing) if num_tokens else "none",
+            source=self._source(loader.path) if num_tokens else "none",
             prefill_s=prefill_s * num_tokens,
             lookup_ms=(matched - started) * 1e3,
             restore_ms=(loaded - matched) * 1e3,
         )
+
+    def _load(
+        self, matcher: Matcher[View], path: list[Node], stop: int, sequence: KVSequence, have: int, *, loads: bool
+    ) -> _LoadedPrefix | None:
+        """Loads the nodes of a path, see `run`. Returns None if something is left to load."""
+        # Bound: each round but the last one removes a damaged node. The last one has nothing to load.
+        for rounds_left in range(self.nodes.num_blocks + 2, -1, -1):
+            missing = [(node, matcher.index_of[node.name]) for node in path if min(node.end, stop) > have]
+            first_needed, on_logits = self._first_needed(matcher, stop), partial(self._send_logits, sequence)
+            loader = Loader(
+                self.nodes, missing, have, stop, first_needed, sequence, on_logits, self.on_block, self.is_wanted
+            )
+            if not missing:
+                break
+            if not loads:
+                return None
+            self._prepare(sequence, first_needed, have, stop)
+            if (bad := loader.run(self.readers)) is None:
+                if loader.is_cut:
+                    return None
+                break
+            node, view, error = bad
+            assert node.name not in view.damaged, "a view has no node that it dropped"
+            view.drop(node, error)
+            matcher.drop(node)
+            have = self.num_intact
+            sequence.truncate(have)
+            path, stop = self._select(matcher, have) if rounds_left > 1 else ([], 0)
+        return _LoadedPrefix(path, stop, have, loader)
+
+    def _prepare(self, sequence: KVSequence, first_needed: Mapping[int, int], have: int, stop: int) -> None:
+        """Takes the pages of a restore. Raises `MemoryError` if there are too few; the sequence keeps `num_intact`."""
+        for number in range(len(self.layout.groups)):
+            sequence.prepare_restore(number, floor_to_grid(first_needed[number], self.nodes.block_size), stop)
+            if not sequence.continues_at(have):
+                # Pages that a window has passed went back.
+                self.num_intact = 0
+        if self.layout.states:
+            # Loading overwrites them.
+            self.num_intact = 0
 
     def _send_logits(self, sequence: KVSequence, logits: Bytes) -> None:
         self.on_logits(sequence.logits_from(logits))

@@ -70,19 +70,23 @@ class ActiveRequests:
 
     def admit(self, tickets: list[Ticket]) -> Iterator[Reply]:
         """Yields the replies that get memory: accepted ones first, by age, then those of waiting requests, whose
-        callers take turns. Nobody passes a reply or request that waits for memory."""
+        callers take turns. Nobody passes a reply or request that waits for memory, unless it gives way."""
         waiting: list[Ticket | Reply] = [*sorted(self.waiting, key=lambda reply: reply.arrived)]
         for waiter in chain(waiting, self._turns(tickets)):
             if isinstance(waiter, Reply):
+                if waiter not in self.waiting or not (waiter.has_begun or waiter.running.is_published):
+                    continue
                 # A reply that lost its memory keeps its place. The further replies of a request need one.
-                may_begin = waiter.has_begun or (waiter.running.is_published and self.has_place)
-                if waiter not in self.waiting or not may_begin:
+                if not waiter.has_begun and not self.has_place:
+                    self._end_giving_way(waiter)
                     continue
             try:
                 memory = self._memory_for(waiter)
-                if isinstance(memory, MemoryWait):
+                if isinstance(memory, MemoryWait | PrefixWait):
+                    self._end_giving_way(waiter, memory)
+                if isinstance(memory, MemoryWait) and not _gives_way(waiter):
                     return
-                if memory is None or isinstance(memory, PrefixWait):
+                if memory is None or isinstance(memory, MemoryWait | PrefixWait):
                     continue
                 reply = waiter if isinstance(waiter, Reply) else self._accept(waiter, memory)
             except Exception as error:  # noqa: BLE001 (the client gets it, and the thread must outlive any request)
@@ -91,6 +95,13 @@ class ActiveRequests:
             self.waiting.remove(reply)
             reply.state, reply.has_begun = memory, True
             yield reply
+
+    def _end_giving_way(self, waiter: Ticket | Reply, wait: PrefixWait | MemoryWait | None = None) -> None:
+        """Ends the giving way of the reply whose prefix a `waiter` waits for; of all replies if it waits for memory, or
+        without a `wait` for a place. Otherwise the waiter would wait for all replies of others to end."""
+        for reply in () if _gives_way(waiter) else self.replies:
+            if not isinstance(wait, PrefixWait) or reply.state is wait.sequence:
+                reply.gives_way = False
 
     def _turns(self, tickets: list[Ticket]) -> Iterator[Ticket]:
         """Yields the waiting requests for which there is a place. Callers take turns.
@@ -106,6 +117,8 @@ class ActiveRequests:
             is_first = item[1].request.caller not in callers
             has_place = is_first and len(set(callers)) < _CALLERS_PER_SEQUENCE * self._served.max_sequences
             if not has_place and not self.has_place:
+                for _, ticket in (item, *numbered):
+                    self._end_giving_way(ticket)
                 return
             yield item[1]
 
@@ -145,6 +158,7 @@ class ActiveRequests:
         expires_at = self._cache.expires_at(options.ttl_s)
         begin = partial(self._pages.begin, owner, token_ids, computes_last=computes_last, expires_at=expires_at)
         memory = begin()
+        # Bound: each round frees the pages of something that waits to be written, and this thread adds nothing.
         while isinstance(memory, MemoryWait) and not self._pages.running and self._free_written_pages():
             memory = begin()
         return memory
@@ -185,7 +199,7 @@ class ActiveRequests:
                 arrived=self._num_arrived + index + 1,
                 prompt_tokens=len(prompt),
                 packs=served.packs,
-                gives_way=request.sampling.max_tokens == 0 and request.reading is None,
+                gives_way=_gives_way(ticket),
                 grid=len(prompt) if layout.unsupported else self._cache.settings.block_size,
                 spans=() if pictures is None else pictures.spans,
                 sampler=Sampler(request.sampling, running.known_ids, index, constraint),
@@ -208,6 +222,7 @@ class ActiveRequests:
         return [_with_spares(chunk) for chunk in with_room if chunk.sequence.state is not None]
 
     def _make_room(self, reply: Reply, end: int) -> bool:
+        # Bound: each round frees the pages of something that waits to be written, or takes those of a reply.
         while isinstance(reply.state, KVSequence) and not reply.state.make_room(end):
             if self._free_written_pages():
                 continue
@@ -345,6 +360,13 @@ class ActiveRequests:
         self._inbox.begin_request(ticket)
         _send_last(ticket, error_event(error, ticket.request))
         self._inbox.end_request(ticket)
+
+
+def _gives_way(waiter: Ticket | Reply) -> bool:
+    """Returns whether nobody waits for the reply of a waiter: it has no token."""
+    if isinstance(waiter, Reply):
+        return waiter.gives_way
+    return waiter.request.sampling.max_tokens == 0 and waiter.request.reading is None
 
 
 def _with_spares(chunk: Chunk[Reply]) -> Chunk[Reply]:

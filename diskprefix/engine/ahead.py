@@ -48,6 +48,7 @@ class Ahead:
                 cached.choose_ahead(sequence)
                 if model is self._idle.served:
                     self._record(prompt, options, cached, start)
+                # Bound: each step computes a token or more.
                 while sequence.num_tokens < len(token_ids):
                     began_s, num_tokens = time.process_time(), sequence.num_tokens
                     self._idle.compute(model, sequence, token_ids)

@@ -310,6 +310,7 @@ class ConstrainedCalls:
         thought, begins = self._constraint.before, self._constraint.begins
         assert begins is not None
         self._tail += text
+        # Bound: each round but the first removes the end of a thought from the text.
         while True:
             if self._in_thought and thought is not None:
                 _, end, rest = self._tail.partition(thought.end)

@@ -119,7 +119,8 @@ def loosened(tokenizer: LLTokenizer, source: str) -> Loosened:
     memory."""
     try:
         schema, left_out = json.loads(source), list[str]()
-        while found := _fault(tokenizer, schema):
+        # Bound: each round removes a keyword or a `oneOf`, or all of the schema.
+        while schema and (found := _fault(tokenizer, schema)):
             place, reason = found
             part = schema
             for step in place:

@@ -76,6 +76,7 @@ class TextStream:
         if is_first and data.startswith(b" ") and not self._decode([item.token_id]).startswith(" "):
             # Some decoders drop the blank at the beginning of a text.
             data = data[1:]
+        # Bound: the likeliest alternatives have none of their own.
         return replace(item, data=data, top=tuple(self._with_bytes(one, is_first=is_first) for one in item.top))
 
     def _text_of(self, token: int) -> str:
@@ -151,6 +152,7 @@ class _StopSearch:
     def _extended(self, matched: int, character: str, ends: list[int] | None = None) -> int:
         """Returns the length of the part of `text` that a text ends with, which ended with `matched` of it before this
         character."""
+        # Bound: each round falls back to a shorter part.
         while matched and self.text[matched] != character:
             matched = (ends or self._ends)[matched - 1]
         return matched + (self.text[matched] == character)

@@ -50,9 +50,12 @@ def probe_devices() -> None:
 
 def _follows_from_driver(error: BaseException) -> bool:
     cause: BaseException | None = error
+    seen: set[int] = set()
     # An error of this project explains its cause itself. An unrelated error that was raised while a driver's error was
     # handled has its own cause.
-    while cause is not None and not isinstance(cause, DiskPrefixError):
+    # Bound: no error comes twice, although errors may name each other as their causes.
+    while cause is not None and id(cause) not in seen and not isinstance(cause, DiskPrefixError):
+        seen.add(id(cause))
         if _is_from_driver(cause):
             return True
         cause = cause.__cause__ or (cause.__context__ if isinstance(cause, RuntimeError) else None)

@@ -125,6 +125,7 @@ class ChainProposer(Proposer, ABC):
 
     def _guess(self, continuing: list[Draft], num_decoding: int) -> None:
         times, cost, tokens, num_rows, spent = self._times, self._cost, float(num_decoding), num_decoding, 0.0
+        # Bound: each round adds a guess to each draft, which has `_most` of them at the most.
         while continuing:
             is_measured, started = spent > 0 or self._is_like_others(continuing), self._clock()
             found = self._guarded_call([one.reply for one in continuing], partial(self._compute_guesses, continuing))

@@ -147,6 +147,7 @@ class Fetches:
         """Returns the reads that ended, and those that are given up now. A read that is given up is returned again when
         it `is_late`."""
         now, returned = time.monotonic(), list[Read]()
+        # Bound: each open read ends once.
         while self._ended:
             read = self._ended.popleft()
             self._open.remove(read)

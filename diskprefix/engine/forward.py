@@ -46,6 +46,7 @@ def forward(runtime: Runtime, step: list[Chunk[Reply]]) -> list[Logits | Excepti
             return [StateLost() for _ in step]
     for chunk in step:
         _state_of(chunk).truncate(chunk.start)
+    # Bound: a step of one sequence is not computed again.
     return [result for chunk in step for result in forward(runtime, [chunk])]
 
 

@@ -76,6 +76,7 @@ def with_any_of(schema: JsonSchema, *, only_proven: bool) -> tuple[JsonSchema, l
     def change(part: Any, path: Path) -> Any:
         if not isinstance(part, dict):
             return part
+        # Bound: the nesting of the schema.
         changed = with_parts(part, lambda inner, step: change(inner, path + step))
         if not isinstance(branches := part.get("oneOf"), list) or "anyOf" in part:
             return changed
@@ -220,6 +221,7 @@ def _within_doubles(schema: Any) -> Any:
     """Returns a schema whose bounds beyond 2**53 are doubles, moved inwards: no reply is outside of the given ones."""
     if not isinstance(schema, dict):
         return schema
+    # Bound: the nesting of the schema.
     changed = with_parts(schema, lambda inner, _: _within_doubles(inner))
     return {key: _inwards(value, _BOUNDS[key]) if key in _BOUNDS else value for key, value in changed.items()}
 
@@ -241,6 +243,7 @@ def _is_big(value: Any) -> bool:
 def _has_big(value: Any) -> bool:
     """Returns whether a value is or holds an integer that no double keeps."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    # Bound: the nesting of the value.
     return _is_big(value) or any(map(_has_big, inner))
 
 
@@ -249,6 +252,7 @@ def _holds_big(schema: Any, references: JsonSchema, seen: set[str]) -> bool:
     if not isinstance(schema, dict):
         return False
     if isinstance(reference := schema.get("$ref"), str) and reference not in seen:
+        # Bound: the nesting of the schema, and no reference comes twice.
         seen.add(reference)
         if _holds_big(references.get(reference), references, seen):
             return True
@@ -278,6 +282,7 @@ class _ExactRules:
 
     def value(self, schema: Any) -> str:
         """Returns the expression of a value of a schema."""
+        # Bound: the nesting of the schema, and no reference gets two rules.
         # A schema that has a rule holds such an integer.
         is_named = isinstance(schema, dict) and str(schema.get("$ref")) in self._named
         if not is_named and not _holds_big(schema, self._references, set()):

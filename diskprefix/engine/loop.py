@@ -58,6 +58,7 @@ class Loop:
     def run(self) -> None:
         """Returns when the inbox is stopped. Raises `DeviceLost`."""
         try:
+            # Bound: `Inbox.stop` ends the thread.
             while True:
                 self._take_in()
                 has_encoded = self._rows is not None and self._rows.run_slice()
@@ -99,6 +100,7 @@ class Loop:
         for running in [one for one in active.requests if one.ticket.cancelled and not one.is_fetching]:
             with active.failing(running):
                 active.cancel(running)
+        # Bound: each prompt that is fetched adds one at the most.
         while self._early_logits:
             reply, logits = self._early_logits.popleft()
             reply.sample_early(logits)
@@ -209,6 +211,7 @@ class Loop:
         if pictures is not None and reply.num_computed < reply.prompt_tokens:
             self._rows = self._rows or self._new_rows()
             options = reply.running.request.cache
+            # Bound: each round gives a picture its rows, or leaves.
             while (number := pictures.missing(reply.num_computed)) is not None:
                 if not self._rows.want(pictures, number, options):
                     break
@@ -242,7 +245,6 @@ class Loop:
             # Wholly stored prompts get their first tokens meanwhile. If the load fails, a step raises its error.
             return []
         self._served.speculation.plan(self._scheduler.next_replies())
-        self._scheduler.is_awaited = self._inbox.queue_depth > 0
         return self._scheduler.schedule(self._served.pace.max_prompt_rows(self._scheduler.crowd))
 
     def _compute(self, step: list[Chunk[Reply]]) -> bool:
@@ -251,6 +253,7 @@ class Loop:
         step = self._active.with_memory(step)
         if not step:
             # The rest of the step, now: the replies that lost their memory would get it back first.
+            # Bound: each call has taken the memory of a reply.
             others = self._next_step() if len(self._active.waiting) > num_preempted else []
             return bool(others) and self._compute(others)
         num_rows = sum(chunk.num_rows for chunk in step)

@@ -1,12 +1,15 @@
 """Computes a few stored blocks again after an upgrade, while nobody waits.
 
 A build has the same root as one before it if tiny models give the same bits with both (`model.bits`). What these do not
-reach shows here: if a block differs from what is stored, nothing of the earlier build is used any more.
+reach shows here: if a block differs from what is stored, this build gets another root (`cache.build_bits`). Until the
+blocks are compared, what is stored is restored, and nothing is saved.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,6 +30,8 @@ log = logging.getLogger("diskprefix")
 
 _PROMPTS, _MAX_TOKENS, _MAX_COMPUTED = 3, 4096, 1024
 """The saved prompts that are looked at, the tokens of each that are restored, and those that are computed."""
+_RETRY_S = 60.0
+"""The least time between a failure and the next attempt."""
 
 
 class _PromptToCheck(NamedTuple):
@@ -43,33 +48,46 @@ class Recheck:
         self._idle, self._cache = idle, idle.cache
         self._left: list[_PromptToCheck] | None = None
         """The prompts that were not computed again."""
-        self._num_equal = 0
+        self._num_equal = self._num_failed = 0
+        self._retry_at = -math.inf
+        """The time on the clock of `time.monotonic` before which nothing is tried again after a failure."""
 
     def begin(self) -> Steps | None:
-        return self._check() if self._cache.must_recheck else None
+        return self._check() if self._cache.must_recheck and time.monotonic() >= self._retry_at else None
 
     def give_up(self, reason: str) -> None:
-        log.info("[disk-cache] what an earlier version has stored is not computed again: %s", reason)
-        self._cache.must_recheck = False
+        """Leaves out the prompt that failed. What is stored is still to be compared."""
+        log.info("[disk-cache] what an earlier version has stored is not computed again now: %s", reason)
+        self._retry_at = time.monotonic() + _RETRY_S
+        if self._left:
+            self._left.pop()
+            self._num_failed += 1
 
     def _check(self) -> Steps:
+        if self._cache.bits.state == "unknown":
+            yield (recalled := self._idle.read(self._cache.recall_bits))
+            recalled.result()
+            return
         if self._left is None:
             yield (found := self._idle.read(self._chosen))
             self._left = found.result()
+        # Bound: each round compares a prompt.
         while self._left:
             is_equal = yield from self._is_equal(self._left[-1])
-            self._left.pop()
+            # A request that comes must not hide a difference: no step lies between.
             if is_equal is False:
-                log.warning("[disk-cache] this version computes other bits than what is stored, which is dropped")
-                yield (done := self._idle.read(self._cache.drop_outdated))
-                break
+                log.warning("[disk-cache] this version computes other bits than what is stored: it is used no more")
+                self._cache.note_other_bits()
+                return
+            self._left.pop()
             self._num_equal += is_equal is True
-        else:
-            yield (done := self._idle.read(self._cache.note_build))
-            found_equal = counted(self._num_equal, "stored prompt")
-            log.info("[disk-cache] this version computes the bits of an earlier one: %s looked at", found_equal)
-        done.result()
-        self._cache.must_recheck = False
+        if self._num_failed and not self._num_equal:
+            # Nothing was compared.
+            self._left, self._num_failed = None, 0
+            return
+        self._cache.note_same_bits()
+        found_equal = counted(self._num_equal, "stored prompt")
+        log.info("[disk-cache] this version computes the bits of an earlier one: %s looked at", found_equal)
 
     def _chosen(self) -> list[_PromptToCheck]:
         """Returns saved prompts of the model, of any tenant. On the reader's thread."""
@@ -102,6 +120,7 @@ class Recheck:
                 start, sequence = again.num_restored(), again.sequence
                 if not 0 < end - start <= _MAX_COMPUTED:
                     return None
+                # Bound: each step computes a token or more.
                 while sequence.num_tokens < end:
                     self._idle.compute(self._idle.served, sequence, token_ids[:end])
                     yield None

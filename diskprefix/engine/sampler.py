@@ -72,6 +72,7 @@ class Sampler:
         token = self._choose(logits, forbidden)
         if limit is not None and (constraint is None or constraint.is_free):
             token = limit.in_place_of(token)
+        # Bound: each round forbids one more token, and without any left `_choose` raises an error.
         while constraint is not None and not constraint.accept(token):
             forbidden = np.zeros(len(logits), np.bool_) if forbidden is None else forbidden
             forbidden[token] = True

@@ -7,7 +7,7 @@ overtakes it: after four times its own length nothing new passes it. A step in w
 prompts that end too, but not with a part of one: that would only delay the first token.
 
 A prompt that `gives_way`, because nobody waits for a reply, is computed while there is no other sequence, in small
-steps.
+steps. Once a request waits for it, it gives way no more.
 
 Sequences that do not pack take turns: the one that computed longest ago comes first, and all prompts count as one.
 
@@ -121,8 +121,6 @@ class Scheduler(Generic[S]):
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
         self._max_rows = max_rows
         self.sequences: list[S] = []
-        self.is_awaited = False
-        """A request waits, perhaps for what a prompt that gives way computes."""
         self._rows_of: dict[Hashable, int] = {}
         """The prompt rows that each tenant had, of tenants that have prompts or had more rows than those."""
         self._num_steps = 0
@@ -221,7 +219,7 @@ class Scheduler(Generic[S]):
         decoding = self.next_replies()
         prompts = [sequence for sequence in sequences if not sequence.is_decoding]
         step = [Chunk(sequence, sequence.num_computed, sequence.num_known) for sequence in decoding]
-        gives_way = not self.is_awaited and all(sequence.gives_way for sequence in sequences)
+        gives_way = all(sequence.gives_way for sequence in sequences)
         room, has_end = (IDLE_ROWS if gives_way else self._max_rows) - len(step), False
         if step and prompts and max_prompt_rows is not None:
             room = min(room, max_prompt_rows)

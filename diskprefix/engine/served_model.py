@@ -94,7 +94,7 @@ class ServedModel:
         self._check_pictures()
         self.figures = EngineFigures()
         self.recorder = recorder
-        self.identity = identity or {}
+        self._identity = identity or {}
         self.max_sequences = cache.settings.max_sequences
         self.packs = cache.layout.packs
         """True if one step can compute several sequences."""
@@ -145,6 +145,11 @@ class ServedModel:
             self._require_uncached()
         else:
             self._touch_memory()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields of the fingerprint and the root, for people."""
+        return {**self._identity, "root": self.cache.root.hex()}
 
     def warm_up(self) -> None:
         """Makes the plan of a step, and runs the code of a restore once. Both make the first request faster."""

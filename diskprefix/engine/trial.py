@@ -133,6 +133,7 @@ class Trials:
                     ours.shutdown(socket.SHUT_WR)
                 answer = bytearray()
                 with suppress(OSError):
+                    # Bound: the time and the memory of a trial.
                     while piece := ours.recv(1 << 16):
                         answer += piece
                 if answer:
@@ -206,6 +207,7 @@ def serve(control_fd: int) -> None:
         text, num_tokens, eos = json.loads(_receive_exactly(control, num_bytes))
         tokenizer = LLTokenizer(text, n_vocab=num_tokens, eos_token=eos)
         control.settimeout(_IDLE_S)
+        # Bound: the life of the daemon, whose end of the socket closes with it.
         while True:
             try:
                 _, fds, _, _ = socket.recv_fds(control, 1, 1)

@@ -124,6 +124,7 @@ class KeptBlocks:
     def token_ids_of(self, block: KeptBlock) -> TokenIds | None:
         """Returns the tokens up to the end of a block; None if a block before it is missing."""
         parts = [block.token_ids]
+        # Bound: positions fall.
         while block.position:
             parent = self.blocks.get((block.owner, block.parent))
             if parent is None:

@@ -177,6 +177,7 @@ class PagePool:
         """Wipes free pages, whose content may have been purged, and gives their memory back."""
         with self.lock:
             for pages in self._free:
+                # Bound: each round gives a page back.
                 while pages:
                     pages[-1].is_secret = True
                     self._give_back(pages)
@@ -207,6 +208,7 @@ class PagePool:
             return errors
 
     def _take_page(self, group: int, limit_bytes: int, num_missing: int) -> Page | None:
+        # Bound: each round gives a free page back, or frees kept ones.
         while not self._free[group]:
             size = self.page_bytes[group]
             if self.taken_bytes + size <= limit_bytes and (page := self._make_blank(group)) is not None:

@@ -19,6 +19,7 @@ def populate(memory: Iterable[tuple[int, int]], is_wanted: Callable[[], bool] = 
     True. The content stays. For any thread, also while others use the memory."""
     for start, num_bytes in memory:
         first, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, start + num_bytes
+        # Bound: each part has a byte or more.
         while first < stop and is_wanted():
             part = min(_POPULATED_BYTES - first % _POPULATED_BYTES, stop - first)
             if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(part), _MADV_POPULATE_WRITE):

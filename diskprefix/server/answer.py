@@ -241,7 +241,7 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = 
     threads = arrival.daemon.threads
 
     async def run(kind: Kind, work: Callable[..., Any], *values: Any) -> Any:
-        # Ends: `StoredTurns` raises it a few times at most.
+        # Bound: `StoredTurns` raises it a few times at most.
         while True:
             try:
                 return await threads.run_for(arrival.request, kind, work, *values)

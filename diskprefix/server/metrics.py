@@ -43,7 +43,7 @@ _COUNTERS = {
     "quarantined": ("store_quarantined_records", "Records set aside because they failed their checks."),
     "errors": ("cache_errors", "Failures of the cache that became misses."),
     "stalled_reads": ("cache_stalled_reads", "Reads of the disk that prompts did not wait for, as they hung."),
-    "outdated": ("cache_outdated", "Times that all state of a model was dropped: an earlier version had other bits."),
+    "outdated": ("cache_outdated", "Times that an earlier version's state was found to have other bits."),
     "ahead_tokens": ("ahead_tokens", "Prompt tokens that were computed while nobody waited (--ahead)."),
 }
 """Name of a count in the cache's report → name and help of its metric."""

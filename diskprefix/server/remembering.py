@@ -76,7 +76,7 @@ def stored_turns(serving: Serving, cache: CacheOptions, patience: Patience | Non
 
 def with_turns(turns: StoredTurns, work: Callable[[], T]) -> T:
     """Runs `work`, which may raise `RecordsUnread`, on a thread that may wait for the disk."""
-    # Ends: `require_read` raises it three times at most.
+    # Bound: `require_read` raises it three times at most.
     while True:
         try:
             return work()

@@ -255,6 +255,7 @@ class Changes(Snapshot):
         stored_at: dict[int, list[tuple[Kind, bytes, bytes]]] = {node.end: []}
         own_s = limits_s(recorded_ttl(node.ttl_s), ttl_s)
         parent, position, behind = node.parent, node.position, node.token_ids.tobytes()
+        # Bound: positions fall.
         while True:
             usage = self.usage(parent) if position else None
             if not position or (usage is not None and usage.children > 1):
@@ -264,7 +265,8 @@ class Changes(Snapshot):
                         if stored is not None and limits_s(stored.ttl_s, ttl_s) <= own_s:
                             stored_at.setdefault(position + number, []).append((kind, name, parent))
             block = self.node(parent) if position else None
-            if block is None:
+            if block is None or block.position >= position:
+                # A damaged record could lead around in a circle.
                 break
             parent, position, behind = block.parent, block.position, block.token_ids.tobytes()
         superseded = superseded_ends(stored_at, anchors)
@@ -407,6 +409,7 @@ class Changes(Snapshot):
         """Removes all stored pieces. Does not use the record that counts them, which may be damaged."""
         self._require_sound_runs(name)
         cursor = self._txn.cursor(self._databases["payloads"])
+        # Bound: each round removes a record.
         while cursor.set_range(name) and piece_index(cursor.key(), name) is not None:
             cursor.delete()
 

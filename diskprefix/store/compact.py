@@ -187,6 +187,7 @@ def _copy(snapshot: Snapshot, folder: Path, num_bytes: int, advance: Callable[[i
     """Copies all records of a snapshot into a new file, which is not durable yet."""
     with _new_file(folder, num_bytes) as (copy, databases):
         records, done_bytes = _records(snapshot), _BATCH_BYTES
+        # Bound: each round copies records that no other copies; a batch that is not full is the last one.
         while done_bytes >= _BATCH_BYTES:
             done_bytes = 0
             with copy.begin(write=True) as changes:

@@ -146,6 +146,7 @@ class Environment:
         with self.transaction() as txn:
             cursor = txn.cursor(self.databases["payloads"])
             is_at_key = cursor.set_range(name)
+            # Bound: the cursor moves on.
             while is_at_key and (key := bytes(cursor.key())).startswith(name):
                 if not self._is_sound_run(key, cursor.value()):
                     raise self._damaged(f"the header of a piece of node {name.hex()} is wrong")
@@ -183,6 +184,7 @@ class Environment:
         with self._translated():
             self._env.reader_check()
             deadline = time.monotonic() + _READER_PATIENCE_S
+            # Bound: the deadline.
             while (reader := self._old_reader()) is not None:
                 if reader == self._staying or time.monotonic() > deadline:
                     self._staying = reader
@@ -268,6 +270,7 @@ def is_held(fd: int) -> bool:
     """Returns whether a process has an environment of this file open. Waits a few seconds, because a process that
     notices that its file was replaced closes it."""
     deadline = time.monotonic() + _READER_PATIENCE_S
+    # Bound: the deadline.
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

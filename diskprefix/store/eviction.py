@@ -186,6 +186,7 @@ def _leaves_first(
     leaves = list(map(place, np.flatnonzero(free & (children == 0)).tolist()))
     heapq.heapify(leaves)
     left: dict[int, int] = {}
+    # Bound: a node becomes a leaf once, when its count of children falls to 0.
     while leaves:
         _, name, row = heapq.heappop(leaves)
         if name in pinned:

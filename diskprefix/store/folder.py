@@ -308,6 +308,7 @@ class FolderLock:
 
     def _take_shared(self) -> None:
         logged_at = -math.inf
+        # Bound: the process that replaces the file. The kernel drops its lock with it, and the log names it meanwhile.
         while True:
             fd = self._open()
             if fd is None:

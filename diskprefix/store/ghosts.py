@@ -74,6 +74,7 @@ def forget(changes: Changes, keys: Iterable[bytes]) -> int:
         try:
             if value is not None:
                 name = decode_record(PromptRecord, key, value).parent
+                # Bound: a count that would be negative raises an error.
                 while name != root and not (block := changes.count_seen(name, -1)).seen_children:
                     name = block.parent
                 num_removed += changes.delete_record("seen", key)
@@ -93,7 +94,8 @@ def newest_first(snapshot: Snapshot, root: bytes, max_bytes: float = math.inf) -
         try:
             record = decode_record(PromptRecord, key, value)
             names: list[bytes] = []
-            name = record.parent
+            name, position = record.parent, math.inf
+            # Bound: positions fall.
             while name != root:
                 if name not in blocks:
                     block = snapshot.node_or_ghost(name)
@@ -101,8 +103,10 @@ def newest_first(snapshot: Snapshot, root: bytes, max_bytes: float = math.inf) -
                         raise StoreCorrupt(f"the block {name.hex()} is missing")
                     blocks[name] = block
                     num_bytes += block.token_ids.nbytes
+                if blocks[name].position >= position:
+                    raise StoreCorrupt(f"the blocks before {name.hex()} lead around in a circle")
                 names.append(name)
-                name = blocks[name].parent
+                name, position = blocks[name].parent, blocks[name].position
         except StoreCorrupt as error:
             log.warning("[disk-cache] a recent prompt is left out: %s", error)
             continue

@@ -6,12 +6,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from diskprefix.errors import CacheError, LargerThanStore, PrefixGone, StoreCorrupt
 from diskprefix.store.eviction import expiry_interval_s
 from diskprefix.store.note_record import note_bytes
-from diskprefix.store.schema import ModelRecord, model_key
+from diskprefix.store.schema import ModelRecord
 from diskprefix.store.store import Store
 from diskprefix.store.verify import StoreProblem, remove_problems, verify_index
 
@@ -95,14 +96,28 @@ class Housekeeping:
         models = self.models
         if models == self._recorded:
             return
-        with self._store.reads.snapshot() as snapshot:
-            new = [model for model in models if not snapshot.has_record("meta", model_key(model.identity))]
+        new = self._unrecorded(models)
         if new:
             self._store.evictor.make_room(sum(note_bytes(len(model.identity)) for model in new), frozenset())
             with self._store.changes() as changes:
                 for model in new:
                     changes.put_model(model)
+                if any(model.has_own_root for model in new):
+                    # Nothing that any process has in memory is used any more.
+                    changes.record_purge()
         self._recorded = models
+
+    def _unrecorded(self, models: Sequence[ModelRecord]) -> list[ModelRecord]:
+        """Returns the models whose record the store lacks, or has otherwise."""
+        new = list[ModelRecord]()
+        with self._store.reads.snapshot() as snapshot:
+            for model in models:
+                known = None
+                with suppress(StoreCorrupt):
+                    known = snapshot.model(model.identity)
+                if known != model:
+                    new.append(model)
+        return new
 
     def quarantine(self, name: bytes, parent: bytes) -> None:
         """Removes a damaged node with all that continues it."""
@@ -125,6 +140,8 @@ class Housekeeping:
         self._store.written()
         if self._store.read_epoch() != self._epoch:
             self._epoch = self._store.epoch
+            # It may have removed their records.
+            self._recorded = ()
             self._have_forgotten()
 
     def _expire(self) -> None:

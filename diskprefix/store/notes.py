@@ -263,6 +263,7 @@ class Notes:
             self._recent_bytes, self._recent_epoch = 0, epoch
         self._recent_bytes += len(value) - len(self._recent.pop(key, b""))
         self._recent[key] = value
+        # Bound: each round removes a turn; without any, both are 0.
         while self._recent_bytes > _MAX_RECENT_BYTES or len(self._recent) > _MAX_RECENT:
             self._recent_bytes -= len(self._recent.popitem(last=False)[1])
 

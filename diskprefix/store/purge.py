@@ -300,6 +300,7 @@ class _Planner:
             deleted = [text.token_ids[text.num_kept :].tobytes() for text in own]
             for first in self._tree.children.get(root, ()) if deleted else ():
                 path = [first]
+                # Bound: each node has one parent, so none comes twice.
                 while following := self._nodes.keys() & self._tree.children.get(path[-1], ()):
                     path += following
                 ids = np.concatenate([self._nodes[name].token_ids for name in path])

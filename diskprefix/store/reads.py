@@ -106,7 +106,7 @@ class Reads:
         """
         began, answer = time.monotonic(), self._begin(read, patience)
         try:
-            # Ends: when patience does, or when the read that has not moved for `STALL_S` is found.
+            # Bound: when patience does, or when the read that has not moved for `STALL_S` is found.
             while wait([answer], _LOOK_S if patience is None else patience.left_s).not_done:
                 if patience is not None or self.stalled is not None:
                     answer.cancel()

@@ -5,6 +5,7 @@ A record's checksum covers its key too, so a record does not verify under anothe
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
@@ -146,15 +147,25 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Returns whether the nodes hold the outputs of an encoder, not the state of prompts."""
         return self.identity.startswith(ENCODED_PICTURES)
 
+    @property
+    def model_identity(self) -> str:
+        """The identity of the model. That of encoded pictures has it behind their layout."""
+        if not self.has_pictures:
+            return self.identity
+        _, end = json.JSONDecoder().raw_decode(self.identity, len(ENCODED_PICTURES))
+        return self.identity[end + 1 :]
+
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A model that a store was served with, even if nothing of it is stored. `identity` is the shared tenant's
     `RootRecord.identity`. `build` computed what is stored, or has computed some of it again; empty where the identity
-    has it."""
+    has it. With `has_own_root`, the identity is that of this build alone, because it computes other bits than what was
+    stored by another one."""
 
     model: str
     identity: str
     build: str = ""
+    has_own_root: bool = False
 
 
 class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -100,6 +100,7 @@ class Snapshot:
         """Yields the index and the stored bytes of each piece of a node's payload, in order."""
         cursor = self._txn.cursor(self._databases["payloads"])
         is_at_key = cursor.set_range(name)
+        # Bound: the cursor moves on.
         while is_at_key and (index := piece_index(cursor.key(), name)) is not None:
             self.read_at = time.monotonic()
             yield index, memoryview(cursor.value())
@@ -158,9 +159,9 @@ class Snapshot:
         can be restored. Returns None if the store has neither."""
         roots, outdated = set[bytes](), set[bytes]()
         for root, value in self.records("roots"):
-            with suppress(StoreCorrupt):
+            with suppress(StoreCorrupt, ValueError):
                 record = decode_record(RootRecord, root, value)
-                if is_outdated(record.identity, served):
+                if is_outdated(record.model_identity, served):
                     outdated.add(root)
                 if PayloadLayout.parse(record.layout).states:
                     roots.add(root)
@@ -206,6 +207,7 @@ class Snapshot:
         num_after = _common_at(after, after.set_range(beginning + some_ids), beginning, some_ids)
         has_before = before.prev() if before.set_range(beginning + some_ids) else before.last()
         num_before = _common_at(before, has_before, beginning, some_ids)
+        # Bound: one of the cursors moves on.
         while num_after or num_before:
             self.read_at = time.monotonic()
             if num_after >= num_before:
@@ -219,6 +221,7 @@ class Snapshot:
         """Yields `name` and its ancestors. Stops after the first block, or before a ghost or a node without a whole
         record. Does not verify records; the walk always ends."""
         position = 1 << 32
+        # Bound: positions fall.
         while (value := self.record("nodes", name)) is not None and node_position(value) < position:
             if node_kind(value) == Kind.GHOST:
                 break
@@ -299,6 +302,7 @@ class Snapshot:
         """Yields the keys that begin with a root, the last key first, with their values."""
         cursor = self._txn.cursor(self._databases[database])
         is_at_key = cursor.prev() if cursor.set_range(root + _PAST_THE_END) else cursor.last()
+        # Bound: the cursor moves on.
         while is_at_key and (key := bytes(cursor.key())).startswith(root):
             self.read_at = time.monotonic()
             yield key, cursor.value()
@@ -318,6 +322,7 @@ class Snapshot:
         """Yields the keys that begin with a root: of `seen`, `notes`, or `children` for its first blocks."""
         cursor = self._txn.cursor(self._databases[database])
         is_at_key = cursor.set_range(root)
+        # Bound: the cursor moves on.
         while is_at_key and (key := bytes(cursor.key())).startswith(root):
             self.read_at = time.monotonic()
             yield key

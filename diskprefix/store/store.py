@@ -182,6 +182,7 @@ class Store(StoreFile):
         # more helps only in the last case, so wait for the others first.
         self.environment.wait_for_readers()
         room = need
+        # Bound: the room doubles, and `make_room` raises an error for more than the budget.
         while True:
             self.evictor.let_freed_pages_age()
             if self._try_write(publication):
@@ -217,9 +218,11 @@ class Store(StoreFile):
         otherwise their own records do."""
         removed, known = Subtrees([], []), set(tops)
         left = [(name, tops[name] if isinstance(tops, Mapping) else None) for name in tops]
+        # Bound: no node is added twice, and each round removes one, or adds the nodes that continue it.
         while left:
             num_removed = len(removed.nodes)
             with self.changes() as changes:
+                # Bound: as above.
                 while left and len(removed.nodes) < num_removed + NODES_AT_ONCE:
                     name, parent = left[-1]
                     # A damaged index could lead around in a circle.

@@ -47,6 +47,7 @@ class PrefixTree:
     def path(self, name: bytes) -> dict[bytes, NodeRecord]:
         """Returns the nodes from the first block to `name`, by name. Raises `StoreCorrupt` if they do not join."""
         path: list[tuple[bytes, NodeRecord]] = []
+        # Bound: positions fall.
         while True:
             node = self.node(name)
             if node is None:
@@ -92,6 +93,7 @@ class PrefixTree:
         """Yields the names of all nodes that can be reached from a root or from a missing node, parents first."""
         names = {name for children in self.children.values() for name in children}
         todo = [name for parent, children in self.children.items() if parent not in names for name in children]
+        # Bound: each node has one parent, so none comes twice.
         while todo:
             name = todo.pop()
             yield name

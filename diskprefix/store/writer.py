@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
 
@@ -258,12 +258,13 @@ class Writer:
             self._damaged[name] = parent
             self._changed.notify_all()
 
-    def add_model(self, model: ModelRecord) -> None:
-        """Adds a model to those that the store is served with. They are recorded before anything of them is
-        stored, and again in a new file of the store."""
+    def set_model(self, model: ModelRecord, before: ModelRecord | None = None) -> None:
+        """Adds a model to those that the store is served with, in the place of the one `before`. They are recorded
+        before anything of them is stored, and again after a purge and in a new file of the store."""
         with self._changed:
-            self.housekeeping.models += (model,)
-            self._store.evictor.served += (model.identity,)
+            models = (*(one for one in self.housekeeping.models if one != before), model)
+            self.housekeeping.models = models
+            self._store.evictor.served = tuple(one.identity for one in models)
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all publications are written, notes are written or refused, and records that made writing fail
@@ -393,6 +394,7 @@ class Writer:
 
     def _run(self) -> None:
         attempt = self.housekeeping.attempt
+        # Bound: `close` ends the thread.
         while True:
             attempt(self.housekeeping.notice_purge)
             with self._changed:
@@ -413,6 +415,9 @@ class Writer:
                 self._end_writing(waiting, is_done=is_done)
             attempt(self.notes.make_fit)
             if self._has_ended:
+                with suppress(CacheError):
+                    # What was found out about a model a moment ago. Without it, the next start finds it out again.
+                    self.housekeeping.record_models()
                 attempt(self._store.record_written)
                 return
             if waiting is None or self._store.problem is not None:

@@ -18,7 +18,7 @@ import torch
 from llguidance import LLParserLimits
 from msgspec.structs import replace
 
-from diskprefix.engine import kept_schema
+from diskprefix.engine import constraint_grammar, kept_schema
 from diskprefix.engine.constrained_reply import ConstrainedCalls, ConstraintCompiler, Forbidden, forbidden_by
 from diskprefix.engine.constraint_grammar import repeated
 from diskprefix.engine.kept_schema import JsonSchema, with_any_of
@@ -748,6 +748,18 @@ def test_what_a_grammar_cannot_hold_of_a_tool_is_left_out_unless_it_is_strict(
     compiler.check(schema(kept), param="it")
     with pytest.raises(InvalidRequest, match=r"^tools\.1"):
         compiler.check(constraint, param="tools", parts=parts, strict=["tools.1"])
+
+
+def test_a_schema_of_which_no_part_compiles_is_loosened_to_any_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = list[object]()
+
+    def fault(_tokenizer: object, schema: object) -> tuple[tuple[str, ...], str]:
+        rounds.append(schema)
+        assert len(rounds) < 20, "it does not end"
+        return (), "no text satisfies it"
+
+    monkeypatch.setattr(constraint_grammar, "_fault", fault)
+    assert constraint_grammar.loosened(None, json.dumps(ONE)).schema == "{}"  # type: ignore[arg-type]
 
 
 def test_a_strict_schema_is_refused_where_the_grammar_does_not_hold_all_of_it(compiler: ConstraintCompiler) -> None:

@@ -175,8 +175,23 @@ def test_a_prompt_without_a_reply_gives_way_to_all_others(packs: bool) -> None:
         assert [chunk.sequence for chunk in world.step()] == [other]
     assert [chunk.sequence for chunk in world.step()] == [ahead]
     assert ahead.num_computed == 2 * IDLE_ROWS
-    world.scheduler.is_awaited = True
+    # A request waits for it.
+    ahead.gives_way = False
     assert [chunk.num_rows for chunk in world.step()] == [MAX_ROWS]
+
+
+def test_a_prompt_that_gives_way_no_more_is_computed_beside_the_replies_of_others() -> None:
+    """500 steps in which another reply decodes."""
+    world = World()
+    reply = world.arrive(100, 600, tenant="b")
+    world.step()
+    ahead = world.arrive(2000, gives_way=True)
+    for _ in range(50):
+        assert [chunk.sequence for chunk in world.step()] == [reply]
+    ahead.gives_way = False
+    while ahead in world.replies:
+        assert reply in world.replies, "it waited for the whole reply"
+        world.step()
 
 
 def rows_that_pass(length: int, short: int) -> int:

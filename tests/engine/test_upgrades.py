@@ -6,23 +6,33 @@ import logging
 import runpy
 import shutil
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from diskprefix.engine import measured_model
+from diskprefix.cache.build_bits import BuildBits
+from diskprefix.engine import measured_model, recheck
 from diskprefix.engine.ahead_jobs import AheadModel
 from diskprefix.engine.idle_work import IdleWork
 from diskprefix.engine.loop import Engine
+from diskprefix.engine.recheck import Recheck
+from diskprefix.engine.request import DoneEvent
+from diskprefix.errors import StoreFull, StoreUnavailable
+from diskprefix.identity import identity_of_build, is_outdated
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model import plan_fingerprint
 from diskprefix.native import build
+from diskprefix.store.changes import Changes
+from diskprefix.store.purge import PurgeFilter
+from diskprefix.store.schema import ENCODED_PICTURES, ModelRecord, model_key
 from diskprefix.store.store import Store
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, root_hash
 from diskprefix.values import SHARED, CacheReport
-from tests.engine.driving import done, load, request, run, running, tokens, write_model
+from tests.engine.driving import Client, done, load, request, run, running, tokens, write_model
 from tests.server.daemon_process import DaemonProcess, ask, clean_environment, serve_flags
 from tests.waiting import wait_for
 
@@ -102,22 +112,269 @@ def test_stored_blocks_are_computed_again_once_and_stay(opened: Opened, caplog: 
     assert not opened("two").cache.must_recheck
 
 
-def test_a_build_that_computes_other_bits_than_what_is_stored_drops_it(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def content(engine: Engine, root: bytes) -> dict[bytes, bytes]:
+    """All that the store has of the nodes of a root."""
+    assert engine.cache.writer.flush(10)
+    with engine.cache.store.snapshot() as snapshot:
+        nodes = [(name, node) for name in snapshot.keys("usage") if (node := snapshot.node(name)) and node.root == root]
+        return {name: b"".join(bytes(piece) for _, piece in snapshot.pieces(name)) for name, _ in nodes}
+
+
+def has_own_root(engine: Engine, root: bytes) -> bool:
+    return engine.cache.bits.state == "settled" and engine.cache.root != root
+
+
+def find_difference(engine: Engine) -> None:
+    """Has the recheck compute another bit, and waits until the store says so."""
+    with pytest.MonkeyPatch.context() as patch:
+        flipped = _flipping_one_bit(patch)
+        wait_for_recheck(engine)
+        wait_for(lambda: engine.cache.bits.state == "settled")
+        assert flipped
+
+
+@pytest.fixture
+def no_recheck(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Nothing is computed again before `undo`."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Recheck, "begin", lambda _: None)
+        yield patch
+
+
+def test_a_build_that_computes_other_bits_gets_a_root_of_its_own_and_the_old_one_goes_on(
+    opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = opened("one")
+    for tenant in (SHARED, SALTED):
+        said(first, tenant=tenant)
+    old, stored = first.cache.root, content(first, first.cache.root)
+    second = opened("two")
+    find_difference(second)
+    assert "is used no more" in caplog.text
+    assert second.cache.stats()["outdated"] == 1
+    own = second.cache.root
+    for tenant in (SHARED, SALTED):
+        missed = said(second, tenant=tenant)
+        assert (missed.restored, missed.miss_reason) == (0, "upgraded")
+        assert said(second, tenant=tenant).restored == 200
+    again = opened("two")
+    assert (again.cache.root, again.cache.must_recheck) == (own, False)
+    assert said(again).restored == 200
+    # The old build finds what it left, bit for bit, and nothing else.
+    back = opened("one")
+    assert (back.cache.root, back.cache.must_recheck) == (old, False)
+    assert content(back, old) == stored
+    assert said(back).restored == 200
+    assert opened("two").cache.root == own
+
+
+@pytest.mark.usefixtures("no_recheck")
+def test_what_a_build_restored_before_the_difference_was_known_is_not_shared_after_it(
+    opened: Opened, no_recheck: pytest.MonkeyPatch
+) -> None:
+    said(opened("one"))
+    second = opened("two")
+    old = second.cache.root
+    # Also what continues it in memory.
+    assert said(second, 230).restored == 200
+    assert said(second, 230).restored >= 200
+    no_recheck.undo()
+    find_difference(second)
+    assert has_own_root(second, old)
+    assert said(second, 230).restored == 0
+    assert second.cache.writer.flush(10)
+    # Nor is it saved when the process ends.
+    second.save_idle()
+    own = content(second, second.cache.root)
+    assert said(second, 230).restored == 230
+    assert not own.keys() & content(second, old).keys()
+
+
+@pytest.mark.usefixtures("no_recheck")
+def test_nothing_is_saved_beside_what_was_not_compared(opened: Opened, no_recheck: pytest.MonkeyPatch) -> None:
+    first = opened("one")
+    said(first)
+    old, stored = first.cache.root, content(first, first.cache.root)
+    second = opened("two")
+    assert said(second).restored == 200
+    fresh = said(second, 300, name="another prompt")
+    assert (fresh.saved, fresh.selection.reason) == ("none", "upgraded")
+    second.save_idle()
+    assert content(second, old) == stored
+    # What memory has is saved with the next turn, once it was compared.
+    no_recheck.undo()
+    wait_for_recheck(second)
+    assert said(second, 300).saved == "queued"
+    assert content(second, old).keys() > stored.keys()
+
+
+def test_a_request_that_comes_when_the_difference_is_found_does_not_hide_it(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = opened("one")
     for tenant in (SHARED, SALTED):
         said(first, tenant=tenant)
     second = opened("two")
-    flipped = _flipping_one_bit(monkeypatch)
-    wait_for_recheck(second)
-    assert flipped
-    assert "which is dropped" in caplog.text
-    stats = second.cache.stats()
-    assert (stats["outdated"], stats["blocks"], stats["entries"]) == (1, 0, 0)
-    monkeypatch.undo()
-    assert said(second).restored == 0
+    old, found = second.cache.root, list[Client]()
+    with running(second) as inbox:
+
+        def differs(*_: object) -> bool:
+            found.append(Client(inbox, request(tokens(200))))
+            return False
+
+        monkeypatch.setattr(recheck, "_has_state_of", differs)
+        wait_for(lambda: has_own_root(second, old) and found and found[0].events)
+        wait_for(lambda: isinstance(found[0].events[-1], DoneEvent))
+    assert len(found) == 1
+    report = found[0].done.cache
+    assert report is not None
+    assert report.restored == 0
+    assert said(second).restored in (0, 200)
+    assert opened("two").cache.root != old
+
+
+def test_while_a_difference_cannot_be_recorded_nothing_is_restored_shared_or_saved(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = opened("one")
+    said(first)
+    old, stored = first.cache.root, content(first, first.cache.root)
+    second = opened("two")
+
+    def full(*_: object) -> None:
+        raise StoreFull("the store is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Changes, "put_model", full)
+        with pytest.MonkeyPatch.context() as flips:
+            _flipping_one_bit(flips)
+            wait_for_recheck(second)
+        assert second.cache.bits.state == "other"
+        for _ in range(2):
+            report = said(second)
+            assert (report.restored, report.miss_reason, report.saved) == (0, "upgraded", "none")
+        second.save_idle()
+        assert content(second, old) == stored
+    wait_for(lambda: has_own_root(second, old))
+    assert [said(second).restored for _ in range(2)] == [0, 200]
+
+
+def test_a_request_between_the_new_epoch_and_the_new_root_has_neither(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store says that the bits differ, and the process has not read it yet."""
+    first = opened("one")
+    said(first)
+    old, stored = first.cache.root, content(first, first.cache.root)
+    second = opened("two")
+    with monkeypatch.context() as patch:
+        patch.setattr(BuildBits, "recall", lambda _: False)
+        with pytest.MonkeyPatch.context() as flips:
+            _flipping_one_bit(flips)
+            wait_for_recheck(second)
+        wait_for(lambda: len(models(second)) == 2)
+        second.cache.namespaces.forget_deleted()
+        for _ in range(2):
+            report = said(second)
+            assert (report.restored, report.miss_reason, report.saved) == (0, "upgraded", "none")
+        assert content(second, old) == stored
+    second.cache.recall_bits()
+    assert has_own_root(second, old)
+    assert [said(second).restored for _ in range(2)] == [0, 200]
+    assert content(second, old) == stored
+
+
+def test_a_recheck_that_fails_leaves_it_known_that_nothing_was_compared(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said(opened("one"))
+    second, failed = opened("two"), threading.Event()
+
+    def fail(*_: object) -> None:
+        failed.set()
+        raise RuntimeError("it cannot be computed")
+
+    monkeypatch.setattr(recheck, "_RETRY_S", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(IdleWork, "compute", fail)
+        with running(second):
+            assert failed.wait(30)
+            wait_for(lambda: second.cache.writer.flush(1))
+        assert second.cache.must_recheck
+    assert opened("two").cache.must_recheck
+    wait_for_recheck(opened("two"))
+    assert not opened("two").cache.must_recheck
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_store_that_cannot_be_read_at_the_start_hides_no_difference(
+    is_marked: bool,
+    opened: Opened,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said(opened("one"))
+    second = opened("two")
+    old = second.cache.root
+    if is_marked:
+        find_difference(second)
+        said(second)
+
+    def away(*_: object) -> None:
+        raise StoreUnavailable("the disk is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BuildBits, "_build_of_stored", away)
+        again = opened("two")
+        assert again.cache.bits.state == "unknown"
+        assert said(again).restored == 0
+        again.pages.forget_idle()
+    if is_marked:
+        # The first request finds out, unless the writer has. Then it began under the old root.
+        said(again)
+        assert has_own_root(again, old)
+        again.pages.forget_idle()
+    assert said(again).restored == 200
+
+
+@pytest.mark.usefixtures("no_recheck")
+def test_a_process_takes_the_root_that_another_one_of_its_build_got(opened: Opened) -> None:
+    said(opened("one"))
+    second = opened("two")
+    old, identity = second.cache.root, identity_of_build(second.cache.bits.identity(""), "two")
     assert said(second).restored == 200
+    with second.cache.store.changes() as changes:
+        changes.put_model(ModelRecord(model=second.model_name, identity=identity, build="two", has_own_root=True))
+        changes.record_purge()
+    wait_for(lambda: has_own_root(second, old))
+    assert second.cache.root == root_hash(identity)
+    assert [said(second).restored for _ in range(2)] == [0, 200]
+
+
+def test_a_store_without_the_record_of_the_model_is_compared_too(opened: Opened) -> None:
+    """A purge removed it, and a daemon of another build has saved something since."""
+    first = opened("one")
+    said(first)
+    assert first.cache.writer.flush(10)
+    wait_for(lambda: models(first) == ["one"])
+    with first.cache.store.changes() as changes:
+        changes.delete_record("meta", model_key(first.cache.bits.identity("")))
+    assert models(first) == []
+    assert opened("two").cache.must_recheck
+
+
+def models(engine: Engine) -> list[str]:
+    with engine.cache.store.snapshot() as snapshot:
+        return [model.build for _, model in snapshot.models()]
+
+
+def test_a_purge_leaves_the_record_of_the_model_that_is_served(opened: Opened) -> None:
+    said(opened("one"))
+    second = opened("two")
+    find_difference(second)
+    own = second.cache.root
+    second.cache.purge(PurgeFilter())
+    wait_for(lambda: models(second) == ["two"])
+    assert opened("two").cache.root == own
 
 
 def _flipping_one_bit(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -155,17 +412,29 @@ def test_a_request_goes_before_the_recheck(opened: Opened, monkeypatch: pytest.M
     wait_for(lambda: second.pages.pool.used_bytes == used)
 
 
-def test_blocks_of_another_build_are_evicted_first(opened: Opened) -> None:
-    said(opened("one"))
-    second = opened("two", "other bits")
+@pytest.mark.parametrize("bits", ["bits", "other bits"])
+def test_blocks_of_another_build_are_evicted_first(opened: Opened, bits: str) -> None:
+    """Of one with other bits, and of one whose root differs by the build alone; its encoded pictures too."""
+    first = opened("one")
+    said(first)
+    old_identity = first.cache.bits.identity("")
+    second = opened("two", bits)
+    if bits == "bits":
+        find_difference(second)
     said(second)
     assert second.cache.writer.flush(10)
     store: Store = second.cache.store
+    with store.changes() as changes:
+        record = second.cache.root_record(SHARED)
+        old_pictures = replace(record, identity=f"{ENCODED_PICTURES}{record.layout} {old_identity}")
+        changes.put_root(root_hash(old_pictures.identity), old_pictures)
     with store.snapshot() as snapshot:
         (old,) = snapshot.outdated_roots(second.cache.root_record(SHARED).identity, "")
         is_useless = snapshot.saves_nothing(store.evictor.served)
         assert is_useless is not None
         useless = {snapshot.node(name).root for name in snapshot.keys("usage") if is_useless(name)}  # type: ignore[union-attr]
+        assert old == root_hash(old_identity)
+        assert is_outdated(old_pictures.model_identity, store.evictor.served)
     assert old in useless
     # Of a model with states, blocks are of no use without a checkpoint behind them.
     assert useless == {old} or (second.cache.layout.states and useless == {old, second.cache.root})

@@ -500,7 +500,7 @@ def test_a_model_that_is_served_is_remembered_once_and_in_a_store_that_takes_its
     writer = Writer(store, buffer_bytes=1 << 30)
     served, draft = (ModelRecord(model=name, identity=f"numbers of {name}") for name in ("served", "draft"))
     for model in (served, draft, served):
-        writer.add_model(model)
+        writer.set_model(model)
     wait_for(lambda: len(models()) == 2)
     assert {model.model for model in models()} == {"served", "draft"}
     assert verify_index(store).problems == ()
@@ -516,7 +516,7 @@ def test_a_model_that_cannot_be_remembered_fails_no_prompt(store: Store, monkeyp
 
     monkeypatch.setattr(Changes, "put_model", full)
     writer = Writer(store, buffer_bytes=1 << 30)
-    writer.add_model(ModelRecord(model="served", identity="numbers"))
+    writer.set_model(ModelRecord(model="served", identity="numbers"))
     wait_for(lambda: writer.error == "no room")
     pub = publication(store, prompt(1, 2 * BLOCK))
     submit(writer, pub)

@@ -59,6 +59,7 @@ def _num_shared(hashes: npt.NDArray[np.uint64], earlier: TokenIds) -> int:
 def _hashes(token_ids: TokenIds) -> npt.NDArray[np.uint64]:
     """Returns a polynomial hash of every run of `_RUN` tokens, by doubling the length of the runs."""
     hashes, factor, length = token_ids.astype(np.uint64), _FACTOR, 1
+    # Bound: the length doubles.
     while length < _RUN:
         hashes = hashes[:-length] * np.uint64(factor) + hashes[length:]
         factor, length = factor * factor & _MASK, 2 * length

@@ -198,8 +198,10 @@ class SeenPrompts:
         self._prompts.append(prompt)
         self._windows.setdefault(group, deque()).append(prompt)
         self._prompt_bytes += _bytes_of(prompt)
+        # Bound: each round forgets a prompt; without any, there are no bytes.
         while self._prompt_bytes > self._max_bytes:
             self._forget_oldest_prompt()
+        # Bound: each round forgets a ghost.
         while len(self._ghosts) > self._max_ghosts:
             self._forget_oldest_ghost()
 
@@ -218,6 +220,7 @@ class SeenPrompts:
 
     def _forget_oldest_ghost(self) -> None:
         ghost = next(iter(self._ghosts.values()))
+        # Bound: each round forgets a prompt.
         while ghost.num_prompts:
             self._forget_oldest_prompt()
         self._set_ends(ghost, ())
@@ -244,6 +247,7 @@ class SeenPrompts:
         """Returns the number of tokens that an earlier prompt shares with the new one, which has this content and path:
         the blocks of their common path, and the first tokens of the next block."""
         blocks, low, high = prompt.blocks, 0, min(len(prompt.blocks), len(path))
+        # Bound: each round halves the range.
         while low < high:
             middle = (low + high + 1) // 2
             # A ghost stands for all blocks before it too.

@@ -338,6 +338,7 @@ def _best_positions(
         saved[i] = best if best[0] >= 0 else (0, 0)
     taken: dict[int, int] = {}
     number = saved[0][1]
+    # Bound: each number comes with a lower one.
     while number:
         taken[positions[number]] = num_votes[number]
         number = saved[number][1]

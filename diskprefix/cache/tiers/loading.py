@@ -97,6 +97,7 @@ class Loader:
 
     def _take(self) -> None:
         loaded: int | None = None
+        # Bound: each round takes a piece of the path, which ends.
         while not self._bad:
             with self._taking:
                 number = self._count_piece(loaded)

@@ -360,7 +360,7 @@ class Daemon:
             return found
 
         try:
-            # Ends: `StoredTurns` raises it a few times at most.
+            # Bound: `StoredTurns` raises it a few times at most.
             while True:
                 try:
                     return self.rendering.submit(render).result()

@@ -1,0 +1,113 @@
+"""The bits of this build: what it may use of what the store has of a model.
+
+A build shares the root of an earlier one if tiny models give the same bits with both (`model.bits`). If it computes
+other bits of the model itself, it gets a root of its own: the digest of the build becomes a part of the identity. The
+`ModelRecord` of that identity is the mark, by which the next start knows. The earlier build goes on under its own root.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.identity import identity_of_build
+from diskprefix.store.schema import ModelRecord, RootRecord, decode_record, model_key
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store import Store
+from diskprefix.tokens import root_hash
+from diskprefix.values import SHARED
+
+BitsState: TypeAlias = Literal["unknown", "unchecked", "other", "settled"]
+"""`unknown`: the store could not be read. `unchecked`: the store has state of another build, of which none was computed
+again; it is restored, and nothing is saved beside it. `other`: this build computes other bits, and the store does not
+say so yet. `settled`: what is under the root has the bits of this build."""
+
+
+_MAX_IDENTITIES = 256
+"""The tenants whose identities are in memory."""
+
+
+class BuildBits:
+    """The identity of one model, and what is known of the bits of this build. For any thread."""
+
+    def __init__(self, store: Store, model: str, identity: Callable[[str], str], build: str) -> None:
+        """`identity` and `build` are those of `PrefixCache`. Without a `build`, the identity says what computes."""
+        self.state: BitsState = "unknown" if build else "settled"
+        self._store, self._model, self._build = store, model, build
+        # Each request asks several times.
+        self._identity = lru_cache(_MAX_IDENTITIES)(identity)
+        self._identity_of_build = lru_cache(_MAX_IDENTITIES)(identity_of_build)
+        self._has_own_root = False
+        """The digest of the build is a part of the identity."""
+        self._stored_build = ""
+        """The build that computed what is stored, while the state is `unchecked`."""
+        self._lock = threading.Lock()
+        """Guards changes of the state. Never held while the store is read."""
+
+    def identity(self, tenant: str) -> str:
+        """Returns the identity of the model for a tenant, whose hash is the root."""
+        identity = self._identity(tenant)
+        return self._identity_of_build(identity, self._build) if self._has_own_root else identity
+
+    def is_current(self, record: RootRecord) -> bool:
+        """Returns whether this build uses a root of the model: not any more, if another build has computed it."""
+        return self.state != "other" and record.identity == self.identity(record.tenant)
+
+    @property
+    def record(self) -> ModelRecord | None:
+        """The record of the model that the store should have; None while that is unknown."""
+        identity = self._identity(str(SHARED))
+        if self.state == "unknown":
+            return None
+        if self.state == "other" or self._has_own_root:
+            own = identity_of_build(identity, self._build)
+            return ModelRecord(model=self._model, identity=own, build=self._build, has_own_root=True)
+        build = self._stored_build if self.state == "unchecked" else self._build
+        return ModelRecord(model=self._model, identity=identity, build=build)
+
+    def recall(self) -> bool:
+        """Reads what the store says about this build. Returns whether that is news. Raises `CacheError`."""
+        if not self._build:
+            return False
+        identity = self._identity(str(SHARED))
+        with self._store.reads.snapshot() as snapshot:
+            is_marked = snapshot.has_record("meta", model_key(identity_of_build(identity, self._build)))
+            stored_build = self._build_of_stored(snapshot, identity)
+        with self._lock:
+            if is_marked and not self._has_own_root:
+                self._has_own_root, self.state = True, "settled"
+            elif self.state == "unknown":
+                self._stored_build = stored_build
+                self.state = "settled" if stored_build == self._build else "unchecked"
+            else:
+                return False
+            return True
+
+    def note_same(self) -> None:
+        """Notes that this build computes what is stored."""
+        with self._lock:
+            if self.state == "unchecked":
+                self.state = "settled"
+
+    def note_other(self) -> None:
+        """Notes that this build computes other bits than what is stored."""
+        with self._lock:
+            if self.state == "unchecked":
+                self.state = "other"
+
+    def _build_of_stored(self, snapshot: Snapshot, identity: str) -> str:
+        """Returns the build that computed what is stored of the model; this one if nothing is."""
+        known = snapshot.model(identity)
+        if known is not None:
+            return known.build
+        # A purge removes the record, and a daemon of another build may have saved something before it adds it again.
+        for root, value in snapshot.records("roots"):
+            with suppress(StoreCorrupt):
+                record = decode_record(RootRecord, root, value)
+                if root == root_hash(self._identity(record.tenant)) and snapshot.has_under("children", root):
+                    return ""
+        return self._build
