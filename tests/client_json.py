@@ -194,7 +194,7 @@ def _as_elements(value: Any) -> Iterator[str]:
 def _kept(value: Any) -> None:
     # Their callers take the latter for a schema that is nested too deeply.
     with suppressed(), suppress(RecursionError):
-        json_rules("start", value)
+        json_rules("start", value | {"x-guidance": {}} if isinstance(value, dict) else value)
     with suppressed(), suppress(RecursionError):
         with_any_of(value, only_proven=False)
     if isinstance(value, dict):

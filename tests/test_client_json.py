@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
+import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,11 @@ from typing import Any
 import pytest
 
 import diskprefix
-from tests.client_json import BIG, NESTED, WALKS, WIDE, WORD, TooMuch, Work, nested
+from diskprefix.api.openai_chat import ChatRequest
+from diskprefix.errors import InvalidRequest
+from diskprefix.server.body import parse_json
+from tests.client_json import BIG, NESTED, WALKS, WIDE, WORD, TooMuch, Work, nested, random_json
+from tests.examples import examples
 
 PACKAGE = Path(diskprefix.__file__).parent
 LEVELS, PARTS = 9, 32
@@ -40,6 +47,33 @@ def test_the_work_grows_as_the_value(walk: str) -> None:
         except TooMuch:
             too_much.append(name)
     assert too_much == []
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_each_takes_any_json_where_a_schema_may_stand(walk: str) -> None:
+    chosen = random.Random(6)
+    hostile: list[Any] = [{"required": [[1]], "properties": {"a": {}}}, {"properties": {"a": {"required": [{}]}}}]
+    for value in hostile + [random_json(chosen) for _ in range(examples(80))]:
+        WALKS[walk](value)
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_the_deepest_json_that_a_body_may_hold_is_taken_by_each(name: str) -> None:
+    """Deeper JSON is refused where a body is parsed, before any of them runs."""
+
+    def refusal_of(depth: int) -> str:
+        body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": nested(name, depth)}}
+        try:
+            parse_json(json.dumps(body).encode(), ChatRequest)
+        except InvalidRequest as error:
+            return error.message
+        return ""
+
+    deepest = next(depth for depth in range(1, 201) if refusal_of(depth + 1))
+    assert re.match(r"chat_template_kwargs\.x\..*: has more than 200 objects and lists", refusal_of(deepest + 1))
+    assert deepest > 40
+    for walk in WALKS.values():
+        walk(nested(name, deepest))
 
 
 CHECKED = ("api", "chat", "engine/*schema.py", "engine/const*.py", "engine/trial.py", "extras", "server")

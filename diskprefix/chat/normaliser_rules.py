@@ -145,7 +145,8 @@ def _sorted(value: Any, ranks: Mapping[str, int]) -> Any:
 
 def _sorted_properties(properties: Mapping[str, Any], required: Any, ranks: Mapping[str, int]) -> dict[str, Any]:
     """Returns the properties of an object: the required ones in their order, then the others by name."""
-    first = [name for name in required if name in properties] if isinstance(required, list) else []
+    listed = required if isinstance(required, list) else []
+    first = [name for name in listed if isinstance(name, str) and name in properties]
     return {name: _sorted(properties[name], ranks) for name in dict.fromkeys([*first, *sorted(properties)])}
 
 

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from diskprefix.api.error_forms import HttpError
 from diskprefix.api.fields import REFUSED
 from diskprefix.errors import GOT, InvalidRequest
-from diskprefix.json_values import count_values, whole_characters
+from diskprefix.json_values import MAX_LEVELS, count_values, path_below, whole_characters
 from diskprefix.printable import shown
 from diskprefix.server.limits import LARGE_BYTES, BodyPace, CountedRequest, Turns
 from diskprefix.server.log_context import log_context
@@ -106,6 +106,9 @@ def parse_json(body: bytes, model: type[Model]) -> Model:
     try:
         parsed = model.model_validate_json(text)
     except ValidationError as error:
+        if text.lstrip().startswith("{") and (below := path_below(text)):
+            levels = f"has more than {MAX_LEVELS} objects and lists inside each other"
+            raise InvalidRequest.at(shown(".".join(map(str, below))), levels, "body_too_complex") from error
         raise _refusal_of(error) from error
     _require_finite(text)
     return parsed

@@ -219,8 +219,9 @@ def _object_head(functions: Sequence[JsonObject]) -> str:
 
 
 def _object(function: JsonObject) -> JsonObject:
-    """Returns the schema of a function's arguments, which are an object."""
-    return {"type": "object"} | (function.get("parameters") or {})
+    """Returns the schema of a function's arguments, which are an object. The layout of the text is not the client's."""
+    schema = {"type": "object"} | (function.get("parameters") or {})
+    return {key: value for key, value in schema.items() if key != "x-guidance"}
 
 
 def _written(pattern: str) -> str:
