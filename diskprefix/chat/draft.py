@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.replay import ConversationHash, RecordStore, SampledTurn, with_turn
 from diskprefix.chat.template_input import TemplateInput
+from diskprefix.thread_work import begin_step
 from diskprefix.tokens import TokenIds, as_token_ids
 from diskprefix.values import Picture, Prompt
 
@@ -106,5 +107,11 @@ Compress: TypeAlias = Callable[[Sequence[DraftStep], CountTokens, PromptDraft], 
 
 
 def run_steps(steps: Sequence[DraftStep], draft: PromptDraft) -> PromptDraft:
-    """Returns the draft after all `steps`."""
-    return reduce(lambda done, step: step(done), steps, draft)
+    """Returns the draft after all `steps`. Raises `NobodyWaits` between two of them if the client has left."""
+
+    def run(done: PromptDraft, step: DraftStep) -> PromptDraft:
+        function: Any = step.func if isinstance(step, partial) else step
+        begin_step(getattr(function, "__name__", "compress"))
+        return step(done)
+
+    return reduce(run, steps, draft)

@@ -33,6 +33,7 @@ from diskprefix.server.answer import MAX_LOGPROBS, SESSION_HEADERS
 from diskprefix.server.process import process
 from diskprefix.server.threads import _DEADLINE_S
 from diskprefix.tenant_ids import group_of
+from diskprefix.thread_work import CHAT_TEMPLATE, begin_step, in_step
 from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import (
     CHOSEN,
@@ -194,8 +195,16 @@ def test_a_prompt_that_is_rendered_without_end_is_told_by_health_and_starves_the
     daemon = server.daemon
     monkeypatch.setattr(daemon.threads, "_clock", lambda: now[0])
     signs = process.SignsOfLife(daemon, 120)
-    running = daemon.threads._submit(kind, ended.wait, 30)
-    wait_until(lambda: bool(daemon.threads._due), "the work begins")
+
+    def work() -> bool:
+        begin_step("normalise")
+        with in_step(CHAT_TEMPLATE):
+            has_ended.append(ended.wait(30))
+        return left.wait(30)
+
+    has_ended, left = list[bool](), threading.Event()
+    running, state = daemon.threads._submit(kind, work)
+    wait_until(lambda: bool(daemon.threads._due) and state.step == CHAT_TEMPLATE, "the work begins")
     with server.client() as client:
         try:
             now[0] = _DEADLINE_S[kind]
@@ -206,7 +215,7 @@ def test_a_prompt_that_is_rendered_without_end_is_told_by_health_and_starves_the
             now[0] += 1
             health = client.get("/health")
             assert (health.status_code, health.json()["status"]) == (200, "degraded")
-            problem = f"a prompt has been rendered for {now[0]:.0f} s; the chat template may never end"
+            problem = f"a prompt has been prepared for {now[0]:.0f} s; the chat template runs and may never end"
             assert health.json()["message"] == problem
             signs.give()
             signs.give()
@@ -214,8 +223,13 @@ def test_a_prompt_that_is_rendered_without_end_is_told_by_health_and_starves_the
             assert [problem in state["STATUS"] for state in told] == [True]
             assert sum(problem in record.getMessage() for record in caplog.records) == 1
             assert client.post(CHAT, json=HELLO).status_code == 200
+            ended.set()
+            wait_until(lambda: has_ended, "the template has ended")
+            said = client.get("/health").json()["message"]
+            assert said == f"a prompt has been prepared for {now[0]:.0f} s; step: normalise"
         finally:
             ended.set()
+            left.set()
         assert running.result()
         signs.give()
         assert {"WATCHDOG": 1} in told
