@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -60,6 +60,8 @@ class PromptDraft(Struct, frozen=True, kw_only=True):
     """Set by the caller; `normalise`, `place` and `fit` change it."""
     replies: RecordStore | None = None
     known: OwnedParts | None = None
+    owner: Hashable = None
+    """Whose prompt it is: what takes long and is kept in memory is found by its owner alone."""
 
     # recall
     remembered: Mapping[int, SampledTurn] = field(default_factory=dict)

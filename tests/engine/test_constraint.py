@@ -17,6 +17,7 @@ import pytest
 import torch
 from llguidance import LLParserLimits
 from msgspec.structs import replace
+from regex import compile as compile_pattern
 
 from diskprefix.engine import kept_schema
 from diskprefix.engine.constrained_reply import ConstrainedCalls, ConstraintCompiler, Forbidden, forbidden_by
@@ -242,7 +243,7 @@ def refuse() -> str:
 def test_a_reply_is_free_but_for_its_calls(
     compiler: ConstraintCompiler, likely: str, written: str, changes: dict[str, Any]
 ) -> None:
-    constraint = Constraint(kind="lark", source="start: /call [ab]{3}!/", begins=re.compile("call"))
+    constraint = Constraint(kind="lark", source="start: /call [ab]{3}!/", begins=compile_pattern("call"))
     reply = write(compiler, replace(constraint, **changes), likely=likely)
     assert reply.is_ended
     assert re.fullmatch(written, reply.text, re.DOTALL)
@@ -255,7 +256,7 @@ def test_a_grammar_of_calls_is_made_beside_the_prompt_and_not_before(compiler: C
         made.put(threading.current_thread().name)
         return "start: /call [ab]/"
 
-    reply = compiler.begin_reply(Constraint(kind="lark", begins=re.compile("call"), make_source=make_source))
+    reply = compiler.begin_reply(Constraint(kind="lark", begins=compile_pattern("call"), make_source=make_source))
     assert isinstance(reply, ConstrainedCalls)
     assert reply.is_ready
     assert made.empty()
