@@ -200,7 +200,8 @@ class Daemon:
             log.info("[start] all weights are in memory after %.1f s", self._elapsed_s())
         except DiskPrefixError as error:
             _call_soon(loop, self._failed, error)
-        except Exception as error:
+        except BaseException as error:
+            # Whatever ends this thread must be told, also a panic of a library, which is no `Exception`.
             log.exception("loading failed unexpectedly")
             _call_soon(loop, self._failed, DiskPrefixError(f"loading failed unexpectedly: {error}"))
 

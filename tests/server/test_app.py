@@ -168,7 +168,11 @@ def test_a_client_that_leaves_while_the_model_loads_gives_its_place_back(
         load.go_on.set()
 
 
-@pytest.mark.parametrize("kind", [ModelError, RuntimeError])
+class Panic(BaseException):
+    """Of a library in another language: none of `Exception`."""
+
+
+@pytest.mark.parametrize("kind", [ModelError, RuntimeError, Panic])
 def test_a_failed_load_is_kept_for_the_exit_and_where_files_are_is_told_to_the_admin_alone(
     chat_model: Path, keys_file: Path, kind: type[Exception]
 ) -> None:
