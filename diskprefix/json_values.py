@@ -1,5 +1,5 @@
-"""Counts the values of JSON texts without parsing (two bytes of text can become a hundred bytes of objects), and
-replaces escapes that are not characters."""
+"""Counts the values of JSON texts without parsing (two bytes of text can become a hundred bytes of objects), finds what
+is nested too deeply, and replaces escapes that are not characters."""
 
 from __future__ import annotations
 
@@ -48,6 +48,30 @@ def _count(text: bytes) -> Counted:
     outside = marks[~np.logical_xor.accumulate(marks == ord('"'))]
     parts = sum(int((outside == ord(mark)).sum()) for mark in '"[{')
     return Counted(parts, int((outside == ord(",")).sum()) + parts)
+
+
+MAX_LEVELS = 200
+"""The most objects and lists inside each other that pydantic parses."""
+_KEY_OR_SIGN = re.compile(r'("(?:[^"\\]|\\.)*+(?:"|\\?\Z))(\s*+:)?|[\[\]{},]', re.DOTALL)
+"""A string, which may lack its end, as a key or not; or a sign outside of strings."""
+
+
+def path_below(text: str, max_levels: int = MAX_LEVELS) -> list[str | int]:
+    """Returns the path of the first value in JSON text that has more levels above it; [] if there is none."""
+    path: list[str | int] = []
+    for found in _KEY_OR_SIGN.finditer(text):
+        sign = found[0]
+        if sign in ("{", "["):
+            if len(path) == max_levels:
+                return path
+            path.append("" if sign == "{" else 0)
+        elif path and sign in ("}", "]"):
+            path.pop()
+        elif path and sign == "," and isinstance(path[-1], int):
+            path[-1] += 1
+        elif path and found[2]:
+            path[-1] = found[1][1:-1]
+    return []
 
 
 _SURROGATES = re.compile(

@@ -94,7 +94,10 @@ def read_pictures(processor: PictureProcessor | None, draft: PromptDraft) -> Pro
         if isinstance(part, OtherPart) or processor is None or processor.problem is not None:
             raise _refusal(part, processor)
         content = _data_uri(part.uri, part.uri_path)
-        pictures.append(processor.read_image(content, detail=part.detail, param=part.uri_path, beside=pictures))
+        found = processor.read_image(
+            content, detail=part.detail, param=part.uri_path, beside=pictures, owner=draft.owner
+        )
+        pictures.append(found)
     return replace(draft, pictures=pictures)
 
 

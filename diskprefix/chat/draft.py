@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, reduce
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.replay import ConversationHash, RecordStore, SampledTurn, with_turn
 from diskprefix.chat.template_input import TemplateInput
+from diskprefix.thread_work import begin_step
 from diskprefix.tokens import TokenIds, as_token_ids
 from diskprefix.values import Picture, Prompt
 
@@ -59,6 +60,8 @@ class PromptDraft(Struct, frozen=True, kw_only=True):
     """Set by the caller; `normalise`, `place` and `fit` change it."""
     replies: RecordStore | None = None
     known: OwnedParts | None = None
+    owner: Hashable = None
+    """Whose prompt it is: what takes long and is kept in memory is found by its owner alone."""
 
     # recall
     remembered: Mapping[int, SampledTurn] = field(default_factory=dict)
@@ -106,5 +109,11 @@ Compress: TypeAlias = Callable[[Sequence[DraftStep], CountTokens, PromptDraft], 
 
 
 def run_steps(steps: Sequence[DraftStep], draft: PromptDraft) -> PromptDraft:
-    """Returns the draft after all `steps`."""
-    return reduce(lambda done, step: step(done), steps, draft)
+    """Returns the draft after all `steps`. Raises `NobodyWaits` between two of them if the client has left."""
+
+    def run(done: PromptDraft, step: DraftStep) -> PromptDraft:
+        function: Any = step.func if isinstance(step, partial) else step
+        begin_step(getattr(function, "__name__", "compress"))
+        return step(done)
+
+    return reduce(run, steps, draft)

@@ -134,13 +134,20 @@ def _sorted(value: Any, ranks: Mapping[str, int]) -> Any:
     if not isinstance(value, dict):
         return value
     keys = sorted(value, key=lambda key: (ranks.get(key, ranks["*"]), key))
-    result = {key: _sorted(value[key], ranks) for key in keys}
-    properties, required = value.get("properties"), value.get("required")
-    if isinstance(properties, dict):
-        first = [name for name in required if name in properties] if isinstance(required, list) else []
-        names = dict.fromkeys([*first, *sorted(properties)])
-        result["properties"] = {name: _sorted(properties[name], ranks) for name in names}
-    return result
+    inside = ((key, value[key]) for key in keys)
+    return {
+        key: _sorted_properties(item, value.get("required"), ranks)
+        if key == "properties" and isinstance(item, dict)
+        else _sorted(item, ranks)
+        for key, item in inside
+    }
+
+
+def _sorted_properties(properties: Mapping[str, Any], required: Any, ranks: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the properties of an object: the required ones in their order, then the others by name."""
+    listed = required if isinstance(required, list) else []
+    first = [name for name in listed if isinstance(name, str) and name in properties]
+    return {name: _sorted(properties[name], ranks) for name in dict.fromkeys([*first, *sorted(properties)])}
 
 
 def _with_sorted_tools(conversation: Conversation) -> Changed:

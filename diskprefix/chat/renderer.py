@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
@@ -102,13 +102,18 @@ class PromptRenderer:
         self._encoder.warm_up()
 
     def replay(
-        self, conversation: Conversation, replies: RecordStore | None, known: OwnedParts | None = None
+        self,
+        conversation: Conversation,
+        replies: RecordStore | None,
+        known: OwnedParts | None = None,
+        owner: Hashable = None,
     ) -> Replayed:
-        """Returns the prompt of a conversation, with the sampled tokens of `replies`. `known` texts are not encoded
-        again. Raises `ContextTooLong`, `InvalidRequest` if the template or the model refuses the conversation, and
-        `RecordsUnread`."""
+        """Returns the prompt of a conversation of `owner`, with the sampled tokens of `replies`. `known` texts are not
+        encoded again. Raises `ContextTooLong`, `InvalidRequest` if the template or the model refuses the conversation,
+        and `RecordsUnread`."""
         require_few_arguments(conversation)
-        draft = run_steps(self._steps(), PromptDraft(conversation=conversation, replies=replies, known=known))
+        draft = PromptDraft(conversation=conversation, replies=replies, known=known, owner=owner)
+        draft = run_steps(self._steps(), draft)
         if draft.conversation_hash is None or draft.conversation.ending != "reply":
             return Replayed(draft.prompt)
         return Replayed(draft.prompt, Origin.of(draft.conversation_hash, draft.rendering.text))

@@ -29,6 +29,7 @@ from diskprefix.chat.template_input import (
 from diskprefix.errors import InvalidRequest, SettingsError
 from diskprefix.model.load.chat_template import SET_BY_THE_DAEMON, render_template
 from diskprefix.printable import shown
+from diskprefix.thread_work import CHAT_TEMPLATE, in_step
 
 if TYPE_CHECKING:
     from diskprefix.model.load.tokenizer import Tokenizer
@@ -147,14 +148,15 @@ class ChatTemplate:
     def _written(self, template_input: TemplateInput, ending: Ending) -> str:
         stand_ins = template_input.stand_ins
         try:
-            return render_template(
-                self.source_for(template_input.tools),
-                template_input.messages,
-                tools=template_input.tools,
-                add_generation_prompt=ending == "reply",
-                continue_final_message=ending == "continue",
-                variables={**self._tokenizer.special_tokens_map, **template_input.variables},
-            )
+            with in_step(CHAT_TEMPLATE):
+                return render_template(
+                    self.source_for(template_input.tools),
+                    template_input.messages,
+                    tools=template_input.tools,
+                    add_generation_prompt=ending == "reply",
+                    continue_final_message=ending == "continue",
+                    variables={**self._tokenizer.special_tokens_map, **template_input.variables},
+                )
         except _TEMPLATE_FAULTS as error:
             message = str(error) if stand_ins is None else stand_ins.text(str(error))
             reason = shown(" ".join(message.split()), _REASON_CHARS) or type(error).__name__

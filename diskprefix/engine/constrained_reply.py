@@ -7,7 +7,7 @@ that it applies to. If the mask takes longer, the engine computes other replies:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from functools import cached_property, lru_cache, partial
@@ -51,7 +51,7 @@ class ConstraintCompiler:
         """A function that is called on another thread when a mask is ready."""
         self._trials = Trials(self._tokenizer_text)
         # An agent sends its tools again and again.
-        self._compiled = lru_cache(_MAX_COMPILED)(lambda grammar: matcher_of(self.tokenizer, grammar))
+        self._compiled = lru_cache(_MAX_COMPILED)(lambda _owner, grammar: matcher_of(self.tokenizer, grammar))
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -79,18 +79,19 @@ class ConstraintCompiler:
         param: str,
         parts: Mapping[str, str] = MappingProxyType({}),
         strict: Collection[str] = (),
+        owner: Hashable = None,
     ) -> dict[str, Loosened]:
-        """Tries a constraint. Returns what `Trials.run` returns, and raises its errors. Takes at most seconds, so it is
-        not for the event loop."""
+        """Tries a constraint of `owner`. Returns what `Trials.run` returns, and raises its errors. Takes at most
+        seconds, so it is not for the event loop."""
         # Raises if the tokenizer cannot be used. The process of the trials would only end.
         _ = self.tokenizer
-        return self._trials.run(constraint, param, parts, strict)
+        return self._trials.run(constraint, param, parts, strict, owner)
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
         """Returns a matcher at its beginning. Raises `InvalidRequest` for a constraint that `check` refuses. One that
         `check` has not seen may take any time and memory."""
         grammar = grammar_of(constraint, "constraint")
-        compiled = self._compiled(grammar)
+        compiled = self._compiled(constraint.owner, grammar)
         if compiled.is_error():
             raise explained(constraint, "constraint", compiled.get_error())
         # The copy shares what is computed of the constraint.

@@ -39,6 +39,7 @@ _MAX_TRIES = 256
 """The most parts of a schema that are compiled to find the one at fault."""
 _MAX_MESSAGE_CHARS = 300
 _IMPOSSIBLE = "Unsatisfiable schema"
+_TOO_DEEP = "is nested too deeply, or its references lead through too many schemas"
 _UNREADABLE = "failed to parse"
 """The message of llguidance for a schema that is nested too deeply. No part of it is at fault alone."""
 
@@ -71,7 +72,7 @@ def grammar_of(constraint: Constraint, param: str) -> str:
     try:
         return _grammar(constraint, param)
     except (ValueError, RecursionError) as error:
-        raise _invalid(param, str(error)) from error
+        raise _invalid(param, _text_of(error)) from error
 
 
 def _grammar(constraint: Constraint, param: str) -> str:
@@ -102,7 +103,7 @@ def reason_against(tokenizer: LLTokenizer, constraint: Constraint, param: str) -
     except NotKept as error:
         return str(error)
     except (ValueError, RecursionError) as error:
-        raise _invalid(param, str(error)) from error
+        raise _invalid(param, _text_of(error)) from error
     return matcher.get_error() if matcher.is_error() else ""
 
 
@@ -111,7 +112,7 @@ def excess_of(source: str) -> str:
     try:
         return next((reason for *_, reason in _excesses(json.loads(source))), "")
     except (ValueError, RecursionError) as error:
-        return str(error)
+        return _text_of(error)
 
 
 def loosened(tokenizer: LLTokenizer, source: str) -> Loosened:
@@ -130,7 +131,7 @@ def loosened(tokenizer: LLTokenizer, source: str) -> Loosened:
             schema = put(schema, place if part else (), kept)
             left_out.append(f"{_joined('', place)[1:]}: {reason}")
     except (ValueError, RecursionError) as error:
-        return Loosened("{}", [f": {_reason(str(error))}"])
+        return Loosened("{}", [f": {_reason(_text_of(error))}"])
     return Loosened(json.dumps(schema), left_out)
 
 
@@ -169,6 +170,11 @@ def explained(constraint: Constraint, param: str, reason: str) -> InvalidRequest
     if constraint.kind == "json_schema" and not reason.startswith(_UNREADABLE):
         place, reason = _innermost(json.loads(constraint.source), reason)
     return _invalid(_joined(param, place), reason)
+
+
+def _text_of(error: Exception) -> str:
+    """Returns what an error says of a schema."""
+    return _TOO_DEEP if isinstance(error, RecursionError) else str(error)
 
 
 def _invalid(param: str, reason: str) -> InvalidRequest:
@@ -281,6 +287,6 @@ def _reason_of(schema: dict[str, Any]) -> str:
 
     try:
         message = LLMatcher.validate_grammar(_json_grammar(schema), limits=limits())
-    except NotKept as error:
-        return str(error)
+    except (ValueError, RecursionError) as error:
+        return _text_of(error)
     return _reason(message) if message else ""

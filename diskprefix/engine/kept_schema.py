@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import combinations, starmap
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,9 +19,9 @@ _EXACT = 2**53
 """Beyond this, doubles skip integers."""
 _MAX_INTEGER = 2**63 - 1024
 """The largest double that llguidance compiles as the bound of an integer."""
-_MAX_COMPARED, _MAX_REFERENCES = 50_000, 8
-"""The effort of the proofs for one schema that branches of `oneOf` differ: values and pairs of them; and references
-that lead to each other."""
+_MAX_COMPARED, _COMPARED_PER_PART, _MAX_REFERENCES = 50_000, 64, 8
+"""The effort of the proofs for one schema that branches of `oneOf` differ: values and pairs of them, in all and for
+each part of the schema; and references that lead to each other."""
 _DEFINITIONS = ("$defs", "definitions")
 _SAY_NOTHING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
 """Keywords that allow any value. Those that begin with "$" or "x-" and are not `$ref` are not named here."""
@@ -49,15 +50,17 @@ def parts(schema: JsonSchema) -> Iterator[tuple[Path, Any]]:
 
 
 def put(schema: JsonSchema, path: Path, part: Any) -> JsonSchema:
-    """Returns a copy of a schema with another part at `path`."""
+    """Returns a schema with another part at `path`. It shares all else with the given one."""
     if not path:
         return part if isinstance(part, dict) else {}
-    copy = json.loads(json.dumps(schema))
-    place = copy
+    copy = dict(schema)
+    place: Any = copy
     for step in path[:-1]:
+        inner = place[step]
+        place[step] = inner.copy()
         place = place[step]
     place[path[-1]] = part
-    return dict(copy)
+    return copy
 
 
 def definitions_of(schema: JsonSchema) -> JsonSchema:
@@ -101,16 +104,35 @@ def with_parts(schema: JsonSchema, change: Callable[[Any, Path], Any]) -> JsonSc
 
 
 class _Proof:
-    """Proves that no value fits two branches of a schema, with an effort of at most `_MAX_COMPARED`."""
+    """Proves that no value fits two branches of a schema. The effort grows at most as the schema."""
 
     def __init__(self, schema: JsonSchema) -> None:
         self._references = _references(schema)
-        self._left = _MAX_COMPARED
+        self._left = min(_MAX_COMPARED, _COMPARED_PER_PART * len(_all_parts(schema)))
         self._known: dict[tuple[int, int], bool] = {}
         """Whether two schemas, by their identities, are proven to differ."""
 
     def all_differ(self, branches: list[Any]) -> bool:
+        if self._have_own_values([_resolved(branch, self._references) for branch in branches]):
+            return True
         return len(branches) ** 2 <= self._left and all(starmap(self._differ, combinations(branches, 2)))
+
+    def _have_own_values(self, branches: list[Any]) -> bool:
+        """Returns whether each branch has values of its own, or is an object with values of its own under one key: the
+        usual form, which is proven without comparing pairs."""
+        if not all(isinstance(branch, dict) for branch in branches):
+            return False
+        if _are_distinct(map(_values, branches)):
+            return True
+        if not all(_types(branch) == {"object"} for branch in branches):
+            return False
+        keys = set[str].intersection(*(set(_required(branch)) for branch in branches)) if branches else ()
+        return any(_are_distinct(self._values_under(key, branches)) for key in keys)
+
+    def _values_under(self, key: str, branches: list[Any]) -> Iterator[list[Any]]:
+        for branch in branches:
+            found = _resolved(_property(branch, key), self._references)
+            yield _values(found) if isinstance(found, dict) else []
 
     def _differ(self, one: Any, other: Any) -> bool:
         one, other = (_resolved(schema, self._references) for schema in (one, other))
@@ -150,6 +172,25 @@ class _Proof:
             or any(_forbids(other, key) for key in required)
             or any(_forbids(one, key) for key in other_required)
         )
+
+
+def _are_distinct(lists: Iterable[list[Any]]) -> bool:
+    """Returns whether each list has values, and none that another list has. Only plain values are looked at."""
+    seen = set[Any]()
+    for values in lists:
+        if not values or any(isinstance(value, list | dict) for value in values) or not seen.isdisjoint(values):
+            return False
+        seen.update(values)
+    return True
+
+
+def _all_parts(schema: Any) -> list[Any]:
+    """Returns a schema and all schemas inside it."""
+    found = [schema]
+    for part in found:
+        if isinstance(part, dict):
+            found += (inner for _, inner in parts(part))
+    return found
 
 
 def _references(schema: JsonSchema) -> JsonSchema:
@@ -208,9 +249,10 @@ def json_rules(name: str, schema: JsonSchema) -> list[str]:
     """Returns the lines of a Lark grammar whose rule `name` is the JSON of a schema. `x-guidance` in it has the options
     of llguidance. Raises `NotKept`."""
     kept = _within_doubles(with_any_of(schema, only_proven=True)[0])
-    if not _holds_big(kept, _references(kept), set()):
+    holders = _holders_of_big(kept)
+    if id(kept) not in holders:
         return [f"{name}: %json {json.dumps(kept, ensure_ascii=False)}"]
-    rules = _ExactRules(name, kept)
+    rules = _ExactRules(name, kept, holders)
     return [f"{name}: {rules.value(kept)}", *rules.lines]
 
 
@@ -247,17 +289,30 @@ def _has_big(value: Any) -> bool:
     return _is_big(value) or any(map(_has_big, inner))
 
 
-def _holds_big(schema: Any, references: JsonSchema, seen: set[str]) -> bool:
-    """Returns whether such an integer is a value of a schema, or of one that it refers to. `seen` are references."""
-    if not isinstance(schema, dict):
-        return False
-    if isinstance(reference := schema.get("$ref"), str) and reference not in seen:
-        # Bound: the nesting of the schema, and no reference comes twice.
-        seen.add(reference)
-        if _holds_big(references.get(reference), references, seen):
-            return True
-    inner = (part for path, part in parts(schema) if path[0] not in _DEFINITIONS)
-    return any(map(_has_big, _values(schema))) or any(_holds_big(part, references, seen) for part in inner)
+def _holders_of_big(schema: JsonSchema) -> set[int]:
+    """Returns the identities of the parts that allow such an integer as a value, in them or in what they refer to."""
+    references, outer = _references(schema), defaultdict[int, list[int]](list)
+    unseen: list[Any] = [schema]
+    found: list[int] = []
+    for part in unseen:
+        if not isinstance(part, dict):
+            continue
+        if any(map(_has_big, _values(part))):
+            found.append(id(part))
+        if isinstance(reference := part.get("$ref"), str) and reference in references:
+            outer[id(references[reference])].append(id(part))
+        for path, inner in parts(part):
+            unseen.append(inner)
+            if path[0] not in _DEFINITIONS:
+                outer[id(inner)].append(id(part))
+    holders = set[int]()
+    # Bound: each part is taken once with what is around it.
+    while found:
+        holder = found.pop()
+        if holder not in holders:
+            holders.add(holder)
+            found += outer[holder]
+    return holders
 
 
 class _ExactRules:
@@ -266,9 +321,10 @@ class _ExactRules:
     Objects have their properties in the order of the schema and no others, which is less than the schema may allow.
     """
 
-    def __init__(self, name: str, schema: JsonSchema) -> None:
+    def __init__(self, name: str, schema: JsonSchema, holders: Collection[int]) -> None:
         self.lines: list[str] = []
-        self._name = name
+        self._name, self._holders = name, holders
+        self._num_chars = 0
         self._definitions, self._references = definitions_of(schema), _references(schema)
         self._options: JsonSchema = schema.get("x-guidance") or {}
         self._named: dict[str, str] = {}
@@ -280,37 +336,36 @@ class _ExactRules:
             for key, sign in (("item_separator", ","), ("key_separator", ":"))
         )
 
-    def value(self, schema: Any) -> str:
-        """Returns the expression of a value of a schema."""
+    def value(self, schema: Any, around: JsonSchema = {}) -> str:  # noqa: B006 (never changed)
+        """Returns the expression of a value of a schema, which also has the type of `around` if it names none."""
         # Bound: the nesting of the schema, and no reference gets two rules.
-        # A schema that has a rule holds such an integer.
-        is_named = isinstance(schema, dict) and str(schema.get("$ref")) in self._named
-        if not is_named and not _holds_big(schema, self._references, set()):
-            part = schema if isinstance(schema, dict) else {}
+        part: JsonSchema = schema if isinstance(schema, dict) else {}
+        holds = id(schema) in self._holders
+        if "type" in around and isinstance(schema, dict):
+            part = {"type": around["type"]} | part
+        if not holds:
             whole = part | self._definitions | {"x-guidance": self._options}
             return self._rule(f"%json {json.dumps(whole, ensure_ascii=False)}")
-        keys = {key for key in schema if key not in _SAY_NOTHING and (key == "$ref" or key[:1] not in "$x")}
+        keys = {key for key in part if key not in _SAY_NOTHING and (key == "$ref" or key[:1] not in "$x")}
         keys -= {"definitions"}
         if keys == {"$ref"}:
-            return self._reference(schema["$ref"])
+            return self._reference(part["$ref"])
         if keys <= {"const", "enum", "type"}:
-            return self._constants(schema)
+            return self._constants(part)
         if keys in ({"anyOf"}, {"anyOf", "type"}):
-            return f"({' | '.join(self.value(self._typed(branch, schema)) for branch in schema['anyOf'])})"
-        if (
-            keys <= {"type", "properties", "required", "additionalProperties"}
-            and schema.get("type", "object") == "object"
-        ):
-            return self._object(schema)
-        if keys <= {"type", "items", "prefixItems", "minItems", "maxItems"} and schema.get("type", "array") == "array":
-            return self._array(schema)
+            return f"({' | '.join(self.value(branch, part) for branch in part['anyOf'])})"
+        declared = part.get("type")
+        if keys <= {"type", "properties", "required", "additionalProperties"} and declared in (None, "object"):
+            return self._object(part)
+        if keys <= {"type", "items", "prefixItems", "minItems", "maxItems"} and declared in (None, "array"):
+            return self._array(part)
         raise NotKept("the digits of an integer above 2**53 cannot be guaranteed beside " + ", ".join(sorted(keys)))
 
-    @staticmethod
-    def _typed(branch: Any, schema: JsonSchema) -> Any:
-        return {"type": schema["type"]} | branch if "type" in schema and isinstance(branch, dict) else branch
-
     def _rule(self, expression: str) -> str:
+        # The definitions are repeated for each part.
+        self._num_chars += len(expression)
+        if self._num_chars > MAX_CHARS:
+            raise NotKept(f"the digits of an integer above 2**53 make a grammar of more than {MAX_CHARS} characters")
         name = f"{self._name}_{len(self.lines)}"
         self.lines.append(f"{name}: {expression}")
         return name
@@ -334,7 +389,8 @@ class _ExactRules:
         return f"({' | '.join(texts)})"
 
     def _object(self, schema: JsonSchema) -> str:
-        properties, required = schema.get("properties") or {}, dict.fromkeys(_required(schema))
+        listed, required = schema.get("properties"), dict.fromkeys(_required(schema))
+        properties = listed if isinstance(listed, dict) else {}
         members = {key: properties.get(key, {}) for key in [*properties, *required]}
         first, rest = '""', '""'
         # From the last to the first: a member needs a comma only if another one stands before it.
@@ -357,14 +413,18 @@ class _ExactRules:
             raise NotKept("the digits of an integer above 2**53 cannot be guaranteed with so few maxItems")
         tail = ""
         if items is not False:
-            item = self.value(items)
+            # A rule of its own, because it is written twice.
+            item = self._rule(self.value(items))
             elements = elements or [item]
             max_more = "" if max_items is None else max_items - len(elements)
             tail = f"({self._comma} {item}){{{max(0, min_items - len(elements))},{max_more}}}"
-        for index, element in reversed(list(enumerate(elements))):
-            tail = f"{self._comma if index else ''} {element} {tail}"
-            tail = tail if index < min_items else f"({tail})?"
-        return f'"[" {self._blank} {tail} {self._blank} "]"'
+        # Whatever is optional stands in brackets with all that follows it.
+        begins = [
+            f"{'' if index < min_items else '('}{self._comma if index else ''} {element} "
+            for index, element in enumerate(elements)
+        ]
+        ends = ")?" * max(0, len(elements) - max(0, min_items))
+        return f'"[" {self._blank} {"".join(begins)}{tail}{ends} {self._blank} "]"'
 
 
 def weaker(part: JsonSchema, compiles: Callable[[JsonSchema], bool]) -> JsonSchema:

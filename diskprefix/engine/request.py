@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,9 @@ from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError
 from diskprefix.store.reads import Patience
 from diskprefix.values import CacheOptions, CacheOutcome, CacheReport, Prompt, StateSource, outcome_of
+
+if TYPE_CHECKING:
+    import regex
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -61,8 +63,10 @@ class Constraint(Struct, frozen=True, kw_only=True):
     kind: Literal["json_schema", "json_object", "lark", "choice"]
     source: str = ""
     before: FreeText | None = None
-    begins: re.Pattern[str] | None = None
+    begins: regex.Pattern[str] | None = None
     make_source: Callable[[], str] | None = None
+    owner: Hashable = None
+    """Whose constraint it is: what is compiled for one is not found by another."""
 
 
 class Reading(Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,11 +69,16 @@ class Trials:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._is_closed = False
-        self._known: dict[bytes, dict[str, Any]] = {}
-        """The answers by the digests of their questions."""
+        self._known: dict[tuple[Hashable, bytes], dict[str, Any]] = {}
+        """The answers by owner and digest of the question: the time must not tell one what another has asked."""
 
     def run(
-        self, constraint: Constraint, param: str, parts: Mapping[str, str], strict: Collection[str]
+        self,
+        constraint: Constraint,
+        param: str,
+        parts: Mapping[str, str],
+        strict: Collection[str],
+        owner: Hashable = None,
     ) -> dict[str, Loosened]:
         """Tries a constraint that is made of the schemas in `parts`. Returns {} if it can be compiled. If some of the
         schemas cannot, returns these by their keys, loosened, so that the caller can make another constraint of them.
@@ -84,7 +89,7 @@ class Trials:
         question = {"kind": constraint.kind, "source": constraint.source, "param": param, "parts": dict(parts)}
         question["strict"] = list(strict)
         asked = json.dumps(question).encode()
-        key = hashlib.blake2b(asked).digest()
+        key = owner, hashlib.blake2b(asked).digest()
         began, last = time.monotonic(), self._known.get(key)
         if last is None:
             if not (answers := self._ask(asked)):

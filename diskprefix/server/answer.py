@@ -287,7 +287,7 @@ def render(arrival: Arrival, wanted: Conversation | str | list[int] | FillIn) ->
     serving, cache = arrival.serving, arrival.cache
     renderer, known = serving.renderer, known_parts(serving, cache)
     if isinstance(wanted, Conversation):
-        return renderer.replay(wanted, arrival.turns, known)
+        return renderer.replay(wanted, arrival.turns, known, cache.tenant)
     return Replayed(renderer.completion(wanted, known))
 
 
@@ -353,7 +353,8 @@ def _engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
     num_choices = parsed.sampling.n * len(rendered.prompts)
     serving, choice = arrival.serving, parsed.tool_choice
     is_chat = isinstance(parsed.prompt, Conversation)
-    output_format: OutputFormat = serving.renderer.output_format if is_chat else PlainText()
+    tenant = arrival.cache.tenant
+    output_format: OutputFormat = serving.renderer.output_format.of(tenant) if is_chat else PlainText()
     prompt_end = serving.renderer.end_of(replayed.prompt)
     encode = partial(serving.engine.tokenizer.encode, add_special_tokens=False)
     ends = serving.renderer.fill_in_ends(parsed.prompt) if isinstance(parsed.prompt, FillIn) else ()
@@ -361,13 +362,15 @@ def _engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
         problem = f"is {parsed.num_ctx}, and the prompt has {num_tokens} tokens, none of which is left out"
         raise InvalidRequest.at("options.num_ctx", f"{problem}; this model takes {rendered.max_positions} here")
     sampling = _sampling(parsed, max(rendered.rooms), num_choices)
+    check = partial(serving.engine.constraints.check, owner=tenant)
+    constraint = constraint_of(parsed, output_format, prompt_end, check)
     generate = GenerateRequest(
         id=_reply_id(arrival.dialect, arrival.context),
         prompt=replayed.prompt,
         # Special tokens are no text, so those that end the reply are stop strings.
         sampling=replace(sampling, stop=(*sampling.stop, *ends)),
         cache=arrival.cache,
-        constraint=constraint_of(parsed, output_format, prompt_end, serving.engine.constraints.check),
+        constraint=None if constraint is None else replace(constraint, owner=tenant),
         thought_budget=thought_budget_of(parsed, output_format, prompt_end, encode, serving.engine.end_ids),
         shown_special_tokens=output_format.special_tokens.union(ends),
         reports_progress=parsed.return_progress,

@@ -17,17 +17,19 @@ from starlette.requests import Request
 from diskprefix.api.error_forms import HttpError
 from diskprefix.api.fields import REFUSED
 from diskprefix.errors import GOT, InvalidRequest
-from diskprefix.json_values import count_values, whole_characters
+from diskprefix.json_values import MAX_LEVELS, count_values, path_below, whole_characters
 from diskprefix.printable import shown
 from diskprefix.server.limits import LARGE_BYTES, BodyPace, CountedRequest, Turns
 from diskprefix.server.log_context import log_context
-from diskprefix.server.threads import Threads
+from diskprefix.server.threads import NUM_BESIDE, Threads
 
 Model = TypeVar("Model", bound=BaseModel)
 
 _SHOWN_CHARS = 60
 _SMALL_BYTES = 64 * 1024
 """The values in a small body need not be counted."""
+_PATIENCE_S = 60.0
+"""The time after which a large body, with its pause, leaves its place to others."""
 _PAUSE, _PAUSE_BESIDE = 1, 7
 """The pause after a large body, as a multiple of its parsing time: alone, and while the engine computes."""
 
@@ -38,7 +40,7 @@ class Bodies:
     def __init__(self, threads: Threads, is_computing: Callable[[], bool] = lambda: False) -> None:
         self._threads = threads
         self._is_computing = is_computing
-        self._turns, self._pace = Turns(1), BodyPace(is_computing)
+        self._turns, self._pace = Turns(1, _PATIENCE_S, NUM_BESIDE["large"]), BodyPace(is_computing)
 
     async def read_json(self, request: Request, model: type[Model], held: AsyncExitStack) -> Model:
         """Returns the body as `model`. The caller of a large body has the turn until `held` is closed, after the prompt
@@ -54,7 +56,7 @@ class Bodies:
         # In a thread, because it would block the event loop.
         if len(body) <= LARGE_BYTES:
             return await self._threads.run_for(request, "parsing", _parse, body, model)
-        caller = log_context(request).caller.account
+        caller = log_context(request).turn
         await self._turns.take(caller)
         loop = asyncio.get_running_loop()
         took_s, began = 0.0, loop.time()
@@ -106,6 +108,9 @@ def parse_json(body: bytes, model: type[Model]) -> Model:
     try:
         parsed = model.model_validate_json(text)
     except ValidationError as error:
+        if text.lstrip().startswith("{") and (below := path_below(text)):
+            levels = f"has more than {MAX_LEVELS} objects and lists inside each other"
+            raise InvalidRequest.at(shown(".".join(map(str, below))), levels, "body_too_complex") from error
         raise _refusal_of(error) from error
     _require_finite(text)
     return parsed

@@ -27,6 +27,7 @@ from diskprefix.server.recent import BrokenLines, RecentRequests
 from diskprefix.server.serving import CacheCounts, Serving
 from diskprefix.server.threads import Threads
 from diskprefix.settings import Settings
+from diskprefix.thread_work import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     from diskprefix.engine.loop import Engine
@@ -105,8 +106,10 @@ class Daemon:
     @property
     def hang(self) -> str:
         """The work beside the engine that should have ended by now, in words; empty if there is none."""
-        seconds = self.threads.overdue_s
-        return f"a prompt has been rendered for {seconds:.0f} s; the chat template may never end" if seconds else ""
+        if (overdue := self.threads.overdue) is None:
+            return ""
+        runs = "the chat template runs and may never end" if overdue.step == CHAT_TEMPLATE else f"step: {overdue.step}"
+        return f"a prompt has been prepared for {overdue.seconds:.0f} s; {runs}"
 
     @property
     def status_line(self) -> str:
@@ -197,7 +200,8 @@ class Daemon:
             log.info("[start] all weights are in memory after %.1f s", self._elapsed_s())
         except DiskPrefixError as error:
             _call_soon(loop, self._failed, error)
-        except Exception as error:
+        except BaseException as error:
+            # Whatever ends this thread must be told, also a panic of a library, which is no `Exception`.
             log.exception("loading failed unexpectedly")
             _call_soon(loop, self._failed, DiskPrefixError(f"loading failed unexpectedly: {error}"))
 

@@ -6,6 +6,7 @@ A caller is the `account` of a `keys.Caller`: an API key, whatever salts its req
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
@@ -158,10 +159,18 @@ class CountedRequest:
 
 
 class Turns:
-    """Lets `max_working` callers work at a time, one turn each, the least recent first. For the event loop."""
+    """Lets `max_working` callers work at a time, one turn each, the least recent first. For the event loop.
 
-    def __init__(self, max_working: int) -> None:
+    Work of more than `patience_s` keeps its turn, but no place: others work beside it, unless that is so for
+    `max_beside` callers already. So nobody takes all places for long with work whose length nothing explains.
+    """
+
+    def __init__(self, max_working: int, patience_s: float = math.inf, max_beside: int = 0) -> None:
         self._max_working = max_working
+        self._patience_s, self._max_beside = patience_s, max_beside
+        self._long: set[Hashable] = set()
+        """The callers whose work takes longer. It has no place, except that of those above `max_beside`."""
+        self._timers: dict[Hashable, asyncio.TimerHandle] = {}
         self._working: set[Hashable] = set()
         self._resting: set[Hashable] = set()
         """The callers that get no turn for a while after their last one."""
@@ -196,9 +205,17 @@ class Turns:
     def give_back(self, caller: Hashable, rest_s: float = 0.0) -> None:
         """Ends a turn. The caller gets no other one for `rest_s`."""
         self._working.remove(caller)
+        self._long.discard(caller)
+        if caller in self._timers:
+            self._timers.pop(caller).cancel()
         if rest_s:
             self._resting.add(caller)
             asyncio.get_running_loop().call_later(rest_s, self._end_rest, caller)
+        self._give()
+
+    def _lose_place(self, caller: Hashable) -> None:
+        del self._timers[caller]
+        self._long.add(caller)
         self._give()
 
     def _end_rest(self, caller: Hashable) -> None:
@@ -206,7 +223,7 @@ class Turns:
         self._give()
 
     def _give(self) -> None:
-        while len(self._working) < self._max_working:
+        while len(self._working) - min(len(self._long), self._max_beside) < self._max_working:
             busy = self._working | self._resting
             able = [item for item in self._waiting if item[0] not in busy]
             if not able:
@@ -216,6 +233,9 @@ class Turns:
             self._num_given += 1
             self._last[item[0]] = self._num_given
             self._working.add(item[0])
+            if self._max_beside:
+                loop = asyncio.get_running_loop()
+                self._timers[item[0]] = loop.call_later(self._patience_s, self._lose_place, item[0])
             # One that was cancelled gives its turn back when it notices.
             if not item[1].done():
                 item[1].set_result(None)

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from diskprefix.server.limits import Turns
 from diskprefix.server.log_context import log_context
+from diskprefix.thread_work import ThreadWork, doing
 
 T = TypeVar("T")
 
@@ -43,6 +44,11 @@ _NICE = 10
 _REST_BESIDE, _MAX_REST_S = 7, 15.0
 """How long a caller's next work of these kinds waits while the engine computes, as a multiple of the last one's time,
 and in seconds: threads of one process cannot run Python at once, whatever their priorities."""
+_PATIENCE_S: dict[Kind, float] = {"parsing": 5.0, "rendering": 5.0, "counting": 10.0, "images": 60.0}
+"""The time after which work of a request leaves its place to others, and goes on beside them. A body of the largest
+size that these take is done sooner, also on a busy machine, pictures apart."""
+NUM_BESIDE: dict[Kind, int] = {"parsing": 6, "rendering": 6, "counting": 6, "images": 3, "large": 2}
+"""The most threads for work that takes longer. Large bodies take turns before: see `body.py`."""
 _DEADLINE_S: dict[Kind, float] = {"rendering": 60.0, "counting": 60.0, "images": 600.0, "large": 600.0}
 """The time after which work counts as hanging. A chat template is code, which may never end."""
 
@@ -55,6 +61,13 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))
 
 
+class Overdue(NamedTuple):
+    """Work that should have ended: how long it has run, and the step that it is in."""
+
+    seconds: float
+    step: str
+
+
 class Threads:
     """Pools of threads, for the event loop. Threads start with the first work that needs them."""
 
@@ -62,15 +75,22 @@ class Threads:
         self, is_computing: Callable[[], bool] = lambda: False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._of = {
-            kind: ThreadPoolExecutor(number, kind, initializer=_lower_priority if kind in _LOW_PRIORITY else None)
+            kind: ThreadPoolExecutor(
+                number + NUM_BESIDE.get(kind, 0),
+                kind,
+                initializer=_lower_priority if kind in _LOW_PRIORITY else None,
+            )
             for kind, number in _NUM_THREADS.items()
         }
-        self._turns = {kind: Turns(number) for kind, number in _NUM_THREADS.items()}
+        self._turns = {
+            kind: Turns(number, _PATIENCE_S[kind], NUM_BESIDE[kind]) if kind in _PATIENCE_S else Turns(number)
+            for kind, number in _NUM_THREADS.items()
+        }
         self._begun_calls: set[Future[Any]] = set()
         self._is_computing = is_computing
         self._clock = clock
-        self._due: dict[int, tuple[float, float]] = {}
-        """By thread, when its work began and when it should have ended."""
+        self._due: dict[int, tuple[float, float, ThreadWork]] = {}
+        """By thread, when its work began, when it should have ended, and the work."""
 
     @property
     def are_busy(self) -> bool:
@@ -78,14 +98,16 @@ class Threads:
         return any(not work.done() for work in tuple(self._begun_calls))
 
     @property
-    def overdue_s(self) -> float:
-        """The seconds since the start of the oldest work that should have ended by now; 0 if all is in time."""
+    def overdue(self) -> Overdue | None:
+        """The oldest work that should have ended by now; None if all is in time."""
         now = self._clock()
-        return max((now - began for began, due in tuple(self._due.values()) if now > due), default=0.0)
+        overdue = [Overdue(now - began, work.step) for began, due, work in tuple(self._due.values()) if now > due]
+        return max(overdue, default=None)
 
     async def run(self, kind: Kind, work: Callable[..., T], *values: Any) -> T:
-        """Runs `work` in a thread and returns its result. Work that has not begun is dropped on cancellation."""
-        return await asyncio.wrap_future(self._submit(kind, work, *values))
+        """Runs `work` in a thread and returns its result. On cancellation, work that has not begun is dropped, and
+        other work ends at its next step."""
+        return await self._result(*self._submit(kind, work, *values))
 
     async def run_for(self, request: Request, kind: Kind, work: Callable[..., T], *values: Any) -> T:
         """Runs `work` in a thread when it is the turn of the request's caller, and returns its result.
@@ -111,27 +133,37 @@ class Threads:
             held.callback(turns.give_back, caller)
             if await request.is_disconnected():
                 raise ClientDisconnect
-            began, running = self._clock(), self._submit(kind, work, *values)
+            began, (running, state) = self._clock(), self._submit(kind, work, *values)
             held.pop_all()
         running.add_done_callback(give_back)
-        return await asyncio.wrap_future(running)
+        return await self._result(running, state)
 
     def close(self) -> None:
         """Drops the work that has not begun, and takes no more."""
         for executor in self._of.values():
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, kind: Kind, work: Callable[..., T], *values: Any) -> Future[T]:
-        running = self._of[kind].submit(self._timed, kind, work, *values)
+    def _submit(self, kind: Kind, work: Callable[..., T], *values: Any) -> tuple[Future[T], ThreadWork]:
+        state = ThreadWork()
+        running = self._of[kind].submit(self._timed, kind, state, work, *values)
         self._begun_calls.add(running)
         running.add_done_callback(self._begun_calls.discard)
-        return running
+        return running, state
 
-    def _timed(self, kind: Kind, work: Callable[..., T], *values: Any) -> T:
+    @staticmethod
+    async def _result(running: Future[T], state: ThreadWork) -> T:
+        try:
+            return await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            state.is_wanted = False
+            raise
+
+    def _timed(self, kind: Kind, state: ThreadWork, work: Callable[..., T], *values: Any) -> T:
         thread, began = threading.get_ident(), self._clock()
         if kind in _DEADLINE_S:
-            self._due[thread] = began, began + _DEADLINE_S[kind]
+            self._due[thread] = began, began + _DEADLINE_S[kind], state
         try:
-            return work(*values)
+            with doing(state):
+                return work(*values)
         finally:
             self._due.pop(thread, None)

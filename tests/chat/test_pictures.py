@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -73,7 +73,15 @@ class Processor:
     def token_id(self) -> int:
         return int(self.tokenizer.backend_tokenizer.token_to_id(self.placeholder))
 
-    def read_image(self, content: bytes, *, detail: str, param: str, beside: Sequence[Picture] = ()) -> Picture:
+    def read_image(
+        self,
+        content: bytes,
+        *,
+        detail: str,
+        param: str,
+        beside: Sequence[Picture] = (),
+        owner: Hashable = None,  # noqa: ARG002
+    ) -> Picture:
         self.seen.append((param, detail, len(beside)))
         text = self.before + self.placeholder * (content[0] * self.scale - self.num_missing) + self.after
         name = hashlib.sha256(content).digest()[:16]

@@ -33,6 +33,7 @@ from diskprefix.server.answer import MAX_LOGPROBS, SESSION_HEADERS
 from diskprefix.server.process import process
 from diskprefix.server.threads import _DEADLINE_S
 from diskprefix.tenant_ids import group_of
+from diskprefix.thread_work import CHAT_TEMPLATE, begin_step, in_step
 from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import (
     CHOSEN,
@@ -167,7 +168,11 @@ def test_a_client_that_leaves_while_the_model_loads_gives_its_place_back(
         load.go_on.set()
 
 
-@pytest.mark.parametrize("kind", [ModelError, RuntimeError])
+class Panic(BaseException):
+    """Of a library in another language: none of `Exception`."""
+
+
+@pytest.mark.parametrize("kind", [ModelError, RuntimeError, Panic])
 def test_a_failed_load_is_kept_for_the_exit_and_where_files_are_is_told_to_the_admin_alone(
     chat_model: Path, keys_file: Path, kind: type[Exception]
 ) -> None:
@@ -194,8 +199,16 @@ def test_a_prompt_that_is_rendered_without_end_is_told_by_health_and_starves_the
     daemon = server.daemon
     monkeypatch.setattr(daemon.threads, "_clock", lambda: now[0])
     signs = process.SignsOfLife(daemon, 120)
-    running = daemon.threads._submit(kind, ended.wait, 30)
-    wait_until(lambda: bool(daemon.threads._due), "the work begins")
+
+    def work() -> bool:
+        begin_step("normalise")
+        with in_step(CHAT_TEMPLATE):
+            has_ended.append(ended.wait(30))
+        return left.wait(30)
+
+    has_ended, left = list[bool](), threading.Event()
+    running, state = daemon.threads._submit(kind, work)
+    wait_until(lambda: bool(daemon.threads._due) and state.step == CHAT_TEMPLATE, "the work begins")
     with server.client() as client:
         try:
             now[0] = _DEADLINE_S[kind]
@@ -206,7 +219,7 @@ def test_a_prompt_that_is_rendered_without_end_is_told_by_health_and_starves_the
             now[0] += 1
             health = client.get("/health")
             assert (health.status_code, health.json()["status"]) == (200, "degraded")
-            problem = f"a prompt has been rendered for {now[0]:.0f} s; the chat template may never end"
+            problem = f"a prompt has been prepared for {now[0]:.0f} s; the chat template runs and may never end"
             assert health.json()["message"] == problem
             signs.give()
             signs.give()
@@ -214,8 +227,13 @@ def test_a_prompt_that_is_rendered_without_end_is_told_by_health_and_starves_the
             assert [problem in state["STATUS"] for state in told] == [True]
             assert sum(problem in record.getMessage() for record in caplog.records) == 1
             assert client.post(CHAT, json=HELLO).status_code == 200
+            ended.set()
+            wait_until(lambda: has_ended, "the template has ended")
+            said = client.get("/health").json()["message"]
+            assert said == f"a prompt has been prepared for {now[0]:.0f} s; step: normalise"
         finally:
             ended.set()
+            left.set()
         assert running.result()
         signs.give()
         assert {"WATCHDOG": 1} in told
@@ -482,8 +500,9 @@ def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServe
         presence_penalty=1.0,
         n=2,
     )
-    assert chat.constraint == Constraint(kind="json_schema", source=json.dumps(SCHEMA))
-    assert (streamed.constraint, continued.constraint) == (None, Constraint(kind="choice", source='["a"]'))
+    assert chat.constraint == Constraint(kind="json_schema", source=json.dumps(SCHEMA), owner=chat.cache.tenant)
+    choice = Constraint(kind="choice", source='["a"]', owner=continued.cache.tenant)
+    assert (streamed.constraint, continued.constraint) == (None, choice)
     assert (chat.reports_progress, streamed.reports_progress) == (False, True), "in streams only"
     for cache in (chat.cache, continued.cache):
         assert (cache.group, cache.ttl_s, cache.save) == (group_of("agent"), 86400.0, False)

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from diskprefix.api.error_forms import HttpError
 from diskprefix.api.fields import Body
+from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import InvalidRequest, QueueFull, ShareFull
@@ -31,10 +32,11 @@ from diskprefix.server.log_context import LogContext
 from diskprefix.server.process import connection as connections
 from diskprefix.server.threads import Kind, Threads
 from diskprefix.settings import Settings
+from diskprefix.thread_work import NobodyWaits, begin_step
 from diskprefix.values import SHARED, Tenant
 from tests.server import test_auth as auth
 from tests.server.daemon_process import open_raw, wait_until
-from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app
+from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, say_hello, scripted_app
 from tests.server.test_auth import bearer
 
 CHAT = "/v1/chat/completions"
@@ -174,6 +176,26 @@ def test_a_caller_has_one_turn_at_a_time_and_who_had_none_for_longest_is_next(
     asyncio.run(scenario())
 
 
+def test_work_that_takes_too_long_keeps_its_turn_and_leaves_its_place() -> None:
+    async def scenario() -> None:
+        turns = Turns(1, patience_s=0.0, max_beside=2)
+        for caller in "abc":
+            await asyncio.wait_for(turns.take(caller), WAIT_S)
+        again, other = (asyncio.ensure_future(turns.take(caller)) for caller in "ad")
+        await asyncio.sleep(0)
+        done, _ = await asyncio.wait([again, other], timeout=0.1)
+        assert not done, "the caller has its turn, and three work: one in the place and two beside it"
+        turns.give_back("c")
+        await asyncio.wait_for(other, WAIT_S)
+        assert not again.done()
+        turns.give_back("a")
+        await asyncio.wait_for(again, WAIT_S)
+        for caller in "abd":
+            turns.give_back(caller)
+
+    asyncio.run(scenario())
+
+
 def test_who_leaves_while_waiting_or_as_a_turn_is_given_leaves_it_to_others() -> None:
     async def scenario() -> None:
         turns = Turns(1)
@@ -251,6 +273,35 @@ def request_of(body: bytes = b"", caller: Tenant = SHARED, *, has_left: bool = F
     return Request({"type": "http", "method": "POST", "path": "/", "headers": [], "state": state}, receive)
 
 
+def test_work_ends_at_its_next_step_when_the_client_leaves(threads: Threads) -> None:
+    began, left, ended = threading.Event(), threading.Event(), list[str]()
+
+    def work() -> None:
+        try:
+            begin_step("render")
+            began.set()
+            left.wait(WAIT_S)
+            begin_step("encode")
+        except NobodyWaits:
+            ended.append("early")
+            raise
+        ended.append("late")
+
+    async def scenario() -> None:
+        for run in (partial(threads.run, "rendering"), partial(threads.run_for, request_of(), "rendering")):
+            began.clear()
+            left.clear()
+            preparing = asyncio.ensure_future(run(work))
+            await asyncio.to_thread(began.wait, WAIT_S)
+            preparing.cancel()
+            await asyncio.wait([preparing])
+            left.set()
+            await asyncio.to_thread(wait_until, lambda: not threads.are_busy, "the work has ended")
+        assert ended == ["early", "early"]
+
+    asyncio.run(scenario())
+
+
 def test_no_kind_of_work_waits_for_another(threads: Threads) -> None:
     go_on = threading.Event()
 
@@ -299,8 +350,9 @@ def test_work_of_a_client_that_left_does_not_begin_and_what_began_keeps_its_turn
         async with asyncio.timeout(WAIT_S):
             run = partial(threads.run_for, request_of(caller=ALICE), kind, work)
             tasks = [asyncio.create_task(run(name)) for name in ("first", "second")]
-            tasks += [asyncio.create_task(threads.run("images", work, name)) for name in ("running", "waiting")]
-            while len(began) < 2:
+            names = ("running", "running", "waiting")
+            tasks += [asyncio.create_task(threads.run("writing", work, name)) for name in names]
+            while len(began) < 3:
                 await asyncio.sleep(0)
             for task in tasks:
                 task.cancel()
@@ -308,13 +360,13 @@ def test_work_of_a_client_that_left_does_not_begin_and_what_began_keeps_its_turn
             with pytest.raises(ClientDisconnect):
                 await threads.run_for(request_of(has_left=True), kind, lambda: 1)
             assert await threads.run_for(request_of(), kind, lambda: 1) == 1
-            assert sorted(began) == ["first", "running"]
+            assert sorted(began) == ["first", "running", "running"]
             go_on.set()
             await third
-            assert await threads.run("images", lambda: 2) == 2
+            assert await threads.run("writing", lambda: 2) == 2
 
     asyncio.run(leave())
-    assert sorted(began) == ["first", "running", "third"]
+    assert sorted(began) == ["first", "running", "running", "third"]
 
 
 class Anything(Body):
@@ -584,6 +636,37 @@ def test_beside_waiting_requests_of_one_key_another_key_is_served_at_once(
         finally:
             go_on.set()
         assert {one.result().status_code for one in waiting} <= {200, 400}
+
+
+@pytest.mark.parametrize("size", [1, LARGE_BYTES])
+def test_prompts_that_take_too_long_keep_no_other_client_from_being_served(
+    size: int, server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without keys: nobody knows whose requests they are."""
+    engine.script = say_hello
+    threads, replay = server.daemon.threads, PromptRenderer.replay
+    turns = server.daemon.bodies._turns if size == LARGE_BYTES else threads._turns["rendering"]
+    monkeypatch.setattr(turns, "_patience_s", 0.01)
+    began, go_on = list[int](), threading.Event()
+
+    def held(renderer: PromptRenderer, conversation: Conversation, *others: Any) -> Any:
+        if "slow" in conversation.messages[0].texts[0].text:
+            began.append(1)
+            assert go_on.wait(WAIT_S)
+        return replay(renderer, conversation, *others)
+
+    monkeypatch.setattr(PromptRenderer, "replay", held)
+    slow, quick = (
+        {"messages": [{"role": "user", "content": said}], "ignored": " " * size} for said in ("slow", "quick")
+    )
+    with ThreadPoolExecutor(4) as clients, server.client() as client:
+        waiting = [clients.submit(client.post, CHAT, json=slow) for _ in range(2)]
+        try:
+            wait_until(lambda: len(began) == 2, "both have begun")
+            assert clients.submit(client.post, CHAT, json=quick).result(WAIT_S).status_code == 200
+        finally:
+            go_on.set()
+        assert [one.result(WAIT_S).status_code for one in waiting] == [200, 200]
 
 
 def test_a_prompt_of_text_takes_one_turn_and_a_large_body_none_from_small_ones(keyed: AppServer) -> None:

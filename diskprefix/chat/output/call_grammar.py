@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import regex
+
 from diskprefix.chat.messages import JsonObject
+from diskprefix.chat.output.call_patterns import compiled_for
 from diskprefix.chat.output.call_values import BARE_KEY, OfferedTools, values_of
 from diskprefix.chat.output.families import Family
 from diskprefix.errors import InvalidRequest
@@ -29,7 +32,10 @@ class CallGrammar:
     all added tokens special, so it would refuse letters that it forced itself.
     """
 
-    def __init__(self, family: Family, tools: Sequence[JsonObject], token_ids: Mapping[str, int]) -> None:
+    def __init__(
+        self, family: Family, tools: Sequence[JsonObject], token_ids: Mapping[str, int], owner: Hashable = None
+    ) -> None:
+        self._owner = owner
         self._family = family
         self._functions: list[JsonObject] = [tool["function"] for tool in tools]
         self._tools = OfferedTools(tools)
@@ -52,9 +58,10 @@ class CallGrammar:
         return "\n".join([start, f"call: {' | '.join(calls)}", *self._rules]) + "\n"
 
     @property
-    def beginning(self) -> re.Pattern[str]:
+    def beginning(self) -> regex.Pattern[str]:
         """The pattern of a text with which a call begins: a tag, as a group, or an object up to its arguments."""
-        return re.compile("|".join([*(f"({re.escape(tag)})" for tag in self._tags), _object_head(self._functions)]))
+        tags = (f"({re.escape(tag)})" for tag in self._tags)
+        return compiled_for(self._owner, "|".join([*tags, _object_head(self._functions)]))
 
     def begun(self) -> str:
         """Returns the grammar of calls from the text on that `beginning` matches. The number of the group stands for a
@@ -219,8 +226,9 @@ def _object_head(functions: Sequence[JsonObject]) -> str:
 
 
 def _object(function: JsonObject) -> JsonObject:
-    """Returns the schema of a function's arguments, which are an object."""
-    return {"type": "object"} | (function.get("parameters") or {})
+    """Returns the schema of a function's arguments, which are an object. The layout of the text is not the client's."""
+    schema = {"type": "object"} | (function.get("parameters") or {})
+    return {key: value for key, value in schema.items() if key != "x-guidance"}
 
 
 def _written(pattern: str) -> str:

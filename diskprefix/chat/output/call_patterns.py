@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from functools import lru_cache
 
 import regex
 
@@ -17,6 +18,13 @@ def any_of(texts: Iterable[str]) -> regex.Pattern[str]:
 def alternatives(texts: Iterable[str]) -> str:
     """Returns the regular expression of `any_of`."""
     return "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)"
+
+
+@lru_cache(maxsize=8)
+def compiled_for(owner: Hashable, pattern: str, flags: int = 0) -> regex.Pattern[str]:  # noqa: ARG001 (a part of the key)
+    """Compiles a pattern with names of tools, which takes long, once for each owner: the time must not tell one which
+    tools another has. Keeps few: regex itself would keep 500 of up to 30 MiB."""
+    return regex.compile(pattern, flags, cache_pattern=False)
 
 
 _PARTS = regex.compile(

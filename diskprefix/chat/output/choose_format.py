@@ -6,12 +6,14 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
+import regex
 from msgspec.structs import replace
 
 from diskprefix.chat.messages import JsonObject
@@ -40,19 +42,20 @@ class OutputFormat:
     """The ids of the tokenizer's added tokens that are tags of this format."""
     written: str = ""
     """The known call as the chat template writes it, if it writes calls."""
+    owner: Hashable = None
+    """The tenant whose tools these are: what is compiled for one is not found by another."""
 
-    @cached_property
+    def of(self, owner: Hashable) -> OutputFormat:
+        """Returns the format for the tools of an owner."""
+        mine = copy(self)
+        object.__setattr__(mine, "owner", owner)
+        return mine
+
+    @property
     def holds_calls(self) -> bool:
         """True if the grammar of calls takes the known call as the template writes it, or does not find its beginning.
         Another grammar would drive the model off the form that it knows."""
-        from llguidance import LLMatcher, LLTokenizer
-
-        grammar = CallGrammar(self.family, _TOOLS, {})
-        if (found := grammar.beginning.search(self.written)) is None:
-            return True
-        matcher = LLMatcher(LLTokenizer("byte"), grammar.begun(), log_level=0)
-        begun = f"{found.lastindex or found[0]}{self.written[found.end() :]}"
-        return any(matcher.consume_token(byte) and matcher.is_accepting() for byte in begun.encode())
+        return _holds_call(self.family, self.written)
 
     @property
     def name(self) -> str:
@@ -67,16 +70,16 @@ class OutputFormat:
         """Returns the parser of one reply. Without `tools`, in the form of OpenAI's API, calls are content. The last 64
         or more characters of the prompt, `prompt_end`, show whether the template opened a thought."""
         if channels := self.family.channels:
-            return ChannelParser(self.family, channels, OfferedTools(tools), prompt_end)
+            return ChannelParser(self.family, channels, OfferedTools(tools), prompt_end, self.owner)
         return FamilyParser(self.family, self.thoughts, OfferedTools(tools), prompt_end)
 
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:
         """Returns a Lark grammar, as llguidance reads it, of one call or (`many`) of one or more calls of `tools`."""
         return CallGrammar(self.family, tools, self.token_ids).forced(many=many)
 
-    def beginning_of_calls(self, tools: Sequence[JsonObject]) -> re.Pattern[str] | None:
+    def beginning_of_calls(self, tools: Sequence[JsonObject]) -> regex.Pattern[str] | None:
         """Returns the pattern of a text with which a call of `tools` begins, None if replies have no calls."""
-        return CallGrammar(self.family, tools, self.token_ids).beginning
+        return CallGrammar(self.family, tools, self.token_ids, self.owner).beginning
 
     def begun_grammar(self, tools: Sequence[JsonObject]) -> str:
         """Returns the grammar of calls from such a text on."""
@@ -84,6 +87,18 @@ class OutputFormat:
 
     def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
         return CallGrammar(self.family, tools, self.token_ids).forbidden()
+
+
+@cache
+def _holds_call(family: Family, written: str) -> bool:
+    from llguidance import LLMatcher, LLTokenizer
+
+    grammar = CallGrammar(family, _TOOLS, {})
+    if (found := grammar.beginning.search(written)) is None:
+        return True
+    matcher = LLMatcher(LLTokenizer("byte"), grammar.begun(), log_level=0)
+    begun = f"{found.lastindex or found[0]}{written[found.end() :]}"
+    return any(matcher.consume_token(byte) and matcher.is_accepting() for byte in begun.encode())
 
 
 class PlainText(OutputFormat):

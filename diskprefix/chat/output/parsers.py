@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Sequence
 
 import regex
 
-from diskprefix.chat.output.call_patterns import alternatives, any_of
+from diskprefix.chat.output.call_patterns import alternatives, any_of, compiled_for
 from diskprefix.chat.output.call_reader import CallDeltas, CallReader
 from diskprefix.chat.output.call_values import OfferedTools
 from diskprefix.chat.output.families import NONE, Channels, Family
@@ -178,16 +177,12 @@ class FamilyParser(StreamParser):
                 return
 
 
-@lru_cache(maxsize=4)
-def _compiled(pattern: str) -> regex.Pattern[str]:
-    """Compiles a pattern with names of tools. Keeps few: regex itself would keep 500 of up to 30 MiB."""
-    return regex.compile(pattern, cache_pattern=False)
-
-
 class ChannelParser(StreamParser):
     """Parses a reply message by message. Text without a header is content."""
 
-    def __init__(self, family: Family, channels: Channels, tools: OfferedTools, prompt_end: str) -> None:
+    def __init__(
+        self, family: Family, channels: Channels, tools: OfferedTools, prompt_end: str, owner: Hashable = None
+    ) -> None:
         super().__init__()
         self._channels = channels
         self._tools = tools
@@ -196,8 +191,8 @@ class ChannelParser(StreamParser):
         self._calls = CallReader(self.reader, family, tools, self._made)
         self._begin = any_of(family.begins)
         names = alternatives(tools.names)
-        self._header = _compiled(channels.header.replace("NAMES", names))
-        self._end = _compiled(channels.end.replace("NAMES", names))
+        self._header = compiled_for(owner, channels.header.replace("NAMES", names))
+        self._end = compiled_for(owner, channels.end.replace("NAMES", names))
         self._tag = any_of(channels.tags) if channels.tags else self._end
         # The prompt may end with the header of the first message.
         self._begun_header = prompt_end[max(0, prompt_end.rfind("<|start|>")) :]

@@ -15,6 +15,7 @@ import click
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from diskprefix.errors import ModelError
 from diskprefix.kv.numbers import dtype_of
 from diskprefix.model.load.loader import unread_weights
 from diskprefix.model.operands import HeadMatrices, Weight
@@ -24,6 +25,7 @@ from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.model.weights import Weights
 from diskprefix.native import address_of, calls
 from diskprefix.native.matrix import Matrix
+from diskprefix.printable import first_line
 from diskprefix.settings import Settings
 
 _LEFT_OUT = ("num_rows", "num_runs", "num_threads", "num_matrices", "table", "value_table")
@@ -53,7 +55,10 @@ def step_of(settings: Settings) -> dict[str, Any]:
     if isinstance(found, str):
         return {"reason": found, "parts": []}
     weights, config = found
-    plan = PlanRuntime(weights, config, plan_layout(weights, config, settings.kv_type), settings.block_size).plan
+    try:
+        plan = PlanRuntime(weights, config, plan_layout(weights, config, settings.kv_type), settings.block_size).plan
+    except ValueError as error:
+        raise ModelError(f"the weights do not fit together ({first_line(error)}): {weights.misfit()}") from error
     return {"reason": "", "parts": parts_of(plan, weights)}
 
 

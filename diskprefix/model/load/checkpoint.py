@@ -134,7 +134,7 @@ def tensors_in(file: Path) -> list[StoredTensor]:
             header = json.loads(content.read(size))
         total = file.stat().st_size - 8 - size
         return [_stored(file, name, entry, 8 + size, total) for name, entry in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelError(f"{file} is damaged or cut short ({first_line(error)}); fetch or copy it again") from error
 
 
@@ -159,7 +159,7 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
         found = json.loads((folder / name).read_text(encoding="utf-8"), object_hook=_special_float)
         if not isinstance(found, dict):
             raise ValueError("it is no object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read the configuration of {folder}: {first_line(error)}") from error
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -43,6 +43,8 @@ class PictureProcessor(Protocol):
     token_id: int
     computed_by: Callable[[], str]
 
-    def read_image(self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = ()) -> Picture:
+    def read_image(
+        self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = (), owner: Hashable = None
+    ) -> Picture:
         """Returns a picture, of which only the header is read. `param` is the path of its content. Raises
         `InvalidRequest` if it is none, or too large with the pictures `beside`."""

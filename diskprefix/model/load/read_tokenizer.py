@@ -23,8 +23,20 @@ def read_tokenizer(model: Path, template: str | None) -> Tokenizer:
             raise ModelError(f"cannot read {model}: {first_line(error)}") from error
     else:
         tokenizer = folder_tokenizer(model)
+    _require_usable(tokenizer, model)
     if template is not None:
         tokenizer.chat_template = template
         if fault := fault_of_template(template):
             raise SettingsError(f"--chat-template: {fault}")
     return tokenizer
+
+
+def _require_usable(tokenizer: Tokenizer, model: Path) -> None:
+    """Raises `ModelError` for a tokenizer that was read and cannot encode."""
+    try:
+        tokenizer.backend_tokenizer.encode_batch(["a"])
+    except BaseException as error:
+        # A panic of the library is no `Exception`, and would end the thread that loads without a word.
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise ModelError(f"the tokenizer of {model} cannot be used: {first_line(error)}") from error

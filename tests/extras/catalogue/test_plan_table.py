@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from diskprefix.extras.catalogue.plan_table import parts_of, step_of
 from diskprefix.model.load.embedded import EMBEDDED
@@ -49,6 +50,16 @@ def written(folder: Path, name: str, **fields: Any) -> Path:
     tiny_model(name, torch.bfloat16, **fields).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
     return folder
+
+
+def test_weights_that_do_not_fit_together_are_refused(run: Run, tmp_path: Path) -> None:
+    folder = written(tmp_path / "made", "llama")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"model.norm.weight": torch.zeros(7)}, file, {"format": "pt"})
+    ended = run("show", folder, "--plan")
+    assert ended.exit_code == 3
+    assert "error: the weights do not fit together (a norm of 7 numbers" in ended.stderr
 
 
 def test_a_mixture_is_shown_with_one_layer_of_each_kind(run: Run, tmp_path: Path) -> None:

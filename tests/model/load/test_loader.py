@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.model.load import loader
+from diskprefix.model.load import loader, read_tokenizer
 from diskprefix.model.load.chat_template import render_template
 from diskprefix.model.load.checkpoint import weight_files_of
 from diskprefix.model.load.embedded import EMBEDDED
@@ -193,6 +193,26 @@ def drop_tokenizer(folder: Path) -> None:
         path.unlink()
 
 
+def change_header(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    """Rewrites the header of the weights, which is JSON."""
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = change(content[8:end])
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+
+
+def entry_with(**fields: Any) -> Callable[[Path], None]:
+    """Returns what changes the first tensor of the header."""
+
+    def change(header: bytes) -> bytes:
+        entries = json.loads(header)
+        next(entry for name, entry in entries.items() if name != "__metadata__").update(fields)
+        return json.dumps(entries).encode()
+
+    return lambda folder: change_header(folder, change)
+
+
 DEFECTS: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "config.json").unlink(), "no config.json"),
     (shard_elsewhere, "model.safetensors.index.json is damaged"),
@@ -213,6 +233,17 @@ DEFECTS: list[tuple[Callable[[Path], object], str]] = [
         "weights quantised with gptq are not served; take a .gguf file of the model",
     ),
     (cut_weights, "model.safetensors is damaged or cut short"),
+    (entry_with(data_offsets=[-8, 8]), "model.safetensors is damaged or cut short"),
+    (entry_with(data_offsets=[64, 0]), "model.safetensors is damaged or cut short"),
+    (entry_with(data_offsets=[0, 10**12]), "model.safetensors is damaged or cut short"),
+    (entry_with(data_offsets=["0", "8"]), "model.safetensors is damaged or cut short"),
+    (entry_with(shape=[float("inf")]), "model.safetensors is damaged or cut short"),
+    (entry_with(shape=[2**62] * 3), "model.safetensors is damaged or cut short"),
+    (entry_with(shape=None), "model.safetensors is damaged or cut short"),
+    (entry_with(dtype="F999"), "model.safetensors is damaged or cut short"),
+    (lambda folder: change_header(folder, lambda _: b'{"a":' * 20_000 + b"1" + b"}" * 20_000), "damaged or cut short"),
+    (lambda folder: change_header(folder, lambda _: b"[1]"), "model.safetensors is damaged or cut short"),
+    (lambda folder: (folder / "config.json").write_text('{"a":' * 20_000 + "1" + "}" * 20_000), "recursion"),
     (drop_tensor, "tiny-llama lacks layers.1.mlp.up_proj.weight"),
     (reshape_tensor, "(a norm of 7 numbers, of rows of 32): "),
     (drop_tokenizer, "there is no tokenizer.json"),
@@ -228,6 +259,25 @@ def test_a_defective_folder_is_refused_with_the_reason(
     message = refusal(folder)
     assert words in message
     assert str(folder) in message
+
+
+class Panic(BaseException):
+    """Of a library in another language: none of `Exception`."""
+
+
+def test_a_tokenizer_in_whose_library_something_panics_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(str(folder), None, lambda _: None)
+
+    class Backend:
+        def encode_batch(self, *_: Any) -> Any:
+            raise Panic("no entry found for key")
+
+    monkeypatch.setattr(tokenizer, "backend_tokenizer", Backend())
+    monkeypatch.setattr(read_tokenizer, "folder_tokenizer", lambda _: tokenizer)
+    with pytest.raises(ModelError, match=r"the tokenizer of .* cannot be used: no entry found for key"):
+        read_tokenizer.read_tokenizer(folder, None)
 
 
 @pytest.mark.parametrize("value", [True, "2", [2, 1.5]])

@@ -1,0 +1,181 @@
+"""What one tenant has had computed makes nothing faster for another: the time tells nobody which schemas, tools or
+pictures another one uses."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import regex
+
+import diskprefix
+from diskprefix.chat.messages import JsonObject
+from diskprefix.chat.output.call_patterns import compiled_for
+from diskprefix.chat.output.choose_format import OutputFormat
+from diskprefix.chat.output.families import FAMILIES
+from diskprefix.engine import constrained_reply
+from diskprefix.engine.constrained_reply import ConstraintCompiler
+from diskprefix.engine.request import Constraint
+from diskprefix.engine.trial import TokenizerText, Trials
+from diskprefix.extras.pictures.picture_reader import PictureReader
+from diskprefix.values import Tenant
+from tests.server.scripted import AppServer, ScriptedEngine, say_hello, scripted_app
+from tests.server.test_auth import ALICE, BOB, bearer
+
+PACKAGE = Path(diskprefix.__file__).parent
+Use = Callable[[Hashable], object]
+TOOLS: list[JsonObject] = [
+    {"type": "function", "function": {"name": "read_ledger", "parameters": {"properties": {"a": {"type": "string"}}}}}
+]
+
+
+class Counted:
+    """Stands for what takes long, and counts."""
+
+    def __init__(self, result: Any = None) -> None:
+        self.calls = 0
+        self.result = result
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        self.calls += 1
+        return self if self.result is None else self.result
+
+    def is_error(self) -> bool:
+        return False
+
+    def deep_copy(self) -> Counted:
+        return self
+
+
+def trials(_: pytest.MonkeyPatch) -> tuple[Use, Counted]:
+    slow, made = Counted([b'{"compiled": {}}']), Trials(lambda: TokenizerText("", 0, None))
+    made._ask = slow  # type: ignore[method-assign]
+    constraint = Constraint(kind="json_schema", source='{"type": "object"}')
+    return lambda owner: made.run(constraint, "format", {}, (), owner), slow
+
+
+def grammars(patch: pytest.MonkeyPatch) -> tuple[Use, Counted]:
+    slow = Counted()
+    patch.setattr(constrained_reply, "matcher_of", slow)
+    patch.setattr(ConstraintCompiler, "tokenizer", None)
+    compiler = ConstraintCompiler(None, (), 1)
+    return lambda owner: compiler.matcher(Constraint(kind="json_object", owner=owner)), slow
+
+
+def patterns(patch: pytest.MonkeyPatch, use: Callable[[OutputFormat], object], has_channels: bool) -> Any:
+    compiled_for.cache_clear()
+    slow, compile_ = Counted(), regex.compile
+
+    def counted(pattern: str, *args: Any, **options: Any) -> Any:
+        if "read_ledger" in pattern:
+            slow()
+        return compile_(pattern, *args, **options)
+
+    patch.setattr(regex, "compile", counted)
+    names_tools = {family.name for family in FAMILIES if family.channels and "NAMES" in family.channels.header}
+    family = next(family for family in FAMILIES if (family.name in names_tools) == has_channels)
+    return lambda owner: use(OutputFormat(family).of(owner)), slow
+
+
+def parsers(patch: pytest.MonkeyPatch) -> Any:
+    return patterns(patch, lambda format_: format_.parser(TOOLS, ""), has_channels=True)
+
+
+def beginnings(patch: pytest.MonkeyPatch) -> Any:
+    return patterns(patch, lambda format_: format_.beginning_of_calls(TOOLS), has_channels=False)
+
+
+def forms(_: pytest.MonkeyPatch) -> tuple[Use, Counted]:
+    reader = PictureReader(token_id=7)
+    slow = Counted({"text_replacement_offsets": [[{"replacement": "x"}]], "input_ids": ListOfOne()})
+    reader._process = slow  # type: ignore[method-assign]
+    return lambda owner: reader._form((40, 30), "image", owner), slow
+
+
+class ListOfOne:
+    def __eq__(self, _: object) -> Any:
+        return self
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def sum(self) -> int:
+        return 1
+
+
+@pytest.fixture
+def keyed(chat_model: Path, keys_file: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
+    with scripted_app(chat_model, engine, api_keys=keys_file) as running:
+        yield running
+
+
+@pytest.mark.parametrize("memory", [trials, grammars, parsers, beginnings, forms])
+def test_what_was_computed_for_one_is_computed_again_for_another(
+    memory: Callable[[pytest.MonkeyPatch], tuple[Use, Counted]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use, slow = memory(monkeypatch)
+    use(Tenant.of_key("alice"))
+    first = slow.calls
+    assert first > 0
+    use(Tenant.of_key("alice"))
+    assert slow.calls == first, "it is kept"
+    use(Tenant.of_key("bob"))
+    assert slow.calls == 2 * first, "for its owner alone"
+
+
+def test_a_constraint_belongs_to_the_key_that_sent_it(keyed: AppServer, engine: ScriptedEngine) -> None:
+    engine.script = say_hello
+    body = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
+    with keyed.client() as client:
+        for key in (ALICE, BOB, ALICE):
+            assert client.post("/v1/chat/completions", json=body, headers=bearer(key)).status_code == 200
+    owners = [request.constraint.owner for request in engine.requests if request.constraint is not None]
+    assert owners[0] == owners[2] != owners[1]
+    assert None not in owners
+
+
+OWNED = {
+    "chat/output/call_patterns.py": {"compiled_for"},
+    "engine/constrained_reply.py": {"_compiled"},
+}
+"""Functions whose results are kept by owner, tested above."""
+OF_THE_MODEL = {
+    "chat/client_text.py": {"never"},
+    "chat/output/choose_format.py": {"_holds_call"},
+    "engine/constraint_grammar.py": {"limits"},
+    "engine/measured_model.py": {"read"},
+    "extras/library/library_model.py": {"_view_class"},
+    "extras/simulate/simulator.py": {"_bytes_of"},
+    "extras/web_page.py": {"_document"},
+}
+"""Functions whose arguments no client sends."""
+
+
+def kept_functions(path: Path) -> set[str]:
+    """Returns the names of the functions in a file whose results `functools` keeps."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and any(_keeps(one) for one in node.decorator_list):
+            found.add(node.name)
+        if isinstance(node, ast.Assign):
+            calls = [one for one in ast.walk(node.value) if isinstance(one, ast.Call)]
+            names = {one.attr if isinstance(one, ast.Attribute) else ast.unparse(one) for one in node.targets}
+            found |= names if any(map(_keeps, calls)) else set()
+    return found
+
+
+def _keeps(node: ast.expr) -> bool:
+    function = node.func if isinstance(node, ast.Call) else node
+    return _keeps(function) if isinstance(function, ast.Call) else ast.unparse(function) in ("cache", "lru_cache")
+
+
+def test_each_function_whose_results_are_kept_is_by_owner_or_of_the_model() -> None:
+    found = {
+        str(path.relative_to(PACKAGE)): names
+        for package in ("api", "chat", "engine", "server", "extras")
+        for path in (PACKAGE / package).rglob("*.py")
+        if (names := kept_functions(path))
+    }
+    assert found == OWNED | OF_THE_MODEL
