@@ -19,7 +19,7 @@ from typing import Any
 import lmdb
 from msgspec import Struct
 
-from diskprefix.errors import StoreUnavailable
+from diskprefix.errors import CacheError, StoreUnavailable
 from diskprefix.store.codec.codec import populate
 from diskprefix.store.environment import Environment, is_held
 from diskprefix.store.folder import (
@@ -31,6 +31,7 @@ from diskprefix.store.folder import (
     make_folder,
     put_in_place,
 )
+from diskprefix.store.lmdb_engine import open_lmdb
 from diskprefix.store.schema import DATABASES, piece_index, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.survival import require_sound_meta
@@ -165,10 +166,23 @@ def _write_copy(snapshot: Snapshot, source: Path, target: Path, advance: Callabl
     try:
         _require_room(target, work, num_bytes)
         _copy(snapshot, work, num_bytes, advance)
+        _require_usable(target, work, snapshot)
         put_in_place(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return Compacted(before_bytes, (target / DATA).stat().st_size)
+
+
+def _require_usable(path: Path, work: Path, snapshot: Snapshot) -> None:
+    """Opens the copy of a snapshot in folder `work` as the next process opens it, and checks its B-trees. Raises
+    `StoreUnavailable`, with `path`, if that process would refuse it, or it lacks records."""
+    try:
+        with _reading(work) as copy:
+            is_whole = all(copy.num_records(database) == snapshot.num_records(database) for database in DATABASES)
+    except CacheError as error:
+        raise StoreUnavailable(f"{path}: the copy is not used, because it cannot be opened: {error}") from error
+    if not is_whole:
+        raise StoreUnavailable(f"{path}: the copy is not used, because it lacks records; `diskprefix verify` says why")
 
 
 def _require_room(path: Path, work: Path, num_bytes: int) -> None:
@@ -204,9 +218,7 @@ def _new_file(folder: Path, num_bytes: int) -> Iterator[tuple[Any, dict[str, Any
     # The map takes address space only. The next process that opens the file sets its own size.
     map_bytes = (2 * num_bytes + 2**30) // mmap.PAGESIZE * mmap.PAGESIZE
     try:
-        with lmdb.open(
-            str(folder), map_size=map_bytes, max_dbs=len(DATABASES), sync=False, lock=False, mode=0o600
-        ) as env:
+        with open_lmdb(folder, map_size=map_bytes, max_dbs=len(DATABASES), sync=False, lock=False, mode=0o600) as env:
             yield env, {name: env.open_db(name.encode()) for name in DATABASES}
     except lmdb.Error as error:
         # LMDB reports EIO for a disk that fills up in the middle of a write.

@@ -23,6 +23,7 @@ import lmdb
 from diskprefix.errors import ReaderStays, StoreCorrupt, StoreFull, StoreUnavailable
 from diskprefix.store.codec.codec import address
 from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable, file_errors, locked_names
+from diskprefix.store.lmdb_engine import engine_version, open_lmdb
 from diskprefix.store.survival import is_sound_run, require_survivable
 
 _DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, SystemError)
@@ -66,8 +67,8 @@ class Environment:
             # For reading: room for what a daemon adds meanwhile. The map takes address space only.
             map_bytes = 2 * (path / DATA).stat().st_size + 2**30 if read_only else _map_size(path, budget_bytes)
             with locked_names(path, change=False):
-                self._env = lmdb.open(
-                    str(path),
+                self._env = open_lmdb(
+                    path,
                     map_size=map_bytes,
                     max_dbs=max_databases,
                     readonly=read_only,
@@ -281,10 +282,9 @@ def is_held(fd: int) -> bool:
 
 def other_lmdb(data: Path, problem: str) -> StoreUnavailable:
     """Returns the error for a sound file that this LMDB cannot use on this machine."""
-    version = ".".join(map(str, lmdb.version()))
     return StoreUnavailable(
-        f"{data} {problem}, which LMDB {version} cannot use on this machine; use the Python package lmdb and the kind "
-        "of machine that made it, or choose another --kv-cache-dir"
+        f"{data} {problem}, which LMDB {engine_version()} cannot use on this machine; use the Python package lmdb and "
+        "the kind of machine that made it, or choose another --kv-cache-dir"
     )
 
 

@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import lmdb
 import pytest
 
 from diskprefix.errors import StoreCorrupt, StoreUnavailable
 from diskprefix.store import environment
 from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store, rewrite_folder
+from diskprefix.store.lmdb_engine import open_lmdb
 from diskprefix.store.store import Publication, Store
 from tests import forked
 from tests.faults.damage import damaged
@@ -204,7 +204,7 @@ def test_a_damaged_file_is_not_copied(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_file_of_another_program_is_left_alone(tmp_path: Path) -> None:
-    env = lmdb.open(str(tmp_path), max_dbs=1)
+    env = open_lmdb(tmp_path, max_dbs=1)
     with env.begin(write=True) as txn:
         txn.put(b"key", b"value", db=env.open_db(b"theirs", txn=txn))
     env.close()

@@ -190,7 +190,7 @@ def patched() -> Iterator[None]:
         (DiskView, "similar", _waiting(DiskView.similar, "all")),
         (DiskView, "_decode", _waiting(DiskView._decode, "payloads")),
         (Environment, "require_survivable", _checked_slowly),
-        (environment, "lmdb", Shim(lmdb, open=shared_file.opened)),
+        (environment, "open_lmdb", shared_file.opened),
         *((module, "fcntl", Shim(module.fcntl, flock=shared_file.flock)) for module in (environment, folder)),
         *((module, "os", Shim(os, **of_disk)) for module in (evictor, folder, compact)),
         *((module, "shutil", Shim(shutil, rmtree=_living(shutil.rmtree))) for module in (opening, compact)),
