@@ -260,7 +260,7 @@ class PrefixCache:
     @property
     def health(self) -> tuple[str, str | None]:
         """`ok`, `unsupported` or `degraded`, and the reason for the last. Reads nothing from the disk."""
-        error = self.store.problem or self.tiered.stalled or self.writer.error
+        error = self.store.problem or self.tiered.stalled or self.store.write_stall or self.writer.error
         return "degraded" if error else "unsupported" if self.layout.unsupported else "ok", error
 
     def stats(self) -> dict[str, Any]:

@@ -53,12 +53,10 @@ class SharedEnvironment:
         self._place, self.file = place, _files[place]
         self.file.num_users += 1
 
-    def open_db(self, name: bytes, *, create: bool = True) -> Any:
+    def open_db(self, name: bytes, *, txn: Any, create: bool) -> Any:
         known = self.file.databases
         if name not in known:
-            # In a write transaction.
-            with self.file.writing:
-                known[name] = self.file.env.open_db(name, create=create)
+            known[name] = self.file.env.open_db(name, txn=txn, create=create)
         return known[name]
 
     def close(self) -> None:
