@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import random
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +29,7 @@ from tests.cli.conftest import Run, holds, opened_elsewhere, saved
 from tests.cli.terminal import Terminal
 from tests.extras.remote.made import machine, share_of_each
 from tests.faults.damage import damaged
+from tests.faults.file_damage import PAGE, DataFile
 from tests.server.daemon_process import DaemonProcess, ask, running_daemon, text_of
 from tests.store.building import BLOCK, Clock, is_whole, layout_of, open_store, prompt, publication
 from tests.waiting import wait_for
@@ -390,6 +396,55 @@ def test_a_backup_leaves_the_store_and_a_restore_brings_it_back(run: Run, folder
     assert new.stat().st_mode & 0o777 == 0o700
     assert all(holds(each, kept) for each in (folder, copy, new))
     assert not holds(folder, later)
+
+
+NUM_DAMAGED = 12 * max(1, int(os.environ.get("DISKPREFIX_TEST_EXAMPLES", "1")))
+
+
+def test_no_damaged_backup_is_restored_and_the_old_store_stays(run: Run, tmp_path: Path) -> None:
+    """A few bytes of each backup are changed: the first half anywhere, the other in pages of B-trees."""
+    backup, folder, damaged_copy = tmp_path / "backup", tmp_path / "kv", tmp_path / "damaged"
+    with closing(open_store(backup)) as store:
+        for seed in range(8):
+            store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=20_000))
+    saved(folder, prompt(77, 3 * BLOCK))
+    sound, before, codes = file_of(backup), file_of(folder), Counter[int]()
+    for seed in range(NUM_DAMAGED):
+        rng, file = random.Random(seed), DataFile(bytearray(sound))
+        pages = file.structure if seed % 2 else range(2, file.num_pages)
+        for _ in range(4):
+            file.data[rng.choice(pages) * PAGE + rng.randrange(16, PAGE)] ^= rng.randrange(1, 256)
+        damaged_copy.mkdir(mode=0o700, exist_ok=True)
+        (damaged_copy / "data.mdb").write_bytes(file.data)
+        ended = run("restore", damaged_copy, "--yes", "--kv-cache-dir", folder)
+        codes[ended.exit_code] += 1
+        if ended.exit_code:
+            ended.assert_refused(4, str(damaged_copy))
+            assert file_of(folder) == before, seed
+        else:
+            # What was changed was free, or is not used.
+            assert run("verify", "--kv-cache-dir", folder).exit_code == 0, seed
+            (folder / "data.mdb").write_bytes(before)
+    assert codes[4] > NUM_DAMAGED / 2, codes
+    assert not (folder / "replacement").exists()
+
+
+def test_a_damaged_backup_is_restored_once_what_is_damaged_was_removed(
+    run: Run, folder: Path, kept: Publication
+) -> None:
+    copy = folder.parent / "a copy"
+    assert run("backup", copy, "--kv-cache-dir", folder).exit_code == 0
+    with damaged(copy) as records:
+        records.flip("payloads", piece_key(kept.nodes[0].name, 0), 99)
+    before = file_of(folder)
+    ended = run("restore", copy, "--yes", "--kv-cache-dir", folder)
+    ended.assert_refused(4, f"{copy} is damaged: 1 problem, the first in nodes {kept.nodes[0].name.hex()}: piece 0")
+    assert file_of(folder) == before
+    (repair,) = re.findall("`diskprefix (.*)`", ended.stderr)
+    assert run(*shlex.split(repair)).exit_code == 1
+    assert run("restore", copy, "--yes", "--kv-cache-dir", folder).exit_code == 0
+    assert run("verify", "--kv-cache-dir", folder).exit_code == 0
+    assert not holds(folder, kept)
 
 
 def test_beside_a_daemon_a_backup_is_written_and_what_replaces_the_file_is_refused(
