@@ -100,6 +100,8 @@ class PrefixCache:
                 known = snapshot.model(self._model.identity)
                 self.must_recheck = known is not None and known.build != build
             self.writer.add_model(self._model)
+            self.writer.housekeeping.least_bytes = layout.bytes_per_token * settings.block_size + layout.state_bytes
+            self.writer.housekeeping.check_room()
         self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes)
 
     @property

@@ -28,7 +28,7 @@ from diskprefix.store.folder import (
     FolderLock,
     check_folder,
     file_errors,
-    make_folder,
+    folder_made,
     put_in_place,
 )
 from diskprefix.store.lmdb_engine import open_lmdb
@@ -96,14 +96,14 @@ def rewrite_folder(path: Path, advance: Callable[[int], None] = lambda _num_byte
 
 
 def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
-    """Writes a compacted copy of the store in folder `path` into `target`, which is created and must hold no store.
+    """Writes a compacted copy of the store in folder `path` into `target`, which is created and must hold no store. If
+    that fails, nothing is left there.
 
     A daemon may have the store open, but the pages that it frees meanwhile are not reused before the copy ends. Raises
     what `compact_folder` raises.
     """
     check_folder(path)
-    with closing(FolderLock(path, create=False)), file_errors(target):
-        make_folder(target)
+    with closing(FolderLock(path, create=False)), file_errors(target), folder_made(target):
         if os.path.lexists(target / DATA):
             raise StoreUnavailable(f"{target} holds a store already; choose another folder for the copy")
         with _reading(path) as snapshot:
@@ -131,10 +131,9 @@ def replace_store(source: Path, path: Path, advance: Callable[[int], None] = lam
     """Replaces the store in folder `path`, which is created, by a copy of the store in folder `source`. `before_bytes`
     is the size of the file in `source`. Raises what `compact_folder` raises; then the old file stays."""
     check_folder(source)
-    make_folder(path)
     if path.resolve() == source.resolve():
         raise StoreUnavailable(f"{source} is the folder of the store itself; give that of a backup")
-    with _unused(path), _reading(source) as snapshot:
+    with folder_made(path), _unused(path), _reading(source) as snapshot:
         return _write_copy(snapshot, source, path, advance)
 
 

@@ -110,6 +110,23 @@ def make_folder(path: Path) -> None:
     check_folder(path)
 
 
+@contextmanager
+def folder_made(path: Path) -> Iterator[None]:
+    """Creates the folder of a copy as `make_folder` does. If the block fails, removes what was created for it."""
+    new = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
+    try:
+        make_folder(path)
+        yield
+    except BaseException:
+        if new and not os.path.lexists(path / DATA):
+            for name in (LOCK, NAMES_LOCK):
+                (path / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                for folder in new:
+                    folder.rmdir()
+        raise
+
+
 def _make_durably(folder: Path, mode: int) -> None:
     """Creates a folder. If its name cannot be made durable, removes it, so that the next attempt tries again."""
     folder.mkdir(mode=mode, exist_ok=True)

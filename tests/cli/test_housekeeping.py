@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -460,6 +461,34 @@ def test_beside_a_daemon_a_backup_is_written_and_what_replaces_the_file_is_refus
         ):
             run(*command, "--kv-cache-dir", folder).assert_refused(4, words)
     assert holds(copy, kept)
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_command_that_fails_on_a_full_disk_leaves_nothing_there(run: Run, folder: Path, disk: Path) -> None:
+    copy = folder.parent / "copy"
+    assert run("backup", copy, "--kv-cache-dir", folder).exit_code == 0
+    shutil.copytree(copy, disk / "small")
+    free = os.statvfs(disk)
+    with (disk / "filler").open("wb") as filler:
+        filler.write(bytes(free.f_bavail * free.f_frsize - (16 << 10)))
+
+    def left() -> dict[Path, bytes | bool]:
+        return {path: path.is_file() and path.read_bytes() for path in disk.rglob("*") if path.suffix != ".lock"}
+
+    before = left()
+    entry = name(saved(folder, prompt(3, 60 * BLOCK)))
+    for command in (
+        ["backup", disk / "new", "--kv-cache-dir", folder],
+        ["backup", disk / "new/a/b", "--kv-cache-dir", folder],
+        ["restore", copy, "--kv-cache-dir", disk / "other"],
+        ["restore", copy, "--kv-cache-dir", disk / "other/a"],
+        ["restore", copy, "--yes", "--kv-cache-dir", disk / "small"],
+        ["compact", "--kv-cache-dir", disk / "small"],
+        ["export", entry, "-o", disk / "entry.safetensors", "--kv-cache-dir", folder],
+    ):
+        run(*command).assert_refused(4, str(disk))
+        assert left() == before, command
+    assert not [path for path in disk.rglob("*.lock") if path.parent != disk / "small"]
 
 
 # -- Beside a daemon -------------------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def test_a_disk_without_room_is_found_before_anything_is_written(
         copy_store(folder, tmp_path / "copy")
     assert (folder / "data.mdb").read_bytes() == before
     assert {path.name for path in folder.iterdir()} == {"data.mdb", "diskprefix.lock"}
-    assert not list((tmp_path / "copy").iterdir())
+    assert not (tmp_path / "copy").exists()
 
 
 def test_a_disk_that_fills_up_meanwhile_leaves_the_old_file(folder: Path, pubs: list[Publication]) -> None:
