@@ -28,6 +28,7 @@ from diskprefix.user_key import user_key
 from diskprefix.values import SHARED, Tenant
 from tests.cli.conftest import Run, holds, opened_elsewhere, saved
 from tests.cli.terminal import Terminal
+from tests.examples import examples
 from tests.extras.remote.made import machine, share_of_each
 from tests.faults.damage import damaged
 from tests.faults.file_damage import PAGE, DataFile
@@ -399,7 +400,7 @@ def test_a_backup_leaves_the_store_and_a_restore_brings_it_back(run: Run, folder
     assert not holds(folder, later)
 
 
-NUM_DAMAGED = 12 * max(1, int(os.environ.get("DISKPREFIX_TEST_EXAMPLES", "1")))
+NUM_DAMAGED = examples(12)
 
 
 def test_no_damaged_backup_is_restored_and_the_old_store_stays(run: Run, tmp_path: Path) -> None:
