@@ -1,25 +1,30 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import stat
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.errors import StoreCorrupt, StoreUnavailable
 from diskprefix.store import environment
 from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store, rewrite_folder
 from diskprefix.store.lmdb_engine import open_lmdb
+from diskprefix.store.pieces import split_payload
 from diskprefix.store.store import Publication, Store
 from tests import forked
 from tests.faults.damage import damaged
 from tests.store import compacting_process, other_process
 from tests.store.building import BLOCK, Clock, is_clean, is_whole, layout_of, open_store, prompt, publication
 from tests.store.other_process import beside
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +237,50 @@ def test_a_kill_at_every_step_on_the_file_system_leaves_a_store(
     assert step > 5
     # The old one, and the new one.
     assert len(sizes) == 2
+
+
+def unique(pub: Publication, rng: random.Random) -> Publication:
+    """The same publication with payloads that no other has."""
+    nodes = [
+        replace(node, payload=split_payload(memoryview(rng.randbytes(node.payload_bytes)), node.pieces))
+        for node in pub.nodes
+    ]
+    return replace(pub, nodes=tuple(nodes))
+
+
+@pytest.mark.slow
+def test_no_byte_of_a_purged_prompt_is_left_beside_a_process_that_saves_on(tmp_path: Path) -> None:
+    rng, folder = random.Random(1), tmp_path / "kv"
+    store = open_store(folder)
+    pubs = [unique(publication(store, prompt(seed, 3 * BLOCK)), rng) for seed in range(8)]
+    for pub in pubs:
+        store.publish(pub)
+    store.close()
+    gone, kept = pubs[::2], pubs[1::2]
+    # Some bytes of each payload, and the token ids of each block.
+    nodes = [node for pub in gone for node in pub.nodes]
+    marks = [bytes(piece)[at : at + 32] for node in nodes for piece in node.payload for at in (0, 40)]
+    marks += [node.token_ids.tobytes() for node in nodes if len(node.token_ids)]
+    assert min(map(len, marks)) == 32
+
+    def found() -> set[str]:
+        contents = {path.name: path.read_bytes() for path in folder.iterdir()}
+        return {name for name, content in contents.items() if any(mark in content for mark in marks)}
+
+    assert found() == {"data.mdb"}
+    with beside(other_process.save_on, folder):
+        ids = [pub.last_node.hex() for pub in gone if pub.last_node]
+        command = [sys.executable, "-m", "diskprefix", "purge", *ids, "--yes", "--kv-cache-dir", str(folder)]
+        subprocess.run([*command, "--erase"], check=True, capture_output=True)
+        with closing(Store(folder, read_only=True)) as looking:
+            num_entries = looking.counts()["entries"]
+            wait_for(lambda: looking.counts()["entries"] > num_entries)
+        assert found() == set()
+    assert found() == set()
+    store = open_store(folder)
+    assert all(is_whole(store, pub) for pub in kept)
+    assert is_clean(store)
+    store.close()
 
 
 def rewrite(folder: Path, is_let_go: bool) -> None:
