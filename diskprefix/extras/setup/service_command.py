@@ -34,6 +34,17 @@ _MARK = "diskprefix service install"
 _UNITS = ("diskprefix.socket", "diskprefix-verify.timer", "diskprefix.service")
 
 
+def _replace(path: Path, text: str) -> None:
+    """Writes a whole file or, on a full disk, leaves what was there: a part of one would lack `_MARK`."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_text(text, "utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 class _Systemd:
     """A user's systemd. It holds the port, even while the daemon restarts."""
 
@@ -190,8 +201,7 @@ def install(as_json: bool, **flags: Any) -> int:
         if text is not None and _MARK not in text:
             raise SettingsError(f"{path} was not written by `{_MARK}`; move it away first")
     for path, text in texts.items():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
+        _replace(path, text)
     manager.start(changed=any(old.values()) and old != texts)
     return _show(manager, as_json)
 
