@@ -96,6 +96,9 @@ class PrefixCache:
             self.namespaces.read(self.namespaces.get(SHARED))
         # Without a build, there is nothing to recall.
         self._set_model()
+        if not layout.unsupported:
+            self.writer.housekeeping.least_bytes = layout.bytes_per_token * settings.block_size + layout.state_bytes
+            self.writer.housekeeping.check_room()
         self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes)
 
     @property
@@ -275,7 +278,8 @@ class PrefixCache:
     @property
     def health(self) -> tuple[str, str | None]:
         """`ok`, `unsupported` or `degraded`, and the reason for the last. Reads nothing from the disk."""
-        error = self.store.problem or self.store.reads.stalled or self.writer.error
+        store = self.store
+        error = store.problem or store.reads.stalled or store.write_stall or self.writer.error
         return "degraded" if error else "unsupported" if self.layout.unsupported else "ok", error
 
     def _read_counts(self) -> tuple[WrittenBytes, dict[str, int], Savings]:

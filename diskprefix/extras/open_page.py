@@ -6,6 +6,7 @@ import html
 import os
 import sys
 import webbrowser
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -42,6 +43,8 @@ def _write_redirect(link: str) -> Path:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(page)
     except OSError as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
         raise SettingsError(
             f"cannot write {path}: {error.strerror}; `diskprefix dashboard --print` needs no file"
         ) from error

@@ -19,7 +19,7 @@ from typing import Any
 import lmdb
 from msgspec import Struct
 
-from diskprefix.errors import StoreUnavailable
+from diskprefix.errors import CacheError, StoreUnavailable
 from diskprefix.store.codec.codec import populate
 from diskprefix.store.environment import Environment, is_held
 from diskprefix.store.folder import (
@@ -28,9 +28,10 @@ from diskprefix.store.folder import (
     FolderLock,
     check_folder,
     file_errors,
-    make_folder,
+    folder_made,
     put_in_place,
 )
+from diskprefix.store.lmdb_engine import open_lmdb
 from diskprefix.store.schema import DATABASES, piece_index, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.survival import require_sound_meta
@@ -95,14 +96,14 @@ def rewrite_folder(path: Path, advance: Callable[[int], None] = lambda _num_byte
 
 
 def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
-    """Writes a compacted copy of the store in folder `path` into `target`, which is created and must hold no store.
+    """Writes a compacted copy of the store in folder `path` into `target`, which is created and must hold no store. If
+    that fails, nothing is left there.
 
     A daemon may have the store open, but the pages that it frees meanwhile are not reused before the copy ends. Raises
     what `compact_folder` raises.
     """
     check_folder(path)
-    with closing(FolderLock(path, create=False)), file_errors(target):
-        make_folder(target)
+    with closing(FolderLock(path, create=False)), file_errors(target), folder_made(target):
         if os.path.lexists(target / DATA):
             raise StoreUnavailable(f"{target} holds a store already; choose another folder for the copy")
         with _reading(path) as snapshot:
@@ -130,10 +131,9 @@ def replace_store(source: Path, path: Path, advance: Callable[[int], None] = lam
     """Replaces the store in folder `path`, which is created, by a copy of the store in folder `source`. `before_bytes`
     is the size of the file in `source`. Raises what `compact_folder` raises; then the old file stays."""
     check_folder(source)
-    make_folder(path)
     if path.resolve() == source.resolve():
         raise StoreUnavailable(f"{source} is the folder of the store itself; give that of a backup")
-    with _unused(path), _reading(source) as snapshot:
+    with folder_made(path), _unused(path), _reading(source) as snapshot:
         return _write_copy(snapshot, source, path, advance)
 
 
@@ -165,10 +165,23 @@ def _write_copy(snapshot: Snapshot, source: Path, target: Path, advance: Callabl
     try:
         _require_room(target, work, num_bytes)
         _copy(snapshot, work, num_bytes, advance)
+        _require_usable(target, work, snapshot)
         put_in_place(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return Compacted(before_bytes, (target / DATA).stat().st_size)
+
+
+def _require_usable(path: Path, work: Path, snapshot: Snapshot) -> None:
+    """Opens the copy of a snapshot in folder `work` as the next process opens it, and checks its B-trees. Raises
+    `StoreUnavailable`, with `path`, if that process would refuse it, or it lacks records."""
+    try:
+        with _reading(work) as copy:
+            is_whole = all(copy.num_records(database) == snapshot.num_records(database) for database in DATABASES)
+    except CacheError as error:
+        raise StoreUnavailable(f"{path}: the copy is not used, because it cannot be opened: {error}") from error
+    if not is_whole:
+        raise StoreUnavailable(f"{path}: the copy is not used, because it lacks records; `diskprefix verify` says why")
 
 
 def _require_room(path: Path, work: Path, num_bytes: int) -> None:
@@ -205,9 +218,7 @@ def _new_file(folder: Path, num_bytes: int) -> Iterator[tuple[Any, dict[str, Any
     # The map takes address space only. The next process that opens the file sets its own size.
     map_bytes = (2 * num_bytes + 2**30) // mmap.PAGESIZE * mmap.PAGESIZE
     try:
-        with lmdb.open(
-            str(folder), map_size=map_bytes, max_dbs=len(DATABASES), sync=False, lock=False, mode=0o600
-        ) as env:
+        with open_lmdb(folder, map_size=map_bytes, max_dbs=len(DATABASES), sync=False, lock=False, mode=0o600) as env:
             yield env, {name: env.open_db(name.encode()) for name in DATABASES}
     except lmdb.Error as error:
         # LMDB reports EIO for a disk that fills up in the middle of a write.

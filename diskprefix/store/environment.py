@@ -14,7 +14,8 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,19 @@ import lmdb
 
 from diskprefix.errors import ReaderStays, StoreCorrupt, StoreFull, StoreUnavailable
 from diskprefix.store.codec.codec import address
-from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable, file_errors, locked_names
+from diskprefix.store.folder import (
+    DATA,
+    LMDB_LOCK,
+    PASSING,
+    FolderUnavailable,
+    OnWait,
+    file_errors,
+    lock_for_moment,
+    locked_names,
+)
+from diskprefix.store.lmdb_engine import engine_version, open_lmdb
 from diskprefix.store.survival import is_sound_run, require_survivable
+from diskprefix.store.write_lock import WriteLock
 
 _DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, SystemError)
 """Errors of a damaged file. The binding raises `SystemError` for errors of LMDB that it does not expect."""
@@ -40,8 +52,11 @@ class Environment:
     """One process's view of a store's `data.mdb`. For any thread. `databases` has the databases that `open_databases`
     opened, by name."""
 
-    def __init__(self, path: Path, *, budget_bytes: int, read_only: bool, max_databases: int) -> None:
-        """Creates the file unless `read_only`. Raises `OSError`, `StoreUnavailable` or `StoreCorrupt`."""
+    def __init__(
+        self, path: Path, *, budget_bytes: int, read_only: bool, max_databases: int, on_wait: OnWait | None = None
+    ) -> None:
+        """Creates the file unless `read_only`. For `on_wait` see `WriteLock`. Raises `OSError`, `StoreUnavailable` or
+        `StoreCorrupt`."""
         self.path = path
         self.read_only = read_only
         self.databases: dict[str, Any] = {}
@@ -65,9 +80,9 @@ class Environment:
             self.has_lock = not read_only or os.access(path / LMDB_LOCK, os.W_OK)
             # For reading: room for what a daemon adds meanwhile. The map takes address space only.
             map_bytes = 2 * (path / DATA).stat().st_size + 2**30 if read_only else _map_size(path, budget_bytes)
-            with locked_names(path, change=False):
-                self._env = lmdb.open(
-                    str(path),
+            with locked_names(path, change=False, create=not read_only):
+                self._env = open_lmdb(
+                    path,
                     map_size=map_bytes,
                     max_dbs=max_databases,
                     readonly=read_only,
@@ -79,24 +94,35 @@ class Environment:
                 )
                 # Shows a process that replaces the file that it is still open; see `is_held`.
                 self._fd = os.open(path / DATA, os.O_RDONLY | os.O_CLOEXEC)
-                fcntl.flock(self._fd, fcntl.LOCK_SH)
+                lock_for_moment(self._fd, fcntl.LOCK_SH, path / DATA)
+        self.write_lock = WriteLock(path, self._fd, on_wait)
 
     def open_databases(self, names: Sequence[str]) -> None:
         """Opens named databases. Creates missing ones unless the environment is read-only."""
         with self._translated():
             if not self.read_only:
                 self._env.reader_check()
-            for name in names:
-                self.databases[name] = self._env.open_db(name.encode(), create=not self.read_only)
+        for name in names:
+            if not self.has_database(name):
+                self._open_database(name, create=True)
 
     def has_database(self, name: str) -> bool:
-        """Returns whether the file has a database of this name."""
-        with self._translated():
+        """Returns whether the file has a database of this name. If so, opens it."""
+        return name in self.databases or self._open_database(name, create=False)
+
+    def _open_database(self, name: str, *, create: bool) -> bool:
+        """Opens a database. Returns False if there is none. The Python package opens it in a write transaction, unless
+        the file is open for reading only."""
+        with ExitStack() as opening:
+            opening.enter_context(self._translated())
+            txn = None if self.read_only else opening.enter_context(self.transaction(write=True))
             try:
-                self._env.open_db(name.encode(), create=False)
+                self.databases[name] = self._env.open_db(name.encode(), txn=txn, create=create)
             except (lmdb.NotFoundError, lmdb.ReadonlyError):
+                if create:
+                    raise
                 return False
-            return True
+        return True
 
     def is_empty(self) -> bool:
         """Returns whether the file has no databases and no records."""
@@ -176,6 +202,8 @@ class Environment:
                 with txn:
                     yield txn
             finally:
+                if write:
+                    self.write_lock.give_back()
                 self._count(-1)
 
     def wait_for_readers(self) -> None:
@@ -236,14 +264,18 @@ class Environment:
         """Begins a transaction, after enlarging the map if another process let the file grow beyond it."""
         self._count(1)
         try:
+            begin = self._begin_writing if write else partial(self._env.begin, buffers=True)
             try:
-                return self._env.begin(write=True) if write else self._env.begin(buffers=True)
+                return begin()
             except lmdb.MapResizedError:
                 self._follow_growth()
-                return self._env.begin(write=True) if write else self._env.begin(buffers=True)
+                return begin()
         except BaseException:
             self._count(-1)
             raise
+
+    def _begin_writing(self) -> Any:
+        return self.write_lock.take(partial(self._env.begin, write=True), lambda: int(self._env.info()["last_txnid"]))
 
     def _follow_growth(self) -> None:
         """Enlarges the map once no transaction of this process is open, as LMDB demands. A thread that waits here does
@@ -284,10 +316,9 @@ def is_held(fd: int) -> bool:
 
 def other_lmdb(data: Path, problem: str) -> StoreUnavailable:
     """Returns the error for a sound file that this LMDB cannot use on this machine."""
-    version = ".".join(map(str, lmdb.version()))
     return StoreUnavailable(
-        f"{data} {problem}, which LMDB {version} cannot use on this machine; use the Python package lmdb and the kind "
-        "of machine that made it, or choose another --kv-cache-dir"
+        f"{data} {problem}, which LMDB {engine_version()} cannot use on this machine; use the Python package lmdb and "
+        "the kind of machine that made it, or choose another --kv-cache-dir"
     )
 
 

@@ -7,6 +7,7 @@ import os
 import struct
 import threading
 from collections import Counter
+from contextlib import suppress
 
 from diskprefix.errors import CacheError, LargerThanStore, StoreCorrupt, StoreFull
 from diskprefix.store.changes import NODES_AT_ONCE, batches
@@ -114,6 +115,12 @@ class Evictor:
             raise LargerThanStore(f"{need} do not fit --kv-cache-budget {budget}; raise it or save a shorter prefix")
         if need_bytes > self.usable_bytes():
             raise self._full("")
+
+    def lacks_room(self, need_bytes: int) -> bool:
+        """Returns whether that much would not fit even if all else were evicted, because of the budget or the disk."""
+        with suppress(CacheError):
+            return need_bytes > usable_bytes(self.room_bytes())
+        return False
 
     def usable_bytes(self) -> int:
         """Returns the bytes that pages with data may take of the budget, or of the disk's space if that is less."""

@@ -27,13 +27,17 @@ import msgspec
 
 from diskprefix.errors import StoreUnavailable
 from diskprefix.private_file import distrusted_by_root
+from diskprefix.store.processes import described, flock_holder
 from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
 
 DATA, LMDB_LOCK, LOCK = "data.mdb", "lock.mdb", "diskprefix.lock"
+NAMES_LOCK = "names.lock"
+"""The file whose lock belongs to the names of the other files; see `locked_names`."""
 CRASH = "crash.log"
 """The file to which a daemon writes where its threads were when a signal ended it."""
+_FILES = (DATA, LMDB_LOCK, LOCK, NAMES_LOCK, CRASH)
 _MAX_CRASH_BYTES = 1 << 14
 REPLACEMENT = "replacement"
 """The folder in which a new `data.mdb` is written before it replaces the old one."""
@@ -42,6 +46,8 @@ _LMDB_LOCK_BYTES = 8192
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Links are not followed, and a pipe does not block."""
 _POLL_S, _LOG_AGAIN_S = 0.05, 60.0
+_MOMENT_S = 10.0
+"""Locks that others hold for a moment are waited for this long."""
 _MAX_MARK_BYTES = 1 << 12
 OnWait: TypeAlias = Callable[[str], None]
 """A function that is called before a wait, with the reason."""
@@ -105,6 +111,23 @@ def make_folder(path: Path) -> None:
     check_folder(path)
 
 
+@contextmanager
+def folder_made(path: Path) -> Iterator[None]:
+    """Creates the folder of a copy as `make_folder` does. If the block fails, removes what was created for it."""
+    new = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
+    try:
+        make_folder(path)
+        yield
+    except BaseException:
+        if new and not os.path.lexists(path / DATA):
+            for name in (LOCK, NAMES_LOCK):
+                (path / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                for folder in new:
+                    folder.rmdir()
+        raise
+
+
 def _make_durably(folder: Path) -> None:
     """Creates a folder that only the user may enter. If its name cannot be made durable, removes it, so that the next
     attempt tries again."""
@@ -143,9 +166,20 @@ def check_folder(path: Path) -> None:
     does not exist passes."""
     if problem := distrusted_by_root(path):
         raise StoreUnavailable(f"--kv-cache-dir {path}: {problem}; run this as that user, or choose another folder")
-    for name in ("", DATA, LMDB_LOCK, LOCK, CRASH):
+    for name in ("", *_FILES):
         with file_errors(path), suppress(FileNotFoundError):
             _check_place(path, name, os.lstat(path / name) if name else os.stat(path))
+
+
+def make_private(path: Path) -> None:
+    """Makes the store's files in folder `path` unreadable for other users. Who can open a file can also lock it, and so
+    keep this user waiting. Raises `OSError`."""
+    for name in _FILES:
+        with suppress(FileNotFoundError):
+            status = os.lstat(path / name)
+            is_open_to_others = status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and is_open_to_others:
+                os.chmod(path / name, 0o600)
 
 
 def _check_place(path: Path, name: str, status: os.stat_result) -> None:
@@ -238,6 +272,9 @@ class FolderLock:
         self._is_exclusive = self._is_proven = False
         self._mark_before = self._own_mark = self._mark_after = FileMark()
         """The mark when this process opened the file, the one that it wrote then, and the one that its end leaves."""
+        if create:
+            with file_errors(path):
+                make_private(path)
         self._take_shared()
 
     @property
@@ -369,15 +406,43 @@ def _open_regular(file: Path, flags: int) -> int:
 
 
 @contextmanager
-def locked_names(folder: Path, *, change: bool) -> Iterator[None]:
+def locked_names(folder: Path, *, change: bool, create: bool = True) -> Iterator[None]:
     """Locks the names of the store's files: shared to open the files, exclusively to `change` the names. Otherwise two
-    processes could use one file with two lock files of LMDB."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    processes could use one file with two lock files of LMDB. Without `create`, which is for reading, does
+    nothing if there is no lock file that this process can read: no writer has been there, or it is another user.
+
+    The lock is on a file of its own, because other users may be able to open the folder, and to lock it then. Raises
+    `OSError`, or `StoreUnavailable` if another process keeps the lock.
+    """
+    file = folder / NAMES_LOCK
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX if change else fcntl.LOCK_SH)
+        fd = _open_regular(file, (os.O_RDWR | os.O_CREAT) if create else os.O_RDONLY)
+    except OSError:
+        if create:
+            raise
+        yield
+        return
+    try:
+        lock_for_moment(fd, fcntl.LOCK_EX if change else fcntl.LOCK_SH, file)
         yield
     finally:
         os.close(fd)
+
+
+def lock_for_moment(fd: int, operation: int, file: Path) -> None:
+    """Locks an open file of the store (`flock`) that processes lock for moments only. Raises `StoreUnavailable`, with
+    the process that has the lock, after some seconds."""
+    deadline = time.monotonic() + _MOMENT_S
+    while True:
+        try:
+            return fcntl.flock(fd, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                who = f"{described(flock_holder(fd))} has locked {file.name} and does not release it"
+                raise StoreUnavailable(
+                    f"--kv-cache-dir {file.parent}: {who}; end that process, or choose another folder"
+                ) from None
+        time.sleep(_POLL_S / 10)
 
 
 def put_in_place(folder: Path) -> None:

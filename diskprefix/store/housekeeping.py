@@ -44,6 +44,9 @@ class Housekeeping:
         self.expired = self.quarantined = 0
         self.error: str | None = None
         """The store's last failure; None once a prompt is saved again."""
+        self.least_bytes = 0
+        """The bytes that any saved prompt takes, 0 if not known. Without room for them, nothing can be saved."""
+        self._lacks_room = False
         self.report_problem()
 
     @property
@@ -75,6 +78,19 @@ class Housekeeping:
         if self._store.problem is not None:
             self._report(self._store.problem)
 
+    def check_room(self) -> None:
+        """Reports a disk that has no room for any prompt, before one is lost, and its end. For any thread."""
+        if self._store.problem is not None or not self.least_bytes:
+            return
+        full_disk = self._store.evictor.full_disk()
+        # Near the limit, a few pages more or less would report this again and again. So it ends with a full disk only.
+        if full_disk is not None and not self._lacks_room and self._store.evictor.lacks_room(self.least_bytes):
+            self._lacks_room = True
+            self._report(full_disk)
+        elif full_disk is None and self._lacks_room:
+            self._lacks_room = False
+            self.recover()
+
     def recover(self) -> None:
         """Ends the last failure, because a prompt was saved."""
         if self.error is not None:
@@ -87,6 +103,7 @@ class Housekeeping:
             self.recover()
             self._recorded = ()
         self.report_problem()
+        self.check_room()
         if self._store.problem is None:
             self._expire()
         self.record_models()

@@ -79,7 +79,9 @@ def open_environment(
             require_sound_meta(path / DATA)
             if os.access(path, os.W_OK):
                 reserve_lmdb_lock(path, create=not read_only)
-            env = Environment(path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES))
+            env = Environment(
+                path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES), on_wait=on_wait
+            )
             env.is_ours = lock.mark.file == env.inode
             if not read_only:
                 _make_durable(path / DATA, may_write=is_alone)

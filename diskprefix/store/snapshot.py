@@ -127,6 +127,10 @@ class Snapshot:
         """Returns whether there is a record of this key, sound or not."""
         return self.record(database, key) is not None
 
+    def num_records(self, database: str) -> int:
+        """Returns the number of records of a database."""
+        return int(self._txn.stat(self._databases[database])["entries"])
+
     def records(self, database: str) -> Iterator[tuple[bytes, bytes | memoryview]]:
         """Yields keys and values of a database."""
         for key, value in self._txn.cursor(self._databases[database]):

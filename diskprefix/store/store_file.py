@@ -41,6 +41,8 @@ OnCorruption: TypeAlias = Literal["quarantine", "refuse"]
 _U64 = struct.Struct("<Q")
 _RETRY_S = 2.0
 """The time between attempts to open a folder that could not be opened."""
+_WRITE_PATIENCE_S = 30.0
+"""A daemon reports a write that has waited this long for another process."""
 
 
 class StoreFile:
@@ -96,6 +98,18 @@ class StoreFile:
         """The reason why the store cannot be written, and perhaps not read; None if it can be written."""
         env = self._env
         return self._problem or (env.broken if env is not None else None)
+
+    @property
+    def write_stall(self) -> str | None:
+        """The reason why nothing is written, if a write has waited long for another process. Does not read the disk."""
+        env = self._env
+        return env.write_lock.stalled if env is not None else None
+
+    @property
+    def write_waited_s(self) -> float:
+        """The seconds that a write of this process has waited for another one."""
+        env = self._env
+        return env.write_lock.waited_s if env is not None else 0.0
 
     @property
     def environment(self) -> Environment:
@@ -252,6 +266,9 @@ class StoreFile:
             env.close()
             lock.close(is_refused=True)
             raise
+        env.write_lock.on_wait = None
+        if self._is_serving:
+            env.write_lock.patience_s = _WRITE_PATIENCE_S
         with self._epoch_lock:
             self.names, self._env, self._lock, self.epoch = names, env, lock, epoch
 

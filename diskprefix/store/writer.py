@@ -33,6 +33,7 @@ _TOUCH_INTERVAL_S = 1.0
 """The interval in which uses of nodes and counts of requests are written, and the folder is checked. A kill loses the
 uses and counts of this time."""
 _LAST_WRITE_S = 10.0
+_JOIN_S = 0.5
 _RETRY_S = 1.0
 """The time between two attempts to write a publication while the store fails."""
 _PAUSE_S = 2.0
@@ -279,17 +280,27 @@ class Writer:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+        self._join(timeout_s)
         with self._changed:
             unwritten = [save for save in self._saves if save.waiting and save.waiting[-1] is not self._writing]
             for save in unwritten:
                 self.fail(save, "", 0, keeps_prompt=False)
         # The running transaction may finish, or LMDB would roll it back.
-        self._thread.join(max(timeout_s, _LAST_WRITE_S))
+        self._join(max(timeout_s, _LAST_WRITE_S))
         num_lost = len(unwritten) + self._thread.is_alive()
         if num_lost:
-            log.warning("[disk-cache] %d prompts were not saved: writing took over %.0f s", num_lost, timeout_s)
+            why = self._store.write_stall or f"writing took over {timeout_s:.0f} s"
+            log.warning("[disk-cache] %d prompts were not saved: %s", num_lost, why)
         return not num_lost
+
+    def _join(self, timeout_s: float) -> None:
+        """Waits for the end of the thread, but not while it has waited long for a process that does not end its write:
+        then no transaction of this process is running."""
+        deadline = time.monotonic() + timeout_s
+        while self._thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
+            if self._store.write_waited_s > _LAST_WRITE_S:
+                return
+            self._thread.join(min(left_s, _JOIN_S))
 
     # The queue, under its lock.
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import random
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,8 +28,10 @@ from diskprefix.user_key import user_key
 from diskprefix.values import SHARED, Tenant
 from tests.cli.conftest import Run, holds, opened_elsewhere, saved
 from tests.cli.terminal import Terminal
+from tests.examples import examples
 from tests.extras.remote.made import machine, share_of_each
 from tests.faults.damage import damaged
+from tests.faults.file_damage import PAGE, DataFile
 from tests.server.daemon_process import DaemonProcess, ask, running_daemon, text_of
 from tests.store.building import BLOCK, Clock, is_whole, layout_of, open_store, prompt, publication
 from tests.waiting import wait_for
@@ -392,6 +400,55 @@ def test_a_backup_leaves_the_store_and_a_restore_brings_it_back(run: Run, folder
     assert not holds(folder, later)
 
 
+NUM_DAMAGED = examples(12)
+
+
+def test_no_damaged_backup_is_restored_and_the_old_store_stays(run: Run, tmp_path: Path) -> None:
+    """A few bytes of each backup are changed: the first half anywhere, the other in pages of B-trees."""
+    backup, folder, damaged_copy = tmp_path / "backup", tmp_path / "kv", tmp_path / "damaged"
+    with closing(open_store(backup)) as store:
+        for seed in range(8):
+            store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=20_000))
+    saved(folder, prompt(77, 3 * BLOCK))
+    sound, before, codes = file_of(backup), file_of(folder), Counter[int]()
+    for seed in range(NUM_DAMAGED):
+        rng, file = random.Random(seed), DataFile(bytearray(sound))
+        pages = file.structure if seed % 2 else range(2, file.num_pages)
+        for _ in range(4):
+            file.data[rng.choice(pages) * PAGE + rng.randrange(16, PAGE)] ^= rng.randrange(1, 256)
+        damaged_copy.mkdir(mode=0o700, exist_ok=True)
+        (damaged_copy / "data.mdb").write_bytes(file.data)
+        ended = run("restore", damaged_copy, "--yes", "--kv-cache-dir", folder)
+        codes[ended.exit_code] += 1
+        if ended.exit_code:
+            ended.assert_refused(4, str(damaged_copy))
+            assert file_of(folder) == before, seed
+        else:
+            # What was changed was free, or is not used.
+            assert run("verify", "--kv-cache-dir", folder).exit_code == 0, seed
+            (folder / "data.mdb").write_bytes(before)
+    assert codes[4] > NUM_DAMAGED / 2, codes
+    assert not (folder / "replacement").exists()
+
+
+def test_a_damaged_backup_is_restored_once_what_is_damaged_was_removed(
+    run: Run, folder: Path, kept: Publication
+) -> None:
+    copy = folder.parent / "a copy"
+    assert run("backup", copy, "--kv-cache-dir", folder).exit_code == 0
+    with damaged(copy) as records:
+        records.flip("payloads", piece_key(kept.nodes[0].name, 0), 99)
+    before = file_of(folder)
+    ended = run("restore", copy, "--yes", "--kv-cache-dir", folder)
+    ended.assert_refused(4, f"{copy} is damaged: 1 problem, the first in nodes {kept.nodes[0].name.hex()}: piece 0")
+    assert file_of(folder) == before
+    (repair,) = re.findall("`diskprefix (.*)`", ended.stderr)
+    assert run(*shlex.split(repair)).exit_code == 1
+    assert run("restore", copy, "--yes", "--kv-cache-dir", folder).exit_code == 0
+    assert run("verify", "--kv-cache-dir", folder).exit_code == 0
+    assert not holds(folder, kept)
+
+
 def test_beside_a_daemon_a_backup_is_written_and_what_replaces_the_file_is_refused(
     run: Run, folder: Path, kept: Publication
 ) -> None:
@@ -405,6 +462,34 @@ def test_beside_a_daemon_a_backup_is_written_and_what_replaces_the_file_is_refus
         ):
             run(*command, "--kv-cache-dir", folder).assert_refused(4, words)
     assert holds(copy, kept)
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_command_that_fails_on_a_full_disk_leaves_nothing_there(run: Run, folder: Path, disk: Path) -> None:
+    copy = folder.parent / "copy"
+    assert run("backup", copy, "--kv-cache-dir", folder).exit_code == 0
+    shutil.copytree(copy, disk / "small")
+    free = os.statvfs(disk)
+    with (disk / "filler").open("wb") as filler:
+        filler.write(bytes(free.f_bavail * free.f_frsize - (16 << 10)))
+
+    def left() -> dict[Path, bytes | bool]:
+        return {path: path.is_file() and path.read_bytes() for path in disk.rglob("*") if path.suffix != ".lock"}
+
+    before = left()
+    entry = name(saved(folder, prompt(3, 60 * BLOCK)))
+    for command in (
+        ["backup", disk / "new", "--kv-cache-dir", folder],
+        ["backup", disk / "new/a/b", "--kv-cache-dir", folder],
+        ["restore", copy, "--kv-cache-dir", disk / "other"],
+        ["restore", copy, "--kv-cache-dir", disk / "other/a"],
+        ["restore", copy, "--yes", "--kv-cache-dir", disk / "small"],
+        ["compact", "--kv-cache-dir", disk / "small"],
+        ["export", entry, "-o", disk / "entry.safetensors", "--kv-cache-dir", folder],
+    ):
+        run(*command).assert_refused(4, str(disk))
+        assert left() == before, command
+    assert not [path for path in disk.rglob("*.lock") if path.parent != disk / "small"]
 
 
 # -- Beside a daemon -------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lmdb
 import numpy as np
 import pytest
 import torch
@@ -34,6 +33,7 @@ from diskprefix.kv.numbers import converted, dtype_of
 from diskprefix.kv.pages import PagePool
 from diskprefix.model import self_check
 from diskprefix.settings import Settings
+from diskprefix.store.lmdb_engine import open_lmdb
 from diskprefix.tokens import Logits
 from diskprefix.values import Scope
 from tests.engine.driving import (
@@ -270,7 +270,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_sta
 
 
 def test_the_file_of_another_program_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
-    with lmdb.open(str(tmp_path / "kv"), max_dbs=1, mode=0o600) as env:
+    with open_lmdb(tmp_path / "kv", max_dbs=1, mode=0o600) as env:
         theirs = env.open_db(b"theirs")
         with env.begin(write=True) as txn:
             txn.put(b"key", b"value", db=theirs)

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lmdb
 from msgspec.structs import replace
 
+from diskprefix.store.lmdb_engine import open_lmdb
 from diskprefix.store.schema import (
     DATABASES,
     NamesRecord,
@@ -67,7 +67,7 @@ class Records:
 @contextmanager
 def damaged(folder: Path) -> Iterator[Records]:
     """Yields the raw records of the store in `folder`, which no process has open."""
-    env = lmdb.open(str(folder), max_dbs=len(DATABASES), map_size=256 << 20)
+    env = open_lmdb(folder, max_dbs=len(DATABASES), map_size=256 << 20)
     try:
         with env.begin(write=True) as txn:
             yield Records(env, txn)

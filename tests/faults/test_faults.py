@@ -104,6 +104,28 @@ def test_a_full_disk_stops_saving_until_there_is_room_again(disk: Path, caplog: 
     runner.close()
 
 
+@pytest.mark.parametrize("min_free", [0, 256 << 20], ids=["full", "less than is kept free"])
+def test_a_start_without_room_for_any_prompt_is_degraded_before_one_is_lost(
+    disk: Path, caplog: pytest.LogCaptureFixture, min_free: int
+) -> None:
+    caplog.set_level("INFO", logger="diskprefix")
+    Store(disk / "kv", budget_bytes=1 << 30, serving=True).close()
+    fill_up(disk, 2)
+    # The empty file has room for a small block.
+    sizes = {"block_size": 512, "kv_cache_min_tokens": 512, "kv_cache_budget": 1 << 30}
+    settings = tiny_settings(disk / "kv", kv_cache_min_free=min_free, **sizes)
+    runner = Runner(tiny_llama(torch.float32), settings)
+    assert runner.cache.health == ("degraded", runner.cache.store.evictor.full_disk())
+    assert (runner.cache.writer.dropped, lines_about(caplog, "serving without saving")) == (0, 1)
+    remount(disk, "size=600m")
+    runner.wait_for(lambda: runner.cache.health == ("ok", None))
+    assert (runner.cache.writer.dropped, lines_about(caplog, "saving again")) == (0, 1)
+    runner.run(random_prompt(1, 1024), "full")
+    runner.reopen()
+    assert runner.run(random_prompt(1, 1024), "full").report.restored == 1024
+    runner.close()
+
+
 def test_a_disk_with_less_than_is_kept_free_is_not_called_full_but_says_what_is_left_to_others(disk: Path) -> None:
     """On a small disk, the default keeps more free than there is."""
     store = Store(disk / "kv", budget_bytes=1 << 30, min_free_bytes=256 << 20)
@@ -311,7 +333,8 @@ def test_a_daemon_on_a_disk_with_less_than_is_kept_free_says_so_once_and_saves_w
         remount(disk, "size=1g")
         wait_until(lambda: client.get("/health").json()["status"] == "ok", "what waited is saved")
         require_alike(client, 0, reply)
-        assert len([line for line in daemon.lines if " MiB free, and the store leaves" in line]) == 1, daemon.lines
+        said = [line for line in daemon.lines if " WARNING " in line and " MiB free, and the store leaves" in line]
+        assert len(said) == 1, daemon.lines
 
 
 @thorough

@@ -11,7 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from diskprefix.store.save import Save
 from diskprefix.store.store import Store
+from diskprefix.store.writer import Writer
 from tests import forked
 from tests.store.building import BLOCK, Clock, open_store, prompt, publication
 from tests.waiting import wait_for
@@ -60,6 +62,17 @@ def churn(ready: Path, folder: Path, budget_bytes: int, payload_bytes: int) -> N
         if seed >= 60:
             # A reader that copies the store pins all pages meanwhile, so at full speed the file would reach its limit.
             time.sleep(0.01)
+
+
+def save_on(ready: Path, folder: Path) -> None:
+    """Saves prompts without end, as a daemon does."""
+    store = Store(folder, budget_bytes=256 << 20, serving=True)
+    writer = Writer(store, buffer_bytes=64 << 20)
+    for seed in count(1000):
+        pub = publication(store, prompt(seed, 3 * BLOCK))
+        writer.add(Save(pub.epoch), pub, is_last=True)
+        writer.flush(60)
+        ready.touch()
 
 
 def fill(store: Store, clock: Clock, seeds: range) -> None:

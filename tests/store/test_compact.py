@@ -1,25 +1,30 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import stat
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
-import lmdb
 import pytest
+from msgspec.structs import replace
 
 from diskprefix.errors import StoreCorrupt, StoreUnavailable
 from diskprefix.store import environment
 from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store, rewrite_folder
+from diskprefix.store.lmdb_engine import open_lmdb
+from diskprefix.store.pieces import split_payload
 from diskprefix.store.store import Publication, Store
 from tests import forked
 from tests.faults.damage import damaged
 from tests.store import compacting_process, other_process
 from tests.store.building import BLOCK, Clock, is_clean, is_whole, layout_of, open_store, prompt, publication
 from tests.store.other_process import beside
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +109,7 @@ def test_only_its_owner_may_read_the_new_file_and_nothing_else_is_left(folder: P
     (folder / "replacement").mkdir()
     (folder / "replacement" / "data.mdb").write_bytes(b"left behind by a kill")
     compact_folder(folder)
-    assert {path.name for path in folder.iterdir()} == {"data.mdb", "diskprefix.lock"}
+    assert {path.name for path in folder.iterdir()} == {"data.mdb", "diskprefix.lock", "names.lock"}
     assert stat.S_IMODE((folder / "data.mdb").stat().st_mode) == 0o600
 
 
@@ -120,7 +125,7 @@ def test_a_store_that_is_open_elsewhere_is_refused_and_copied(
         result = copy_store(folder, tmp_path / "a" / "copy")
     assert result.after_bytes < result.before_bytes
     copy = tmp_path / "a" / "copy"
-    assert [path.name for path in copy.iterdir()] == ["data.mdb"]
+    assert {path.name for path in copy.iterdir()} == {"data.mdb", "names.lock"}
     assert stat.S_IMODE(copy.stat().st_mode) == 0o700
     assert stat.S_IMODE((copy / "data.mdb").stat().st_mode) == 0o600
     assert records(copy) == records(folder)
@@ -169,7 +174,7 @@ def test_a_disk_without_room_is_found_before_anything_is_written(
         copy_store(folder, tmp_path / "copy")
     assert (folder / "data.mdb").read_bytes() == before
     assert {path.name for path in folder.iterdir()} == {"data.mdb", "diskprefix.lock"}
-    assert not list((tmp_path / "copy").iterdir())
+    assert not (tmp_path / "copy").exists()
 
 
 def test_a_disk_that_fills_up_meanwhile_leaves_the_old_file(folder: Path, pubs: list[Publication]) -> None:
@@ -204,7 +209,7 @@ def test_a_damaged_file_is_not_copied(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_file_of_another_program_is_left_alone(tmp_path: Path) -> None:
-    env = lmdb.open(str(tmp_path), max_dbs=1)
+    env = open_lmdb(tmp_path, max_dbs=1)
     with env.begin(write=True) as txn:
         txn.put(b"key", b"value", db=env.open_db(b"theirs", txn=txn))
     env.close()
@@ -232,6 +237,50 @@ def test_a_kill_at_every_step_on_the_file_system_leaves_a_store(
     assert step > 5
     # The old one, and the new one.
     assert len(sizes) == 2
+
+
+def unique(pub: Publication, rng: random.Random) -> Publication:
+    """The same publication with payloads that no other has."""
+    nodes = [
+        replace(node, payload=split_payload(memoryview(rng.randbytes(node.payload_bytes)), node.pieces))
+        for node in pub.nodes
+    ]
+    return replace(pub, nodes=tuple(nodes))
+
+
+@pytest.mark.slow
+def test_no_byte_of_a_purged_prompt_is_left_beside_a_process_that_saves_on(tmp_path: Path) -> None:
+    rng, folder = random.Random(1), tmp_path / "kv"
+    store = open_store(folder)
+    pubs = [unique(publication(store, prompt(seed, 3 * BLOCK)), rng) for seed in range(8)]
+    for pub in pubs:
+        store.publish(pub)
+    store.close()
+    gone, kept = pubs[::2], pubs[1::2]
+    # Some bytes of each payload, and the token ids of each block.
+    nodes = [node for pub in gone for node in pub.nodes]
+    marks = [bytes(piece)[at : at + 32] for node in nodes for piece in node.payload for at in (0, 40)]
+    marks += [node.token_ids.tobytes() for node in nodes if len(node.token_ids)]
+    assert min(map(len, marks)) == 32
+
+    def found() -> set[str]:
+        contents = {path.name: path.read_bytes() for path in folder.iterdir()}
+        return {name for name, content in contents.items() if any(mark in content for mark in marks)}
+
+    assert found() == {"data.mdb"}
+    with beside(other_process.save_on, folder):
+        ids = [pub.last_node.hex() for pub in gone if pub.last_node]
+        command = [sys.executable, "-m", "diskprefix", "purge", *ids, "--yes", "--kv-cache-dir", str(folder)]
+        subprocess.run([*command, "--erase"], check=True, capture_output=True)
+        with closing(Store(folder, read_only=True)) as looking:
+            num_entries = looking.counts()["entries"]
+            wait_for(lambda: looking.counts()["entries"] > num_entries)
+        assert found() == set()
+    assert found() == set()
+    store = open_store(folder)
+    assert all(is_whole(store, pub) for pub in kept)
+    assert is_clean(store)
+    store.close()
 
 
 def rewrite(folder: Path, is_let_go: bool) -> None:

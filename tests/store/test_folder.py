@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from diskprefix.errors import CacheError, StoreUnavailable
-from diskprefix.store.compact import compact_folder, copy_store
+from diskprefix.errors import CacheError, StoreCorrupt, StoreUnavailable
+from diskprefix.store import folder as folder_module
+from diskprefix.store.compact import compact_folder, copy_store, replace_store, rewrite_folder
 from diskprefix.store.folder import (
     LMDB_LOCK,
     LOCK,
     FolderLock,
     FolderUnavailable,
+    locked_names,
     make_folder,
     reserve_lmdb_lock,
     sync,
 )
+from diskprefix.store.opening import DAMAGED, inode_of, set_aside
 from diskprefix.store.store import Store
 from tests.store.building import BLOCK, open_store, prompt, publication
 
@@ -94,7 +99,7 @@ def test_a_folder_that_cannot_be_synced_is_made_unless_the_disk_fails(
 
 
 OWNER, GROUP = 12345, 12346
-NAMES = ("data.mdb", "lock.mdb", "diskprefix.lock")
+NAMES = ("data.mdb", "lock.mdb", "diskprefix.lock", "names.lock")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to work in the folders of other users")
 
 
@@ -197,10 +202,72 @@ def test_reading_creates_and_changes_nothing(place: Path) -> None:
     folder = place / "home/kv"
     (folder / "lock.mdb").unlink()
     (folder / "diskprefix.lock").unlink()
+    (folder / "names.lock").unlink()
     (folder / "data.mdb").chmod(0o640)
     before = state(folder)
     read(folder)
     assert state(folder) == before
+
+
+def restore(folder: Path) -> None:
+    replace_store(folder.parent / "copy", folder)
+
+
+def erase(folder: Path) -> None:
+    rewrite_folder(folder)
+
+
+def move_aside(folder: Path) -> None:
+    set_aside(folder, inode_of(folder), StoreCorrupt("it is damaged"))
+    assert (folder / DAMAGED).exists()
+
+
+def test_a_lock_that_another_user_can_have_holds_up_nobody(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_module, "_MOMENT_S", 0.0)
+    folder = place / "home/kv"
+    copy(folder)
+    folder.chmod(0o755)
+    with ExitStack() as held:
+        for path in (folder, folder.parent, folder.parent / "copy"):
+            fd = os.open(path, os.O_RDONLY)
+            held.callback(os.close, fd)
+            # The lock of a process that never ends.
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        for action in (write, read, compact, erase, restore, move_aside, write):
+            action(folder)
+
+
+def test_whoever_locks_a_file_of_the_store_needs_the_right_of_its_owner(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, locked = fcntl.flock, set[tuple[bool, int]]()
+
+    def noted(fd: int, operation: int) -> None:
+        mode = os.fstat(fd).st_mode
+        locked.add((stat.S_ISREG(mode), stat.S_IMODE(mode)))
+        flock(fd, operation)
+
+    folder = place / "home/kv"
+    folder.chmod(0o755)
+    for name in NAMES:
+        (folder / name).chmod(0o644)
+    monkeypatch.setattr(fcntl, "flock", noted)
+    for action in (write, compact, copy, erase, restore, move_aside, write):
+        action(folder)
+    assert locked == {(True, 0o600)}
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == dict.fromkeys(
+        [*NAMES, DAMAGED], 0o600
+    )
+
+
+def test_a_process_that_keeps_a_lock_for_long_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_module, "_MOMENT_S", 0.1)
+    folder = place / "home/kv"
+    with locked_names(folder, change=True):
+        for action in (read, write, compact, copy):
+            with pytest.raises(StoreUnavailable, match=rf"process {os.getpid()} .*has locked names.lock and does not"):
+                action(folder)
+    write(folder)
 
 
 def test_a_reader_joins_the_lock_files_that_are_there(place: Path) -> None:

@@ -27,6 +27,7 @@ from diskprefix.store.compact import compact_folder, copy_store, rewrite_folder
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import CRASH, DATA, LOCK, FolderLock, crash_file
 from diskprefix.store.housekeeping import Housekeeping
+from diskprefix.store.lmdb_engine import open_lmdb
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import FORMAT_VERSION
 from diskprefix.store.store import Store
@@ -548,7 +549,7 @@ def test_folder_and_files_are_private(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [b"theirs", b"meta"])
 def test_the_file_of_another_program_is_refused_and_left_alone(tmp_path: Path, name: bytes) -> None:
-    with lmdb.open(str(tmp_path), max_dbs=8, map_size=1 << 24, mode=0o600) as env:
+    with open_lmdb(tmp_path, max_dbs=8, map_size=1 << 24, mode=0o600) as env:
         database = env.open_db(name)
         with env.begin(write=True) as txn:
             txn.put(b"key", b"value", db=database)

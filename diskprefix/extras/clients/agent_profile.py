@@ -93,10 +93,13 @@ class AgentProfile(Struct, frozen=True, kw_only=True):
 def _replace(path: Path, text: str) -> None:
     """Replaces a file atomically, also across a power failure. Only this user can read it."""
     new = path.with_name(f"{path.name}.new")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    sync(new)
-    new.replace(path)
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+        sync(new)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
     sync(path.parent)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreFormatError, StoreUnavailable
-from diskprefix.identity import identity_text
+from diskprefix.identity import identity_fields, identity_text
 from diskprefix.printable import escaped, first_line
 from diskprefix.store.folder import sync
 from diskprefix.store.pieces import PayloadLayout
@@ -28,6 +28,8 @@ from diskprefix.tokens import TokenIds, checksum, root_hash
 from diskprefix.values import Tenant
 
 FORMAT, VERSION = "diskprefix-entry", "1"
+_TENSORS = {"token_ids": ("I32", 4), "payloads": ("U8", 1), "checksums": ("U8", 1)}
+"""Dtype and bytes of an element of each tensor."""
 
 
 class EntryNode(msgspec.Struct, frozen=True, array_like=True):
@@ -52,12 +54,15 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def require_sound(self) -> None:
         """Raises `StoreCorrupt` for a manifest that no export writes."""
+        identity_fields(self.root.identity)
         fields = json.loads(self.root.identity)
         own = (self.root.block_size, fields["layout_version"], self.root.layout, self.root.tenant)
         is_named = identity_text(fields["fingerprint"], *own) == self.root.identity
         if not is_named or root_hash(self.root.identity) != self.entry.root:
             raise StoreCorrupt("its root is not the hash of its identity")
         Tenant.parse(self.root.tenant)
+        if self.root.block_size < 1:
+            raise StoreCorrupt(f"it has blocks of {self.root.block_size} tokens")
         if not self._is_path() or not all(0 <= node.prefill_s <= MAX_PREFILL_S for node in self.nodes):
             raise StoreCorrupt("its nodes are not those of a prompt")
 
@@ -75,8 +80,10 @@ class Manifest(msgspec.Struct, frozen=True):
             is_last = node is self.nodes[-1]
             if node.kind == Kind.BLOCK:
                 is_right = node.num_tokens == size or (is_last and not has_states and 0 < node.num_tokens < size)
-            else:
+            elif node.kind in (Kind.TAIL, Kind.CHECKPOINT):
                 is_right = 0 <= node.num_tokens < size and (is_last if node.kind == Kind.TAIL else has_states)
+            else:
+                is_right = False
             if node.position != position or not is_right:
                 return False
             position = node.end if node.kind == Kind.BLOCK else position
@@ -98,6 +105,10 @@ class EntryReader:
             version = escaped(metadata.get("version", "")[:20])
             raise StoreFormatError(f"its format is version {version}, this diskprefix reads version {VERSION}")
         text = metadata.get("manifest", "")
+        for name, (dtype, _) in _TENSORS.items():
+            found = file.get_slice(name)
+            if found.get_dtype() != dtype or len(found.get_shape()) != 1:
+                raise StoreCorrupt(f"its tensor {name} is not a list of {dtype}, as its format says")
         self.token_ids: TokenIds = file.get_tensor("token_ids")
         *self._checksums, of_index = file.get_tensor("checksums").view("<u8").tolist()
         if _index_checksum(text, self.token_ids, self._checksums) != of_index:
@@ -106,8 +117,8 @@ class EntryReader:
         self.manifest.require_sound()
         self._starts = list(accumulate(self.manifest.payload_bytes(), initial=0))
         self._payloads = file.get_slice("payloads")
-        sizes = (self.token_ids.shape, self.token_ids.dtype, self._payloads.get_shape(), len(self._checksums))
-        if sizes != ((self.manifest.entry.num_tokens,), np.int32, [self._starts[-1]], len(self.manifest.nodes)):
+        sizes = (len(self.token_ids), self._payloads.get_shape(), len(self._checksums))
+        if sizes != (self.manifest.entry.num_tokens, [self._starts[-1]], len(self.manifest.nodes)):
             raise StoreCorrupt("its tensors are not as large as its manifest says")
 
     @classmethod
@@ -176,9 +187,10 @@ def write_entry(
 def _header(manifest: str, num_tokens: int, payload_bytes: int, checksum_bytes: int) -> bytes:
     """Returns length and header, padded to align the data. The library's own writer needs whole tensors in memory."""
     at, header = 0, dict[str, Any]({"__metadata__": {"format": FORMAT, "version": VERSION, "manifest": manifest}})
-    sizes = (("token_ids", "I32", num_tokens), ("payloads", "U8", payload_bytes), ("checksums", "U8", checksum_bytes))
-    for name, dtype, size in sizes:
-        start, at = at, at + size * (4 if dtype == "I32" else 1)
+    sizes = (("token_ids", num_tokens), ("payloads", payload_bytes), ("checksums", checksum_bytes))
+    for name, size in sizes:
+        dtype, item_bytes = _TENSORS[name]
+        start, at = at, at + size * item_bytes
         header[name] = {"dtype": dtype, "shape": [size], "data_offsets": [start, at]}
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
@@ -200,7 +212,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error.message}") from error
     except OSError as error:
         raise StoreUnavailable(f"{path}: {error.strerror or error}") from error
-    except (StoreCorrupt, SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (StoreCorrupt, SafetensorError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         cause = "it is cut short, or no .safetensors file: " if isinstance(error, SafetensorError) else ""
         raise StoreCorrupt(f"{path} is damaged: {cause}{escaped(first_line(error))}; export it again") from error
 

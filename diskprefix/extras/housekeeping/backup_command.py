@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -17,6 +18,7 @@ from diskprefix.cli.tooling import (
     require_store,
     store_options,
 )
+from diskprefix.errors import StoreCorrupt
 from diskprefix.store.compact import (
     Compacted,
     compact_folder,
@@ -26,7 +28,8 @@ from diskprefix.store.compact import (
     require_unused,
 )
 from diskprefix.store.folder import DATA
-from diskprefix.units import format_size
+from diskprefix.store.verify import verify_index, verify_payloads
+from diskprefix.units import counted, format_size
 
 
 @click.command(short_help="Copy the store, even while a daemon runs.")
@@ -60,8 +63,9 @@ def backup(target: Path, kv_cache_dir: Path, as_json: bool) -> None:
 def restore(source: Path, yes: bool, kv_cache_dir: Path, as_json: bool) -> int:
     """Replace the store in the cache folder with the one that `diskprefix backup` wrote to FOLDER.
 
-    The daemon must not be running. The current store is lost; the backup stays. The command may be interrupted at any
-    moment: the old file stays until the new one is complete, checked and on disk.
+    The daemon must not be running. The current store is lost; the backup stays. First the backup is checked as `verify`
+    does: a damaged one is refused. The command may be interrupted at any moment: the old file stays until the new one
+    is complete, checked and on disk.
 
     \b
     diskprefix restore /mnt/backup/kv-monday
@@ -71,9 +75,7 @@ def restore(source: Path, yes: bool, kv_cache_dir: Path, as_json: bool) -> int:
     Exit codes: 0 done; 1 declined; 2 wrong usage; 4 the backup is damaged, the store is in use, or the disk is too
     full.
     """
-    # Checks the format of the backup before anything is replaced.
-    with opened_store(source):
-        pass
+    _require_clean(source)
     if (kv_cache_dir / DATA).exists() and not yes:
         require_unused(kv_cache_dir)
         if not confirmed(f"Replace the store in {kv_cache_dir}?"):
@@ -82,6 +84,21 @@ def restore(source: Path, yes: bool, kv_cache_dir: Path, as_json: bool) -> int:
         result = replace_store(source, kv_cache_dir, advance)
     _show("restored", kv_cache_dir / DATA, result, as_json)
     return 0
+
+
+def _require_clean(source: Path) -> None:
+    """Raises `StoreCorrupt` if a record or payload of the backup in folder `source` is damaged, and other `CacheError`
+    if it cannot be opened."""
+    with opened_store(source) as store:
+        index = verify_index(store)
+        with progress("verifying", sum(index.stored_bytes.values())) as advance:
+            payloads = verify_payloads(store, index.stored_bytes, advance)
+    problems = (*index.problems, *payloads.problems)
+    if problems:
+        first, number = problems[0], counted(len(problems), "problem")
+        what = f"{source} is damaged: {number}, the first in {first.database} {first.key}: {first.message}"
+        repair = f"`diskprefix verify --fix --kv-cache-dir {shlex.quote(str(source))}`"
+        raise StoreCorrupt(f"{what}; restore another backup, or remove what is damaged from this one with {repair}")
 
 
 @click.command(short_help="Return unused space in the store's file to the disk.")

@@ -166,7 +166,7 @@ class PrefixCacheSession:
         writer = self._cache.writer
         flushed = self._cache.settle(timeout_s) and writer.flush(timeout_s)
         refused, self._refused = writer.dropped - self._refused, writer.dropped
-        problem = self._cache.store.problem or writer.error
+        problem = self._cache.store.problem or self._cache.store.write_stall or writer.error
         if problem is not None:
             raise StoreUnavailable(problem)
         folder = self.settings.kv_cache_dir

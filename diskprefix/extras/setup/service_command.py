@@ -35,6 +35,19 @@ _MARK = "diskprefix service install"
 _UNITS = ("diskprefix.socket", "diskprefix-verify.timer", "diskprefix.service")
 
 
+def _replace(path: Path, text: str) -> None:
+    """Writes a whole file or, on a full disk, leaves what was there: a part of one would lack `_MARK`."""
+    make_private_folder(path.parent)
+    # Options may hold secrets. A unit may be read by all: systemd logs a warning about one that may not.
+    mode, new = 0o600 if path == _policy() else 0o644, path.with_name(f"{path.name}.new")
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 class _Systemd:
     """A user's systemd. It holds the port, even while the daemon restarts."""
 
@@ -191,11 +204,7 @@ def install(as_json: bool, **flags: Any) -> int:
         if text is not None and _MARK not in text:
             raise SettingsError(f"{path} was not written by `{_MARK}`; move it away first")
     for path, text in texts.items():
-        make_private_folder(path.parent)
-        # Options may hold secrets. A unit may be read by all: systemd logs a warning about one that may not.
-        mode = 0o600 if path == _policy() else 0o644
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
-            file.write(text)
+        _replace(path, text)
     manager.start(changed=any(old.values()) and old != texts)
     return _show(manager, as_json)
 

@@ -14,6 +14,7 @@ import pytest
 
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreFormatError
 from diskprefix.extras.exchange.entry_file import EntryReader
+from diskprefix.store.schema import Kind
 from diskprefix.tokens import root_hash
 from tests.extras.exchange.exported import HYBRID, LAYOUT, TENANT, entry_of, export, identity_of, joined, signed, split
 from tests.store.building import BLOCK, open_store, prompt
@@ -90,6 +91,18 @@ def relaid(layout: str) -> Change:
     return change
 
 
+def named(**changes: object) -> Change:
+    """Other fields of the identity, with the root that belongs to it."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        fields = json.loads(manifest["root"]["identity"]) | changes
+        identity = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+        manifest["root"] |= {"identity": identity, "block_size": fields["block_size"]}
+        manifest["entry"]["root"] = base64.b64encode(root_hash(identity)).decode()
+
+    return change
+
+
 NO_PATH, NOT_ITS_ROOT, SIZES = "nodes are not those of a prompt", "root is not the hash", "not as large as its manifest"
 UNREADABLE = "layout cannot be read"
 
@@ -102,12 +115,17 @@ UNREADABLE = "layout cannot be read"
         ("header", metadata(manifest="{}"), "checksum of its manifest"),
         ("header", lambda header: header["__metadata__"].pop("manifest"), "checksum of its manifest"),
         ("header", lambda header: header.pop("token_ids"), "cut short, or no .safetensors file"),
-        ("header", of("token_ids", dtype="F32"), SIZES),
+        ("header", of("token_ids", dtype="F32"), "its tensor token_ids is not a list of I32"),
+        ("header", of("checksums", dtype="I8"), "its tensor checksums is not a list of U8"),
+        ("header", of("payloads", dtype="F8_E4M3"), "its tensor payloads is not a list of U8"),
+        ("header", lambda header: header["payloads"]["shape"].append(1), "its tensor payloads is not a list of U8"),
         ("plain", lambda manifest: manifest.pop("root"), "missing required field `root`"),
         ("plain", of("entry", root=base64.b64encode(b"r" * 16).decode()), NOT_ITS_ROOT),
         ("plain", of("root", identity=identity_of(weights="w2")), NOT_ITS_ROOT),
         ("plain", of("root", identity="[1]"), "damaged"),
         ("plain", of("root", identity="[" * 100_000), "damaged"),
+        *(("plain", named(fingerprint=value), "not an identity") for value in ("text", 7, ["list"])),
+        *(("plain", named(block_size=size), rf"it has blocks of {size} tokens") for size in (0, -1)),
         ("plain", of("root", layout=LAYOUT + " "), NOT_ITS_ROOT),
         ("plain", of("root", block_size=2 * BLOCK), NOT_ITS_ROOT),
         ("plain", of("root", tenant=TENANT), NOT_ITS_ROOT),
@@ -120,6 +138,9 @@ UNREADABLE = "layout cannot be read"
         ("plain", node(0, 0, 0, -BLOCK), NO_PATH),
         ("plain", node(0, 2, 0, BLOCK - 1), NO_PATH),
         ("plain", node(0, 7, 0, BLOCK), "Invalid enum value 7"),
+        ("plain", node(0, int(Kind.GHOST), 0, BLOCK), NO_PATH),
+        ("hybrid", node(1, int(Kind.GHOST), 0, 0), NO_PATH),
+        ("hybrid", node(-1, int(Kind.GHOST), 2 * BLOCK, 5), NO_PATH),
         ("plain", node(2, 1, 2 * BLOCK, 2**70), "damaged"),
         ("plain", node(0, 0, 0, BLOCK, seconds=-1.0), NO_PATH),
         ("plain", node(0, 0, 0, BLOCK, seconds=1e300), NO_PATH),

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import lmdb
-
+from diskprefix.store.lmdb_engine import open_lmdb
 from tests.faults.interleavings import threads
 from tests.faults.interleavings.threads import SimulatedLock, scheduler
 
@@ -54,12 +53,10 @@ class SharedEnvironment:
         self._place, self.file = place, _files[place]
         self.file.num_users += 1
 
-    def open_db(self, name: bytes, *, create: bool = True) -> Any:
+    def open_db(self, name: bytes, *, txn: Any, create: bool) -> Any:
         known = self.file.databases
         if name not in known:
-            # In a write transaction.
-            with self.file.writing:
-                known[name] = self.file.env.open_db(name, create=create)
+            known[name] = self.file.env.open_db(name, txn=txn, create=create)
         return known[name]
 
     def close(self) -> None:
@@ -72,19 +69,19 @@ class SharedEnvironment:
         return getattr(self.file.env, name)
 
 
-def opened(path: str, *, readonly: bool, **options: Any) -> Any:
-    """In the place of `lmdb.open`."""
+def opened(path: Path, *, readonly: bool, **options: Any) -> Any:
+    """In the place of `open_lmdb`."""
     if not threads.is_simulated():
-        return lmdb.open(path, readonly=readonly, **options)
+        return open_lmdb(path, readonly=readonly, **options)
     scheduler().point()
-    data = Path(path) / "data.mdb"
+    data = path / "data.mdb"
     if not readonly:
         data.touch(0o600)
     place = (data.stat().st_dev, data.stat().st_ino)
     if place not in _files:
         # What a failed transaction has read keeps its place among the readers until it is collected, after the history.
         shared = {"map_size": _map_bytes[0], "lock": True, "max_readers": 4096}
-        _files[place] = _File(lmdb.open(path, **options | shared))
+        _files[place] = _File(open_lmdb(path, **options | shared))
     return SharedEnvironment(place)
 
 

@@ -260,7 +260,7 @@ def patched() -> Iterator[None]:
         (ahead_jobs, "runs_on_battery", lambda: False),
         (ahead, "time", Shim(time, process_time=lambda: 0.0)),
         (Environment, "require_survivable", _checked_slowly),
-        (environment, "lmdb", Shim(lmdb, open=shared_file.opened)),
+        (environment, "open_lmdb", shared_file.opened),
         *((module, "fcntl", Shim(module.fcntl, flock=shared_file.flock)) for module in (environment, folder)),
         *((module, "os", Shim(os, **of_disk)) for module in (evictor, folder, compact)),
         *((module, "shutil", Shim(shutil, rmtree=_living(shutil.rmtree))) for module in (opening, compact)),

@@ -27,7 +27,7 @@ from diskprefix.store.store import Publication, Store
 from diskprefix.store.store_identity import Epoch
 from diskprefix.store.verify import remove_damaged, verify_index
 from tests.faults.power import deeds, prompts
-from tests.faults.power.images import Image
+from tests.faults.power.images import UNORDERED, Image
 from tests.store.building import Clock, names_of_every_run, read_payload, recent_prompts
 
 Promise: TypeAlias = Literal["kept", "exact"]
@@ -309,7 +309,7 @@ _note_content = cache(deeds.note_content)
 
 def _compact(look: _Look) -> None:
     look.store(deeds.KV, look.account.saved)
-    left = {path.name for path in (look.root / deeds.KV).iterdir()} - {DATA, "lock.mdb", "diskprefix.lock"}
+    left = {path.name for path in (look.root / deeds.KV).iterdir()} - {DATA, *UNORDERED}
     if left:
         raise Wrong(f"left behind: {sorted(left)}")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.faults.power.recording import FOLDER, PAGE, Change, Disk, NameChange, cut, put, renamed, resize
 
 SECTOR, WORD = 512, 8
-UNORDERED = ("lock.mdb", "diskprefix.lock")
+UNORDERED = ("lock.mdb", "diskprefix.lock", "names.lock")
 """Files whose content says nothing after a restart. They are as they were, or as written."""
 
 Names = dict[str, bytes | None]
