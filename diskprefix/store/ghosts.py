@@ -50,6 +50,10 @@ def see(changes: Changes, path: TokenPath, group: bytes = b"", ttl_s: int = 0) -
     """Adds a prompt as the newest of its root, unless a block of it is damaged. `group` has 8 bytes or none; `ttl_s` is
     as `eviction.recorded_ttl` returns it."""
     root, size, num_blocks = path.root, path.block_size, path.num_blocks
+    newest = next(changes.last_under("seen", root), (b"", b""))[0]
+    if newest and len(newest) != HASH_BYTES + _NUMBER.size:
+        changes.forget_seen(root, f"a key of {len(newest)} bytes has no number")
+        newest = b""
     try:
         for number in reversed(range(num_blocks)):
             tokens = path.token_ids[number * size : (number + 1) * size]
@@ -59,7 +63,6 @@ def see(changes: Changes, path: TokenPath, group: bytes = b"", ttl_s: int = 0) -
     except StoreCorrupt as error:
         changes.forget_seen(root, error)
         return
-    newest = next(changes.last_under("seen", root), (b"", b""))[0]
     number = _NUMBER.unpack_from(newest, HASH_BYTES)[0] + 1 if newest else 0
     rest = path.token_ids[num_blocks * size :].astype("<i4").tobytes()
     prompt = PromptRecord(came_at=changes.now, parent=path.parent(num_blocks), rest=rest, group=group, ttl_s=ttl_s)

@@ -64,6 +64,11 @@ def note_key(root: bytes, kind: int, id_: str) -> bytes:
     return root + bytes([kind]) + hashlib.sha256(id_.encode("utf-8", "surrogatepass")).digest()[:HASH_BYTES]
 
 
+def kind_of(key: bytes) -> int | None:
+    """Returns the `NoteKind` in a key; None, or another number, if the key is not that of a note."""
+    return key[HASH_BYTES] if len(key) > HASH_BYTES else None
+
+
 class NotePrompt(NamedTuple):
     """The prompt that a note came from: its number of tokens, and its digest (`tokens.prompt_digest`)."""
 
@@ -142,8 +147,7 @@ class StoredNote(Struct, frozen=True):
 
     @property
     def kind(self) -> int | None:
-        """A `NoteKind`, unless the key is not that of a note."""
-        return self.key[HASH_BYTES] if len(self.key) > HASH_BYTES else None
+        return kind_of(self.key)
 
     def used(self, when: float) -> StoredNote:
         return replace(self, times=self.times.used(when))

@@ -28,6 +28,7 @@ from diskprefix.store.note_record import (
     NoteTimes,
     decode_note,
     encode_note,
+    kind_of,
     note_bytes,
     note_key,
     note_limit,
@@ -255,7 +256,7 @@ class Notes:
             notes = [note.used(self._used.get(note.key, 0.0)) for note in notes]
         for some in batches(surplus_notes(notes, budget_bytes, stored_bytes), RECORDS_AT_ONCE):
             with self._store.changes() as changes:
-                keep_counts(changes, {key[:HASH_BYTES] for key in some if key[HASH_BYTES] == NoteKind.SAVINGS})
+                keep_counts(changes, {key[:HASH_BYTES] for key in some if kind_of(key) == NoteKind.SAVINGS})
                 changes.forget_notes(some)
         for root in {note.root for note in notes}:
             # The next write counts them again.

@@ -96,8 +96,10 @@ class Snapshot:
         """Yields the index and the stored bytes of each piece of a node's payload, in order."""
         cursor = self._txn.cursor(self._databases["payloads"])
         is_at_key = cursor.set_range(name)
-        while is_at_key and (index := piece_index(cursor.key(), name)) is not None:
-            yield index, memoryview(cursor.value())
+        while is_at_key and (key := bytes(cursor.key()))[:HASH_BYTES] == name:
+            # A key of another length is damaged. It hides no piece that follows it.
+            if (index := piece_index(key, name)) is not None:
+                yield index, memoryview(cursor.value())
             is_at_key = cursor.next()
 
     def record(self, database: str, key: bytes) -> Any:
@@ -289,7 +291,7 @@ class Snapshot:
         """Yields the keys that begin with a root, the last key first, with their values."""
         cursor = self._txn.cursor(self._databases[database])
         is_at_key = cursor.prev() if cursor.set_range(root + _PAST_THE_END) else cursor.last()
-        while is_at_key and (key := bytes(cursor.key())).startswith(root):
+        while is_at_key and (key := bytes(cursor.key()))[:HASH_BYTES] == root:
             yield key, cursor.value()
             is_at_key = cursor.prev()
 
@@ -304,10 +306,11 @@ class Snapshot:
             yield StoredNote.of(key, self.record("notes", key))
 
     def keys_under(self, database: str, root: bytes) -> Iterator[bytes]:
-        """Yields the keys that begin with a root: of `seen`, `notes`, or `children` for its first blocks."""
+        """Yields the keys that begin with a root: of `seen`, `notes`, or `children` for its first blocks. A root from a
+        damaged record may be too short, and would be the beginning of any key: it has no key but itself."""
         cursor = self._txn.cursor(self._databases[database])
         is_at_key = cursor.set_range(root)
-        while is_at_key and (key := bytes(cursor.key())).startswith(root):
+        while is_at_key and (key := bytes(cursor.key()))[:HASH_BYTES] == root:
             yield key
             is_at_key = cursor.next()
 
