@@ -243,9 +243,6 @@ class PagePool:
         """Gives the memory of the last of some free pages back. The content is lost."""
         page = free.pop()
         self.taken_bytes -= page.num_bytes
-        if page.is_secret or page.num_bytes % mmap.PAGESIZE:
-            # The first and the last page of the kernel may be shared with a neighbour, and stay.
-            page.rows.fill(0)
         page.is_secret = False
         give_back(page.address, page.num_bytes)
         self._blank[page.group].append(page)
