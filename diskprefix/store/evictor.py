@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 
 from diskprefix.errors import CacheError, LargerThanStore, StoreCorrupt, StoreFull
-from diskprefix.store.changes import NODES_AT_ONCE, batches
+from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, batches
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
 from diskprefix.store.folder import FULL_BELOW_BYTES, FolderUnavailable, disk_full, file_errors, free_bytes
 from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget, has_expired
@@ -91,19 +91,21 @@ class Evictor:
         with self._file.snapshot() as snapshot:
             table, now = snapshot.usages(), self._file.clock()
             names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self.pinned(), now=now)
-            seen_times = list(snapshot.seen_times())
-            notes = list(snapshot.notes())
-        prompts = [key for key, came_at, own_s in seen_times if has_expired(now, came_at, own_s, ttl_s)]
-        self.may_have_own_ttls = (
-            table.has_own_ttls
-            or any(own_s for _, _, own_s in seen_times)
-            or any(note.times.ttl_s < SHORT_TTL_S for note in notes)
-        )
+            prompts, notes, has_own_ttls = list[bytes](), list[bytes](), table.has_own_ttls
+            for key, came_at, own_s in snapshot.seen_times():
+                has_own_ttls |= own_s > 0
+                if has_expired(now, came_at, own_s, ttl_s):
+                    prompts.append(key)
+            for note in snapshot.notes():
+                has_own_ttls |= note.times.ttl_s < SHORT_TTL_S
+                if note.times.is_expired(now):
+                    notes.append(note.key)
+        self.may_have_own_ttls = has_own_ttls
         self._evict(names)
         self._forget(prompts)
-        if expired_notes := [note.key for note in notes if note.times.is_expired(now)]:
+        for some in batches(notes, RECORDS_AT_ONCE):
             with self._file.changes() as changes:
-                changes.forget_notes(expired_notes)
+                changes.forget_notes(some)
         return len(names)
 
     def check_fits(self, need_bytes: int) -> None:
