@@ -271,8 +271,8 @@ class Captured(Sequence[memoryview]):
         return self._logits if page is None else page.payload(rows, cut.piece.row_bytes)
 
     def frees(self) -> bool:
-        """Returns whether some page has no users but holds and its name."""
-        return any(page.users <= page.num_holds + 1 for page in self.pages)
+        """Returns whether some page has no users but holds and, if a block keeps it, its name."""
+        return any(page.users <= page.num_holds + (page.kept_in is not None) for page in self.pages)
 
     def release(self) -> None:
         """Ends the use of the pages. A second call does nothing."""

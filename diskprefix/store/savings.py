@@ -162,9 +162,11 @@ class SavingsLog:
     def total(self) -> Savings:
         """Returns `total_savings` with the counts of this process that are not written yet. Raises `CacheError`."""
         with ExitStack() as reading:
-            with self._writing, self._lock:
+            with self._writing:
+                # `record` does not wait for the disk. What it adds meanwhile is not in the snapshot.
                 snapshot = reading.enter_context(self._store.snapshot())
-                waiting = [msgspec.msgpack.encode(new) for _, new in self._waiting.values()]
+                with self._lock:
+                    waiting = [msgspec.msgpack.encode(new) for _, new in self._waiting.values()]
             # Without the locks: the writer does not wait for the sum.
             total = total_savings(snapshot)
         for new in waiting:

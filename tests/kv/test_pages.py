@@ -19,7 +19,7 @@ from diskprefix.kv import transfer
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.kv.numbers import Array, converted, dtype_of
 from diskprefix.kv.pages import PagePool, zeros
-from diskprefix.kv.sequence import KVSequence, Prefix
+from diskprefix.kv.sequence import KVSequence, Owner, Prefix
 from diskprefix.kv.transfer import give_back, populate
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import TokenIds
@@ -29,6 +29,7 @@ from tests.kv.hashed_state import (
     WINDOW,
     captured,
     compute,
+    compute_for_all,
     hashes,
     holding,
     layout_of,
@@ -258,6 +259,26 @@ def test_numbers_are_rounded_to_bfloat16_as_torch_rounds_them() -> None:
     assert converted(found, "bfloat16") is found
     assert [dtype_of(one) for one in (floats, found)] == ["float32", "bfloat16"]
     assert converted(np.array([0.1], np.float16), "float32") == np.float32(np.float16(0.1))
+
+
+# Payloads that wait to be written.
+
+
+def test_a_payload_frees_a_page_only_if_no_sequence_uses_it() -> None:
+    """A complete block is kept by name, and is free without its payload; a partial one has no name."""
+    cache = page_cache(layout_of())
+    sequence = cache.begin(Owner(b"r" * 16, 1, None), IDS)
+    assert isinstance(sequence, KVSequence)
+    for end in range(BLOCK, len(IDS) + BLOCK, BLOCK):
+        assert compute_for_all(cache, sequence, IDS, min(end, len(IDS)))
+    last = len(IDS) // BLOCK * BLOCK
+    block, partial = captured(sequence, 0, BLOCK), captured(sequence, last, len(IDS) - last, Kind.TAIL)
+    assert (block.frees(), partial.frees()) == (False, False)
+    cache.end(sequence, keep=False)
+    assert (block.frees(), partial.frees()) == (True, True)
+    for payload in (block, partial):
+        payload.release()
+    assert cache.check() == []
 
 
 # What was purged.
