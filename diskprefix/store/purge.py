@@ -145,25 +145,32 @@ def purge(
     Raises `StoreCorrupt` if a record cannot be read, and `StoreUnavailable`.
     """
     purged = Purged()
-    with store.snapshot() as snapshot:
-        plan = plan_purge(snapshot, purge_filter, now)
+    plan, number = _planned(store, purge_filter, now)
     # A purge by model, tenant or of everything counts even if nothing is stored: daemons have unsaved state.
     if not plan and (purge_filter.entries or purge_filter.older_than_s):
         return purged
     for rounds_left in reversed(range(_ROUNDS + 1)):
-        # What began before is in the plan, or is never stored. The last plan is empty. It is made after the
-        # transaction, not in it, so others do not wait: a plan reads all records.
+        # What began before this transaction is in the plan, or is never stored. The last plan is empty. A plan reads
+        # all records, so it is not made in the transaction, for which others would wait.
         with store.changes() as changes:
+            is_current = changes.number == number + 1
             changes.record_purge()
         store.read_epoch()
-        with store.snapshot() as snapshot:
-            plan = plan_purge(snapshot, purge_filter, now)
+        if not is_current:
+            plan, number = _planned(store, purge_filter, now)
         purged.left_blocks = len(plan.nodes)
         if not (plan and rounds_left):
             break
         purged.texts += plan.texts
         _carry_out(store, plan, purged, advance)
+        plan, number = _planned(store, purge_filter, now)
     return purged
+
+
+def _planned(store: Store, purge_filter: PurgeFilter, now: float) -> tuple[PurgePlan, int]:
+    """Returns a plan, and the number of the transaction that it was made from."""
+    with store.snapshot() as snapshot:
+        return plan_purge(snapshot, purge_filter, now), snapshot.number
 
 
 def delete_entry(entry_id: str, remove: Callable[[PurgeFilter], Purged]) -> Purged:

@@ -55,6 +55,8 @@ class Snapshot:
         self._databases = databases
         self._txn = txn
         self._copy_payloads = copy_payloads
+        self.number = int(txn.id())
+        """The number of the last commit that it sees; of a write transaction, that of its own commit."""
 
     def node(self, name: bytes) -> NodeRecord | None:
         """Returns the index record of a stored node, or None; None for a ghost too. Raises `StoreCorrupt`."""

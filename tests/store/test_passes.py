@@ -156,6 +156,22 @@ def test_no_plan_is_made_in_a_write_transaction(store: Store, transactions: list
     assert Changes not in transactions
 
 
+def test_what_is_saved_between_the_last_plan_and_its_purge_goes_too(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, seeds = purge_module.plan_purge, [2]
+
+    def plan_late(snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> object:
+        plan = planned(snapshot, purge_filter, now)
+        while seeds and not plan:
+            store.publish(publication(store, prompt(seeds.pop(), 2 * BLOCK), payload_bytes=200))
+        return plan
+
+    monkeypatch.setattr(purge_module, "plan_purge", plan_late)
+    assert purge(store, PurgeFilter(), store.clock()).entries == 2
+    assert store.counts()["blocks"] == 0
+
+
 def test_a_repair_looks_for_wrong_seen_prompts_outside_write_transactions(
     store: Store, transactions: list[type[Snapshot]]
 ) -> None:
