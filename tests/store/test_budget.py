@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-import pytest
-
 from diskprefix.cache.resources import open_store
-from diskprefix.errors import StoreUnavailable
 from diskprefix.settings import Settings
 from diskprefix.store.eviction import usable_bytes
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.store import Store
 from tests import forked
-from tests.store.building import BLOCK, Clock, is_clean, prompt, publication
+from tests.store.building import Clock, is_clean
 from tests.store.other_process import beside, fill
-from tests.waiting import wait_for
 
 SMALL, LARGE, NEW = 16 << 20, 64 << 20, 32 << 20
 
@@ -150,55 +144,3 @@ def test_the_settings_of_presets_and_of_serve_evict_nothing_of_each_other(tmp_pa
             assert store.budget_bytes == LARGE
     with closing(open_store(Settings(kv_cache_dir=tmp_path, kv_cache_budget=SMALL))) as store:
         assert store.budget_bytes == SMALL
-
-
-def in_a_thread(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
-
-
-def test_later_transactions_wait_while_the_map_is_fitted(tmp_path: Path) -> None:
-    """Restores may overlap all the time, so there may be no moment without a transaction."""
-    map_bytes: list[int] = []
-    with closing(serve(tmp_path, new_budget_bytes=SMALL)) as store:
-        env = store.environment
-
-        def read() -> None:
-            with env.transaction():
-                map_bytes.append(env._env.info()["map_size"])
-
-        with env.transaction():
-            threads = [in_a_thread(lambda: env.resize(LARGE, 60))]
-            wait_for(lambda: env._is_resizing)
-            threads.append(in_a_thread(read))
-            read()
-        for thread in threads:
-            thread.join()
-        assert map_bytes == [SMALL, LARGE], "that of the transaction within one, and that of the later one"
-
-
-def test_later_transactions_are_refused_while_the_store_is_closed(tmp_path: Path) -> None:
-    store = serve(tmp_path)
-    env = store.environment
-    with env.transaction():
-        closing_thread = in_a_thread(store.close)
-        wait_for(lambda: env._is_closing)
-        with env.transaction():
-            pass
-
-        def begin() -> None:
-            with pytest.raises(StoreUnavailable, match="closed meanwhile"), env.transaction():
-                raise AssertionError
-
-        in_a_thread(begin).join()
-    closing_thread.join()
-    assert env._closed
-
-
-def test_a_store_that_is_not_closed_in_time_can_be_used_again(tmp_path: Path) -> None:
-    with closing(serve(tmp_path)) as store:
-        with store.snapshot():
-            in_a_thread(lambda: store.environment.close(0.01)).join()
-        store.publish(publication(store, prompt(1, 2 * BLOCK)))
-        assert num_prompts(store) == 1
