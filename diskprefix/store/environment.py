@@ -168,8 +168,9 @@ class Environment:
             self._is_resizing = True
             try:
                 is_idle = self._idle.wait_for(lambda: not self._transactions, timeout_s)
-                if is_idle and not self._closed:
-                    self._env.set_mapsize(_map_size(self.path, budget_bytes))
+                map_bytes = _map_size(self.path, budget_bytes)
+                if is_idle and not self._closed and map_bytes != self._env.info()["map_size"]:
+                    self._env.set_mapsize(map_bytes)
             finally:
                 self._is_resizing = False
                 self._idle.notify_all()

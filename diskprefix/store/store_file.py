@@ -41,6 +41,8 @@ OnCorruption: TypeAlias = Literal["quarantine", "refuse"]
 _U64 = struct.Struct("<Q")
 _RETRY_S = 2.0
 """The time between attempts to open a folder that could not be opened."""
+_RESIZE_S, _RESIZE_AGAIN_S = 1.0, 10.0
+"""How long the memory map waits for transactions to end before it is resized, and the time between two attempts."""
 
 
 class StoreFile:
@@ -85,6 +87,8 @@ class StoreFile:
         self._on_corruption = on_corruption
         self._mapped_budget = self.budget_bytes
         """The budget that the memory map has room for."""
+        self._resize_at = 0.0
+        """The time of `time.monotonic` from which on `follow_budget` may try again."""
         self._env: Environment | None = None
         self._lock: FolderLock | None = None
         self._problem: str | None = None
@@ -132,12 +136,13 @@ class StoreFile:
 
     def follow_budget(self) -> None:
         """Fits the memory map to the budget, which another process may have set. Without it the file could not grow as
-        far. Waits for the transactions of this process; later ones wait meanwhile. If they do not end, the next call
-        tries again. Raises `CacheError`."""
-        env = self.environment
-        if self._mapped_budget != self.budget_bytes and not env.read_only:
-            budget_bytes = self.budget_bytes
-            if env.resize(budget_bytes):
+        far. Waits a moment for the transactions of this process; later ones wait meanwhile. If they do not end (a
+        read may hang), a call in ten seconds tries again. Raises `CacheError`."""
+        env, now = self.environment, time.monotonic()
+        if self._mapped_budget != self.budget_bytes and not env.read_only and now >= self._resize_at:
+            budget_bytes, self._resize_at = self.budget_bytes, now + _RESIZE_AGAIN_S
+            if env.resize(budget_bytes, _RESIZE_S):
+                self._resize_at = 0.0
                 log.info("[disk-cache] the budget of the folder was set to %s", format_size(budget_bytes))
                 self._mapped_budget = budget_bytes
 
@@ -274,6 +279,7 @@ class StoreFile:
 
     def _agree_on_budget(self, env: Environment) -> None:
         """Stores the budget that was given, once, or that of a new folder. Otherwise takes the one in the file."""
+        mapped = self.budget_bytes
         with env.transaction() as txn:
             stored = self._stored_budget(Snapshot(env.databases, txn))
         if self._sets_budget or (self._has_budget and not stored):
@@ -284,7 +290,7 @@ class StoreFile:
             self._sets_budget = env.read_only and self._sets_budget
         else:
             self.budget_bytes = stored or env.file_bytes()
-        if not env.read_only:
+        if stored and self.budget_bytes != mapped and not env.read_only:
             env.resize(self.budget_bytes)
         self._mapped_budget = self.budget_bytes
 
