@@ -302,10 +302,17 @@ class Settings:
         metavar="DIR",
         unset=DEFAULT_DIR,
     )
-    kv_cache_budget: int = _cache(
-        4 * 1024**3,
-        "The maximum size of the store's file. The least useful blocks are evicted.",
+    kv_cache_budget: int | None = _cache(
+        None,
+        "Set the maximum size of the store's file, for all daemons of the folder.",
         is_common=True,
+        kind="size",
+        unset="it stays; 16GiB for a new folder",
+        bounds=(MIN_BUDGET, MAX_BUDGET),
+    )
+    kv_cache_new_budget: int = _cache(
+        16 * 1024**3,
+        "The budget of a folder that has none yet. Presets have their own.",
         kind="size",
         bounds=(MIN_BUDGET, MAX_BUDGET),
     )

@@ -23,7 +23,7 @@ from diskprefix.cache.saving import Saver
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.store.store_identity import Epoch
-from diskprefix.tokens import Logits, TokenIds
+from diskprefix.tokens import Logits, TokenIds, TokenPath
 from diskprefix.values import Break, CacheOptions, CacheReport, MissReason, Prompt, Saved, Selection, outcome_of
 
 log = logging.getLogger("diskprefix")
@@ -169,7 +169,8 @@ class CachedRequest:
 
         `logits` are the next-token logits at the prompt's end, shape [vocab]; None if the prompt
         is only a beginning and was restored. If logits are not finite, nothing more is saved. `prefill_s` is the time
-        of computing the tokens that were not restored, in seconds.
+        of computing the tokens that were not restored, in seconds. It is measured, and the prompt is remembered, even
+        if nothing can be saved.
         """
         self.cache.writer.resume_writing()
         self.is_published = True
@@ -178,6 +179,9 @@ class CachedRequest:
         assert sequence.num_tokens == len(self.prompt.token_ids), "state length must equal key length"
         if self.restored.source == "disk":
             self.cache.cost_model.record_restore(self.restored.num_bytes, self._load_s)
+        path: TokenPath | None = None
+        with self._context.guarded("the prompt is not remembered"):
+            path = self._saver.note_computed(prefill_s)
         if self.cache.store.problem is not None:
             # The problem is logged once, not for every prompt.
             self.cache.writer.fail(self._saver.save, "")
@@ -186,7 +190,7 @@ class CachedRequest:
             self.cache.writer.fail(self._saver.save, "its next-token logits are not finite")
             return
         with self._context.guarded("the prompt is not saved"):
-            self._saver.publish(sequence, logits, prefill_s)
+            self._saver.publish(sequence, logits, path)
 
     def publish_reply(self, sequence: KVSequence, token_ids: TokenIds) -> None:
         """Queues the selected part of the reply, if the model is exact at every token: decoding then computes the same
@@ -214,22 +218,25 @@ class CachedRequest:
     def save_idle(self, sequence: KVSequence) -> None:
         """Queues all that a sequence has of the prompt and the store lacks, and ends the request without counting it.
         The prompt has one token more than the sequence. For a thread that has the sequence for itself."""
-        if self._bypass is None:
-            self.fetch(sequence, have=sequence.num_tokens)
-            self._saver.begin(replace(self.restored, num_tokens=self.restored.stored_tokens))
-            if self._saves and self._saver.may_save_unselected(sequence):
-                with self._context.guarded("idle state is not saved"):
-                    self._saver.save_partial(sequence, self.nodes, min_ttl_s=0.0)
-        self.leave()
+        try:
+            if self._bypass is None:
+                self.fetch(sequence, have=sequence.num_tokens)
+                self._saver.begin(replace(self.restored, num_tokens=self.restored.stored_tokens))
+                if self._saves and self._saver.may_save_unselected(sequence):
+                    with self._context.guarded("idle state is not saved"):
+                        self._saver.save_partial(sequence, self.nodes, min_ttl_s=0.0)
+        finally:
+            self.leave()
 
     def close(self) -> CacheReport:
         """Releases what the request holds, counts it, and returns the report."""
-        # A search that has not begun is not waited for.
-        broken = None if self._broken is None or self._broken.cancel() else self._broken.result()
         restored = self.restored
-        if self._lacks_reason:
-            self._miss_reason = self._context.why_missed(restored, self.selection, broken)
-        self.leave()
+        try:
+            broken = self._found_break()
+            if self._lacks_reason:
+                self._miss_reason = self._context.why_missed(restored, self.selection, broken)
+        finally:
+            self.leave()
         if self._bypass is None:
             self._context.upload(self.nodes, self.selection, restored)
         self.cache.counters["prompt_tokens"] += len(self.prompt.token_ids)
@@ -263,6 +270,18 @@ class CachedRequest:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s", report.log_line())
         return report
+
+    def _found_break(self) -> Break | None:
+        """Returns the result of the search for a break. A search that has not begun is not waited for, and one that
+        failed, for lack of memory for example, has found none: the reply is whole."""
+        if self._broken is None or self._broken.cancel():
+            return None
+        try:
+            return self._broken.result()
+        except Exception:
+            self.cache.count("errors")
+            log.exception("[disk-cache] the place that breaks an earlier prompt's prefix is not known")
+            return None
 
     @property
     def _saves(self) -> bool:

@@ -103,7 +103,7 @@ class EncodedPictures:
         self, picture: Picture, rows: Array, options: CacheOptions, epoch: Epoch, encode_s: float, room: Room
     ) -> None:
         """Gives copies of the rows, for which `room` is reserved, to the writer."""
-        cache, writer, save = self._cache, self._cache.writer, Save(epoch, "a picture")
+        cache, writer, save, own = self._cache, self._cache.writer, Save(epoch, "a picture"), [room]
         try:
             record, nodes = self._root_of(picture, options.tenant, epoch)
             token_s, token_bytes = encode_s / picture.num_tokens, rows.nbytes // picture.num_tokens
@@ -112,12 +112,15 @@ class EncodedPictures:
                 captured = tuple(self._capture(nodes, node, rows, token_s, options.ttl_s) for node in batch)
                 is_last = captured[-1].end == picture.num_tokens
                 publication = Publication(epoch=epoch, root=nodes.path.root, root_record=record, nodes=captured)
-                writer.add(save, publication, [room] if is_last else [])
+                writer.add(save, publication, own if is_last else [])
+                # The writer releases the room once the last payload is written or lost.
+                own = [] if is_last else own
             content = f"{picture.size} {picture.name.hex()}".encode()
             notes = cache.notes_of(nodes.path.root, record, options.ttl_s, epoch)
             notes.put(NoteKind.PICTURE, picture.name.hex(), content, nodes.token_ids)
         except BaseException:
-            room.release()
+            for hold in own:
+                hold.release()
             raise
         finally:
             writer.finish(save)

@@ -30,7 +30,8 @@ def open_store(settings: Settings, on_wait: Callable[[str], None] = lambda _why:
     try:
         store = Store(
             settings.kv_cache_dir,
-            budget_bytes=settings.kv_cache_budget,
+            budget_bytes=settings.kv_cache_budget or 0,
+            new_budget_bytes=settings.kv_cache_new_budget,
             on_corruption="quarantine",
             min_free_bytes=settings.kv_cache_min_free,
             serving=True,

@@ -199,19 +199,30 @@ class Saver:
         if missing and missing[0].position >= sequence.complete_from and self.may_save_unselected(sequence):
             self._submit(sequence, Plan(missing), min_ttl_s=_MIN_TTL_S)
 
-    def publish(self, sequence: KVSequence, logits: Logits | None, prefill_s: float) -> None:
-        """Queues the rest of the prompt, with the entry and the prompt as seen."""
-        restored, selection = self.planner.restored, self.selection
-        if num_computed := len(self._prompt.token_ids) - restored.num_tokens:
+    def note_computed(self, prefill_s: float) -> TokenPath | None:
+        """Measures the prefill, and adds the prompt to those seen. Does not need the disk. Returns the prompt's path
+        for `publish`, None if it is not one of those seen."""
+        if num_computed := self._num_computed:
             self._token_s = prefill_s / num_computed
             self._cache.cost_model.record_prefill(num_computed, prefill_s)
+        return self._remember_prompt()
+
+    @property
+    def _num_computed(self) -> int:
+        """The tokens of the prompt that were not restored."""
+        return len(self._prompt.token_ids) - self.planner.restored.num_tokens
+
+    def publish(self, sequence: KVSequence, logits: Logits | None, seen: TokenPath | None) -> None:
+        """Queues the rest of the prompt, with the entry, and the prompt as `seen`."""
+        restored, selection = self.planner.restored, self.selection
         plan = Plan() if self.save.has_failed else self.planner.plan(selection, self._states_at)
         self.is_stored = plan.last_node is not None
         has_tail = bool(plan.nodes) and plan.nodes[-1].kind == Kind.TAIL
         assert logits is not None or not selection.keep_tail, "a prompt that goes on has no tail"
-        self._submit(sequence, replace(plan, prompt=self._remember_prompt()), logits=logits)
+        self._submit(sequence, replace(plan, prompt=seen), logits=logits)
         has_tail |= restored.has_tail
-        if self.planner.state == "token" and selection.keep_tail and logits is not None and (has_tail or num_computed):
+        is_end_known = logits is not None and (has_tail or self._num_computed > 0)
+        if self.planner.state == "token" and selection.keep_tail and logits is not None and is_end_known:
             self._logits = self.planner.nodes.end_id, sequence.logits_bytes(logits)
             if not has_tail:
                 self._save_logits()

@@ -265,6 +265,7 @@ class PageCache:
                 self._name(sequence, shares, shares.num_named, path.num_blocks)
                 shares.num_named = max(shares.num_named, path.num_blocks)
                 self._keep_end(sequence, shares, path, options)
+            if shares is not None:
                 self._use(shares)
             sequence.close()
             if not self._keeps:
@@ -273,7 +274,7 @@ class PageCache:
     def abandon(self, sequence: KVSequence) -> None:
         """Takes a sequence out of the running ones, so that nobody waits for it. Its pages stay until `end`."""
         with self.pool.lock:
-            del self.running[sequence]
+            self._use(self.running.pop(sequence))
             self._abandoned.add(sequence)
 
     def forget(self, sequence: KVSequence) -> None:
@@ -360,7 +361,8 @@ class PageCache:
         return self.running.keys() | self._abandoned
 
     def _use(self, shares: SharedPrefix) -> None:
-        """Records a use of all blocks of a sequence, from the last one on."""
+        """Records a use of all blocks of a sequence, from the last one on: a block that goes before its children would
+        leave them in memory, where nobody finds them."""
         if shares.owner is not None:
             for name in reversed(shares.path.block_names[: shares.num_named]):
                 self.kept.use(shares.owner, name, shares.expires_at)

@@ -245,9 +245,6 @@ class PagePool:
         """Gives the memory of the last of some free pages back. The content is lost."""
         page = free.pop()
         self.taken_bytes -= page.num_bytes
-        if page.is_secret or page.num_bytes % mmap.PAGESIZE:
-            # The first and the last page of the kernel may be shared with a neighbour, and stay.
-            page.rows.fill(0)
         page.is_secret = False
         give_back(page.address, page.num_bytes)
         self._blank[page.group].append(page)
@@ -276,8 +273,8 @@ class Captured(Sequence[memoryview]):
         return self._logits if page is None else page.payload(rows, cut.piece.row_bytes)
 
     def frees(self) -> bool:
-        """Returns whether some page has no users but holds and its name."""
-        return any(page.users <= page.num_holds + 1 for page in self.pages)
+        """Returns whether some page has no users but holds and, if a block keeps it, its name."""
+        return any(page.users <= page.num_holds + (page.kept_in is not None) for page in self.pages)
 
     def release(self) -> None:
         """Ends the use of the pages. A second call does nothing."""

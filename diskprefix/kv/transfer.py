@@ -28,8 +28,13 @@ def populate(memory: Iterable[tuple[int, int]], is_wanted: Callable[[], bool] = 
 
 
 def give_back(start: int, num_bytes: int) -> None:
-    """Gives the pages within private memory back to the kernel. The content is lost."""
+    """Gives private memory back to the kernel. The content is lost: it reads as zeros."""
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (start + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if first < stop:
-        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), _MADV_DONTNEED)
+    is_given = first < stop and not _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), _MADV_DONTNEED)
+    if not is_given:
+        # The kernel refuses to take memory that is locked, for example.
+        first = stop = start + num_bytes
+    # The first and the last page of the kernel may be shared with a neighbour, and stay.
+    ctypes.memset(start, 0, first - start)
+    ctypes.memset(stop, 0, start + num_bytes - stop)

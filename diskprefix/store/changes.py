@@ -37,7 +37,6 @@ from diskprefix.store.schema import (
     model_key,
     node_root,
     paged_bytes,
-    piece_index,
     piece_key,
     shorter_names,
 )
@@ -297,7 +296,7 @@ class Changes(Snapshot):
         try:
             node = self.node_or_ghost(name)
         except StoreCorrupt as error:
-            root = node_root(self.record("nodes", name))
+            root = self._root_of_damaged(name, parent)
             if self.has_under("seen", root):
                 self.forget_seen(root, error)
         self._delete_children_keys(name, node)
@@ -321,7 +320,8 @@ class Changes(Snapshot):
     def delete_bare_roots(self, roots: set[bytes]) -> int:
         """Removes the records of those of `roots` under which nothing is stored. Returns how many there were."""
         in_use = {root for root in roots if any(self.has_under(name, root) for name in ("seen", "notes", "children"))}
-        return sum(self.delete_record("roots", root) for root in roots - in_use)
+        # A damaged record may name no root at all, and LMDB takes no empty key.
+        return sum(self.delete_record("roots", root) for root in roots - in_use if root)
 
     def put_prompt(self, key: bytes, record: PromptRecord) -> None:
         """Stores the record of a seen prompt; see `ghosts`."""
@@ -340,10 +340,10 @@ class Changes(Snapshot):
     def forget_seen(self, root: bytes, why: StoreCorrupt | str) -> int:
         """Removes the seen prompts and ghosts of a root, because one is damaged. Returns the number of prompts."""
         log.warning("[disk-cache] what was seen under root %s is forgotten: %s", root.hex(), why)
-        for name in list(self.keys("nodes")):
+        for name in [name for name, value in self.records("nodes") if node_root(value) == root]:
             # A damaged record is a problem of that node.
             with suppress(StoreCorrupt):
-                node = self.node_or_ghost(name) if node_root(self.record("nodes", name)) == root else None
+                node = self.node_or_ghost(name)
                 if node is not None and (node.seen_children or node.kind == Kind.GHOST):
                     self.put_record(name, replace(node, seen_children=0))
         return sum(self.delete_record("seen", key) for key in list(self.keys_under("seen", root)))
@@ -368,10 +368,20 @@ class Changes(Snapshot):
     def put_usage(self, name: bytes, usage: UsageRecord) -> None:
         self._put("usage", name, encode_usage(usage))
 
+    def _root_of_damaged(self, name: bytes, parent: bytes) -> bytes:
+        """Returns the root of a node whose record is damaged, as the node that it continues says, which may be the root
+        itself, or else as its own record does. That may be too short to have one."""
+        above = None
+        with suppress(StoreCorrupt):
+            above = self.node_or_ghost(parent) if parent else None
+        if above is not None:
+            return above.root
+        return parent if self.has_under("seen", parent) else node_root(self.record("nodes", name))
+
     def _delete_children_keys(self, name: bytes, node: NodeRecord | None) -> None:
         """Removes a node from the index of children. Without its record (None), searches all keys."""
         if node is None:
-            keys = [key for key in self.keys("children") if key.endswith(name)]
+            keys = [key for key in self.keys("children") if key[-HASH_BYTES:] == name]
         else:
             keys = child_keys(name, node.parent, node.token_ids.tobytes())
         for key in keys:
@@ -410,7 +420,7 @@ class Changes(Snapshot):
         self._require_sound_runs(name)
         cursor = self._txn.cursor(self._databases["payloads"])
         # Bound: each round removes a record.
-        while cursor.set_range(name) and piece_index(cursor.key(), name) is not None:
+        while cursor.set_range(name) and bytes(cursor.key())[:HASH_BYTES] == name:
             cursor.delete()
 
     def _add_children(self, name: bytes, number: int) -> bool:

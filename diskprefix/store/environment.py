@@ -74,7 +74,9 @@ class Environment:
         self._staying: tuple[int, int] | None = None
         """Transaction and process of a reader that `wait_for_readers` has waited for in vain."""
         self._transactions = 0
-        self._closed = False
+        self._own = threading.local()
+        """The number of transactions that a thread has open. It may begin another one while others must wait."""
+        self._closed = self._is_closing = self._is_resizing = False
         self._idle = threading.Condition()
         with self._translated():
             self.has_lock = not read_only or os.access(path / LMDB_LOCK, os.W_OK)
@@ -130,10 +132,14 @@ class Environment:
             return not self._env.stat()["entries"]
 
     def close(self, timeout_s: float = _READER_PATIENCE_S) -> bool:
-        """Closes once no transaction of this process is open; later ones raise `StoreUnavailable`. Returns False, and
-        stays open, after `timeout_s`."""
+        """Closes once no transaction of this process is open; later ones raise `StoreUnavailable`, from the beginning
+        of this call on: transactions may overlap all the time. Returns False, and stays open, after `timeout_s`."""
         with self._idle:
-            self._closed = self._idle.wait_for(lambda: not self._transactions, timeout_s)
+            self._is_closing = True
+            try:
+                self._closed = self._idle.wait_for(lambda: not self._transactions, timeout_s)
+            finally:
+                self._is_closing = False
         if self._closed:
             self._env.close()
             os.close(self._fd)
@@ -182,11 +188,20 @@ class Environment:
         start = address(value) if len(value) else 0
         return is_sound_run(self._fd, key, len(value), lambda before: ctypes.string_at(start - before, 2 * before))
 
-    def let_grow_to(self, file_bytes: int) -> None:
-        """Lets the file grow to this size. No transaction of this process may be open."""
-        with self._translated():
-            if file_bytes > self._env.info()["map_size"]:
-                self._env.set_mapsize(file_bytes - file_bytes % _PAGE_BYTES)
+    def resize(self, budget_bytes: int, timeout_s: float = _READER_PATIENCE_S) -> bool:
+        """Fits the map to a budget once no transaction of this process is open; later ones wait meanwhile. Returns
+        False, and changes nothing, after `timeout_s`."""
+        with self._translated(), self._idle:
+            self._is_resizing = True
+            try:
+                is_idle = self._idle.wait_for(lambda: not self._transactions, timeout_s)
+                map_bytes = _map_size(self.path, budget_bytes)
+                if is_idle and not self._closed and map_bytes != self._env.info()["map_size"]:
+                    self._env.set_mapsize(map_bytes)
+            finally:
+                self._is_resizing = False
+                self._idle.notify_all()
+        return is_idle
 
     def file_bytes(self) -> int:
         with file_errors(self.path):
@@ -280,8 +295,9 @@ class Environment:
     def _follow_growth(self) -> None:
         """Enlarges the map once no transaction of this process is open, as LMDB demands. A thread that waits here does
         not count as a transaction, or two of them would wait for each other."""
-        self._count(-1)
         with self._idle:
+            self._transactions -= 1
+            self._idle.notify_all()
             try:
                 if self._idle.wait_for(lambda: not self._transactions, _READER_PATIENCE_S) and not self._closed:
                     self._env.set_mapsize(0)
@@ -291,11 +307,16 @@ class Environment:
             raise StoreUnavailable(f"{self.path}: the store was closed meanwhile")
 
     def _count(self, change: int) -> None:
+        """Counts a transaction that begins (1) or ends (-1)."""
+        num_own = getattr(self._own, "number", 0)
         with self._idle:
-            if self._closed and change > 0:
+            if change > 0 and num_own <= 0:
+                self._idle.wait_for(lambda: not self._is_resizing, _READER_PATIENCE_S)
+            if change > 0 and (self._closed or (self._is_closing and num_own <= 0)):
                 raise StoreUnavailable(f"{self.path}: the store was closed meanwhile")
             self._transactions += change
             self._idle.notify_all()
+        self._own.number = num_own + change
 
 
 def is_held(fd: int) -> bool:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import struct
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 
 from diskprefix.errors import CacheError, LargerThanStore, StoreCorrupt, StoreFull
-from diskprefix.store.changes import NODES_AT_ONCE, batches
-from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
+from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, batches
+from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims, expired, usable_bytes
 from diskprefix.store.folder import FULL_BELOW_BYTES, FolderUnavailable, disk_full, file_errors, free_bytes
 from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget, has_expired
 from diskprefix.store.note_record import SHORT_TTL_S
 from diskprefix.store.savings import keep_counts
+from diskprefix.store.schema import node_num_tokens
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store_file import StoreFile
 from diskprefix.tokens import HASH_BYTES
 from diskprefix.units import format_size
+
+log = logging.getLogger("diskprefix")
 
 _F64 = struct.Struct("<d")
 _ROOTS_SHARE = _SEEN_SHARE = 16
@@ -79,6 +85,7 @@ class Evictor:
                 saves_nothing=snapshot.saves_nothing(self.served),
             )
             freed = sum(int(table.records["stored_bytes"][table.row_of[name]]) for name in victims)
+            _log_eviction(snapshot, "disk" if self._is_limited_by_disk() else "budget", table, victims)
             if need_bytes and used + need_bytes - freed > usable:
                 in_use = "what is stored is in use; raise --kv-cache-budget"
                 raise self._full(f"no room for {format_size(need_bytes)}: {in_use}")
@@ -92,19 +99,22 @@ class Evictor:
         with self._file.reads.snapshot() as snapshot:
             table, now = snapshot.usages(), self._file.clock()
             names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self.pinned(), now=now)
-            seen_times = list(snapshot.seen_times())
-            notes = list(snapshot.notes())
-        prompts = [key for key, came_at, own_s in seen_times if has_expired(now, came_at, own_s, ttl_s)]
-        self.may_have_own_ttls = (
-            table.has_own_ttls
-            or any(own_s for _, _, own_s in seen_times)
-            or any(note.times.ttl_s < SHORT_TTL_S for note in notes)
-        )
+            _log_eviction(snapshot, "expired", table, names)
+            prompts, notes, has_own_ttls = list[bytes](), list[bytes](), table.has_own_ttls
+            for key, came_at, own_s in snapshot.seen_times():
+                has_own_ttls |= own_s > 0
+                if has_expired(now, came_at, own_s, ttl_s):
+                    prompts.append(key)
+            for note in snapshot.notes():
+                has_own_ttls |= note.times.ttl_s < SHORT_TTL_S
+                if note.times.is_expired(now):
+                    notes.append(note.key)
+        self.may_have_own_ttls = has_own_ttls
         self._evict(names)
         self._forget(prompts)
-        if expired_notes := [note.key for note in notes if note.times.is_expired(now)]:
+        for some in batches(notes, RECORDS_AT_ONCE):
             with self._file.changes() as changes:
-                changes.forget_notes(expired_notes)
+                changes.forget_notes(some)
         return len(names)
 
     def check_fits(self, need_bytes: int) -> None:
@@ -214,3 +224,15 @@ class Evictor:
         if self._is_limited_by_disk():
             return FolderUnavailable(self._file.path, OSError(errno.ENOSPC, ""), self._file.min_free_bytes)
         return StoreFull(budget_full)
+
+
+def _log_eviction(snapshot: Snapshot, reason: str, table: UsageTable, names: Sequence[bytes]) -> None:
+    """Logs a batch of nodes that are about to be evicted."""
+    if names and log.isEnabledFor(logging.DEBUG):
+        records = table.records[[table.row_of[name] for name in names]]
+        num_tokens = sum(node_num_tokens(snapshot.record("nodes", name) or b"") for name in names)
+        num_bytes, last_used = int(records["stored_bytes"].sum()), float(records["last_used"].max())
+        log.debug(
+            "[disk-cache] evicting reason=%s blocks=%d tokens=%d bytes=%d restores=%d last_used=%.0f",
+            *(reason, len(names), num_tokens, num_bytes, int(records["restores"].sum()), last_used),
+        )

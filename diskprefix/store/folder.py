@@ -433,6 +433,7 @@ def lock_for_moment(fd: int, operation: int, file: Path) -> None:
     """Locks an open file of the store (`flock`) that processes lock for moments only. Raises `StoreUnavailable`, with
     the process that has the lock, after some seconds."""
     deadline = time.monotonic() + _MOMENT_S
+    # Bound: `deadline`.
     while True:
         try:
             return fcntl.flock(fd, operation | fcntl.LOCK_NB)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import struct
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -30,6 +31,7 @@ log = logging.getLogger("diskprefix")
 
 PROMPTS_AT_ONCE = 64
 """Prompts removed in one transaction."""
+_KEPT_BYTES = 32 << 20
 _NUMBER = struct.Struct(">Q")
 
 
@@ -50,6 +52,10 @@ def see(changes: Changes, path: TokenPath, group: bytes = b"", ttl_s: int = 0) -
     """Adds a prompt as the newest of its root, unless a block of it is damaged. `group` has 8 bytes or none; `ttl_s` is
     as `eviction.recorded_ttl` returns it."""
     root, size, num_blocks = path.root, path.block_size, path.num_blocks
+    newest = next(changes.last_under("seen", root), (b"", b""))[0]
+    if newest and len(newest) != HASH_BYTES + _NUMBER.size:
+        changes.forget_seen(root, f"a key of {len(newest)} bytes has no number")
+        newest = b""
     try:
         for number in reversed(range(num_blocks)):
             tokens = path.token_ids[number * size : (number + 1) * size]
@@ -59,7 +65,6 @@ def see(changes: Changes, path: TokenPath, group: bytes = b"", ttl_s: int = 0) -
     except StoreCorrupt as error:
         changes.forget_seen(root, error)
         return
-    newest = next(changes.last_under("seen", root), (b"", b""))[0]
     number = _NUMBER.unpack_from(newest, HASH_BYTES)[0] + 1 if newest else 0
     rest = path.token_ids[num_blocks * size :].astype("<i4").tobytes()
     prompt = PromptRecord(came_at=changes.now, parent=path.parent(num_blocks), rest=rest, group=group, ttl_s=ttl_s)
@@ -84,33 +89,53 @@ def forget(changes: Changes, keys: Iterable[bytes]) -> int:
 
 
 def newest_first(snapshot: Snapshot, root: bytes, max_bytes: float = math.inf) -> Iterator[SeenRecord]:
-    """Yields the prompts of a root, of all groups, newest first, until their blocks have more than `max_bytes` of token
-    ids. Reads each block once. Leaves out prompts that cannot be read."""
-    blocks: dict[bytes, NodeRecord] = {}
-    num_bytes = 0
+    """Yields the prompts of a root, of all groups, newest first, until what was read of them has more than `max_bytes`.
+    Leaves out prompts that cannot be read."""
+    blocks, num_bytes = _LastBlocks(snapshot), 0
     for key, value in snapshot.last_under("seen", root):
-        if num_bytes > max_bytes:
+        if num_bytes + blocks.read_bytes > max_bytes:
             break
+        num_bytes += len(value)
         try:
             record = decode_record(PromptRecord, key, value)
-            names: list[bytes] = []
+            path: dict[bytes, NodeRecord] = {}
             name, position = record.parent, math.inf
             # Bound: positions fall.
             while name != root:
-                if name not in blocks:
-                    block = snapshot.node_or_ghost(name)
-                    if block is None:
-                        raise StoreCorrupt(f"the block {name.hex()} is missing")
-                    blocks[name] = block
-                    num_bytes += block.token_ids.nbytes
-                if blocks[name].position >= position:
+                path[name] = block = blocks.block(name)
+                if block.position >= position:
                     raise StoreCorrupt(f"the blocks before {name.hex()} lead around in a circle")
-                names.append(name)
-                name, position = blocks[name].parent, blocks[name].position
+                name, position = block.parent, block.position
         except StoreCorrupt as error:
             log.warning("[disk-cache] a recent prompt is left out: %s", error)
             continue
-        yield SeenRecord(key, record, {name: blocks[name] for name in reversed(names)})
+        yield SeenRecord(key, record, dict(reversed(path.items())))
+
+
+class _LastBlocks:
+    """Reads blocks of a snapshot. Keeps the last ones in memory, because prompts share them, up to `_KEPT_BYTES` of
+    token ids. `read_bytes` counts all that were read."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.read_bytes = 0
+        self._snapshot = snapshot
+        self._kept: OrderedDict[bytes, NodeRecord] = OrderedDict()
+        self._kept_bytes = 0
+
+    def block(self, name: bytes) -> NodeRecord:
+        """Returns a block or ghost. Raises `StoreCorrupt` if it is missing or damaged."""
+        if name in self._kept:
+            self._kept.move_to_end(name)
+            return self._kept[name]
+        block = self._snapshot.node_or_ghost(name)
+        if block is None:
+            raise StoreCorrupt(f"the block {name.hex()} is missing")
+        self._kept[name] = block
+        self._kept_bytes += block.token_ids.nbytes
+        self.read_bytes += block.token_ids.nbytes
+        while self._kept_bytes > _KEPT_BYTES:
+            self._kept_bytes -= self._kept.popitem(last=False)[1].token_ids.nbytes
+        return block
 
 
 def has_expired(now: float, came_at: float, own_s: int, ttl_s: float) -> bool:

@@ -155,7 +155,9 @@ class Housekeeping:
         if self._store.problem is not None:
             return
         self._store.written()
-        if self._store.read_epoch() != self._epoch:
+        epoch = self._store.read_epoch()
+        self._store.follow_budget()
+        if epoch != self._epoch:
             self._epoch = self._store.epoch
             # It may have removed their records.
             self._recorded = ()

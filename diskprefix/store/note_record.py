@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -62,6 +64,11 @@ _KINDS = frozenset({*NoteKind, ENCODED_TEXT})
 def note_key(root: bytes, kind: int, id_: str) -> bytes:
     """Returns the key of a note. Ids of any length are hashed (SHA-256, 16 bytes)."""
     return root + bytes([kind]) + hashlib.sha256(id_.encode("utf-8", "surrogatepass")).digest()[:HASH_BYTES]
+
+
+def kind_of(key: bytes) -> int | None:
+    """Returns the `NoteKind` in a key; None, or another number, if the key is not that of a note."""
+    return key[HASH_BYTES] if len(key) > HASH_BYTES else None
 
 
 class NotePrompt(NamedTuple):
@@ -142,8 +149,7 @@ class StoredNote(Struct, frozen=True):
 
     @property
     def kind(self) -> int | None:
-        """A `NoteKind`, unless the key is not that of a note."""
-        return self.key[HASH_BYTES] if len(self.key) > HASH_BYTES else None
+        return kind_of(self.key)
 
     def used(self, when: float) -> StoredNote:
         return replace(self, times=self.times.used(when))
@@ -179,29 +185,41 @@ def total_limit(budget_bytes: int) -> int:
     return budget_bytes // _TOTAL_SHARE
 
 
-def surplus_notes(notes: Iterable[StoredNote], budget_bytes: int, stored_bytes: int = 0) -> list[bytes]:
-    """Returns the keys of the notes to remove so that each root, and then all together, keep to their shares of the
-    budget: logits first, then the least recently used. An exceeded share is left three quarters full. `stored_bytes` is
-    the size of all notes in the file, if `notes` are all notes and exceed their share."""
-    by_age = sorted(notes, key=lambda note: (note.kind != NoteKind.LOGITS, note.times.last_used, note.key))
-    sizes, surplus, kept = sizes_by_root(by_age), list[bytes](), list[StoredNote]()
+def surplus_notes(read: Callable[[], Iterable[StoredNote]], budget_bytes: int, stored_bytes: int = 0) -> list[bytes]:
+    """Returns the keys of the notes to remove, in the order of `read`, so that each root, and then all together, keep
+    to their shares of the budget: logits first, then the least recently used. An exceeded share is left three quarters
+    full. `stored_bytes` is the size of all notes in the file, if the notes are all notes and exceed their share.
+
+    `read` is called twice, and yields the same notes each time: there may be millions, of which memory has only a few
+    numbers each.
+    """
+    ages, num_bytes, is_logits, owners = array("d"), array("q"), bytearray(), array("L")
+    sizes: Counter[bytes] = Counter()
+    numbers: dict[bytes, int] = {}
+    for note in read():
+        ages.append(note.times.last_used)
+        num_bytes.append(note.num_bytes)
+        is_logits.append(note.kind == NoteKind.LOGITS)
+        owners.append(numbers.setdefault(note.root, len(numbers)))
+        sizes[note.root] += note.num_bytes
+    oldest_first = np.lexsort((np.array(ages), 1 - np.array(is_logits, np.int8)))
+    of_roots, is_surplus = list(sizes.values()), bytearray(len(ages))
     # The pages may be more or less full than `note_bytes` assumes.
-    file_bytes_each = stored_bytes / max(1, sizes.total())
-    allowed = {root: _allowed_bytes(size, root_limit(budget_bytes)) for root, size in sizes.items()}
-    for note in by_age:
-        if sizes[note.root] > allowed[note.root]:
-            surplus.append(note.key)
-            sizes[note.root] -= note.num_bytes
-        else:
-            kept.append(note)
-    total = sizes.total() * file_bytes_each
+    file_bytes_each = stored_bytes / max(1, sum(of_roots))
+    allowed = [_allowed_bytes(size, root_limit(budget_bytes)) for size in of_roots]
+    for row in map(int, oldest_first):
+        if of_roots[owners[row]] > allowed[owners[row]]:
+            is_surplus[row] = True
+            of_roots[owners[row]] -= num_bytes[row]
+    total = sum(of_roots) * file_bytes_each
     total_allowed = _allowed_bytes(total, total_limit(budget_bytes))
-    for note in kept:
+    for row in map(int, oldest_first):
         if total <= total_allowed:
             break
-        surplus.append(note.key)
-        total -= note.num_bytes * file_bytes_each
-    return surplus
+        if not is_surplus[row]:
+            is_surplus[row] = True
+            total -= num_bytes[row] * file_bytes_each
+    return [note.key for note, is_one in zip(read(), is_surplus, strict=True) if is_one] if any(is_surplus) else []
 
 
 def _allowed_bytes(num_bytes: float, limit: int) -> float:

@@ -27,8 +27,10 @@ from diskprefix.store.note_record import (
     NoteKind,
     NotePrompt,
     NoteTimes,
+    StoredNote,
     decode_note,
     encode_note,
+    kind_of,
     note_bytes,
     note_key,
     note_limit,
@@ -40,6 +42,7 @@ from diskprefix.store.note_record import (
 from diskprefix.store.reads import Patience
 from diskprefix.store.savings import keep_counts
 from diskprefix.store.schema import ModelRecord, RootRecord
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.store_identity import Epoch, epoch_of
 from diskprefix.tokens import HASH_BYTES, TokenIds, prompt_digest, root_hash
@@ -316,21 +319,30 @@ class Notes:
                 counted = sizes_by_root(snapshot.notes_of(root))[root] if known is None else known + size
                 self._sizes[root] = counted
             full = [root for root, size in self._sizes.items() if size > limit]
-            if stored_bytes > total_limit(budget_bytes):
-                notes = list(snapshot.notes())
-            else:
-                stored_bytes, notes = 0, [note for root in full for note in snapshot.notes_of(root)]
-        with self._lock:
-            notes = [note.used(self._used.get(note.key, 0.0)) for note in notes]
-        for some in batches(surplus_notes(notes, budget_bytes, stored_bytes), RECORDS_AT_ONCE):
+            is_full = stored_bytes > total_limit(budget_bytes)
+            surplus = self._surplus(snapshot, None if is_full else full, stored_bytes) if full or is_full else []
+        for some in batches(surplus, RECORDS_AT_ONCE):
             with self._store.changes() as changes:
-                keep_counts(changes, {key[:HASH_BYTES] for key in some if key[HASH_BYTES] == NoteKind.SAVINGS})
+                keep_counts(changes, {key[:HASH_BYTES] for key in some if kind_of(key) == NoteKind.SAVINGS})
                 changes.forget_notes(some)
-        for root in {note.root for note in notes}:
+        for root in list(self._sizes) if is_full else full:
             # The next write counts them again.
             self._sizes.pop(root, None)
         while len(self._sizes) > _MAX_ROOTS:
             self._sizes.popitem(last=False)
+
+    def _surplus(self, snapshot: Snapshot, roots: list[bytes] | None, stored_bytes: int) -> list[bytes]:
+        """Returns the keys of the notes of these roots that exceed their shares; None stands for all roots, whose notes
+        have `stored_bytes`."""
+        with self._lock:
+            used = dict(self._used)
+
+        def read() -> Iterator[StoredNote]:
+            stored = snapshot.notes() if roots is None else (note for root in roots for note in snapshot.notes_of(root))
+            for note in stored:
+                yield note.used(used[note.key]) if note.key in used else note
+
+        return surplus_notes(read, self._store.budget_bytes, stored_bytes if roots is None else 0)
 
 
 class _Waiting(NamedTuple):

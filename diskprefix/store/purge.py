@@ -139,25 +139,38 @@ def purge(
     store: Store, purge_filter: PurgeFilter, now: float, advance: Callable[[int], None] = lambda _bytes: None
 ) -> Purged:
     """Removes what the filter selects, and has daemons forget what they keep in memory. Afterwards, no process stores
-    anything for a request that began before the end. `advance` is called with the stored bytes that were removed.
+    anything for a request that began before the last round. `advance` is called with the stored bytes that were
+    removed.
 
     Raises `StoreCorrupt` if a record cannot be read, and `StoreUnavailable`.
     """
     purged = Purged()
+    plan, number = _planned(store, purge_filter, now)
+    # A purge by model, tenant or of everything counts even if nothing is stored: daemons have unsaved state.
+    if not plan and (purge_filter.entries or purge_filter.older_than_s):
+        return purged
     for rounds_left in reversed(range(_ROUNDS + 1)):
-        # One transaction: what began before it is in the plan, or is never stored. The last plan is empty.
+        # What began before this transaction is in the plan, or is never stored. The last plan is empty. A plan reads
+        # all records, so it is not made in the transaction, for which others would wait.
         with store.changes() as changes:
-            plan = plan_purge(changes, purge_filter, now)
-            # A purge by model, tenant or of everything counts even if nothing is stored: daemons have unsaved state.
-            if plan or purged.is_something or not (purge_filter.entries or purge_filter.older_than_s):
-                changes.record_purge()
+            is_current = changes.number == number + 1
+            changes.record_purge()
         store.read_epoch()
+        if not is_current:
+            plan, number = _planned(store, purge_filter, now)
         purged.left_blocks = len(plan.nodes)
         if not (plan and rounds_left):
             break
         purged.texts += plan.texts
         _carry_out(store, plan, purged, advance)
+        plan, number = _planned(store, purge_filter, now)
     return purged
+
+
+def _planned(store: Store, purge_filter: PurgeFilter, now: float) -> tuple[PurgePlan, int]:
+    """Returns a plan, and the number of the transaction that it was made from."""
+    with store.reads.snapshot() as snapshot:
+        return plan_purge(snapshot, purge_filter, now), snapshot.number
 
 
 def delete_entry(entry_id: str, remove: Callable[[PurgeFilter], Purged]) -> Purged:
@@ -176,8 +189,7 @@ class _Planner:
     def __init__(self, snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> None:
         self._snapshot, self._filter, self._now = snapshot, purge_filter, now
         self._tree = PrefixTree(snapshot)
-        nodes = ((name, self._tree.node(name)) for name in snapshot.keys("nodes"))
-        self._nodes: dict[bytes, NodeRecord] = {name: node for name, node in nodes if node is not None}
+        self._nodes: dict[bytes, NodeRecord] = dict(self._tree.all_nodes())
         table = snapshot.usages()
         self._usage = dict(zip(table.names, table.records[["last_used", "stored_bytes"]].tolist(), strict=True))
         self._records = dict(snapshot.roots())

@@ -73,7 +73,13 @@ class Savings(msgspec.Struct, kw_only=True):
 
 def read_savings(snapshot: Snapshot) -> dict[bytes, Savings]:
     """Returns the counts of each root in the store. Leaves out damaged records."""
-    return {root: savings for root in snapshot.keys("roots") if (savings := savings_of(snapshot, root)) is not None}
+    return dict(_each_savings(snapshot))
+
+
+def _each_savings(snapshot: Snapshot) -> Iterator[tuple[bytes, Savings]]:
+    for root in snapshot.keys("roots"):
+        if (savings := savings_of(snapshot, root)) is not None:
+            yield root, savings
 
 
 def keep_counts(changes: Changes, roots: Iterable[bytes]) -> None:
@@ -103,7 +109,7 @@ def total_savings(snapshot: Snapshot) -> Savings:
     """Returns the sum of the counts of all roots, with those that were removed to make room. `since` is infinite if
     there are none."""
     total = _read_removed(snapshot)
-    for savings in read_savings(snapshot).values():
+    for _, savings in _each_savings(snapshot):
         total.add(savings)
     return total
 
@@ -156,9 +162,11 @@ class SavingsLog:
     def total(self) -> Savings:
         """Returns `total_savings` with the counts of this process that are not written yet. Raises `CacheError`."""
         with ExitStack() as reading:
-            with self._writing, self._lock:
+            with self._writing:
+                # `record` does not wait for the disk. What it adds meanwhile is not in the snapshot.
                 snapshot = reading.enter_context(self._store.reads.snapshot())
-                waiting = [msgspec.msgpack.encode(new) for _, new in self._waiting.values()]
+                with self._lock:
+                    waiting = [msgspec.msgpack.encode(new) for _, new in self._waiting.values()]
             # Without the locks: the writer does not wait for the sum.
             total = total_savings(snapshot)
         for new in waiting:
@@ -200,7 +208,7 @@ class SavingsLog:
 def forget_lines(store: StoreFile) -> None:
     """Removes the lines of prompts, for a purge. Raises `CacheError`."""
     with store.reads.snapshot() as snapshot:
-        roots = [root for root, savings in read_savings(snapshot).items() if any(row.line for row in savings.lost)]
+        roots = [root for root, savings in _each_savings(snapshot) if any(row.line for row in savings.lost)]
     for root in roots:
         with store.changes() as changes:
             if (savings := savings_of(changes, root)) is not None:

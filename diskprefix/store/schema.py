@@ -261,6 +261,11 @@ def node_root(value: bytes | memoryview) -> bytes:
     return bytes(value[HASH_BYTES : 2 * HASH_BYTES])
 
 
+def node_num_tokens(value: bytes | memoryview) -> int:
+    """Returns the number of tokens in a node record, without verifying the record."""
+    return max(0, len(value) - _TOKENS_AT) // ID_BYTES
+
+
 def node_kind(value: bytes | memoryview) -> int:
     """Returns the kind in a node record, without verifying the record."""
     return value[_KIND_AT] if len(value) >= _HEADER.size else Kind.BLOCK

@@ -58,6 +58,8 @@ class Snapshot:
         self._copy_payloads = copy_payloads
         self.read_at = time.monotonic()
         """When something was read last. A snapshot whose reader waits for the disk keeps this time; see `reads`."""
+        self.number = int(txn.id())
+        """The number of the last commit that it sees; of a write transaction, that of its own commit."""
 
     def node(self, name: bytes) -> NodeRecord | None:
         """Returns the index record of a stored node, or None; None for a ghost too. Raises `StoreCorrupt`."""
@@ -101,9 +103,11 @@ class Snapshot:
         cursor = self._txn.cursor(self._databases["payloads"])
         is_at_key = cursor.set_range(name)
         # Bound: the cursor moves on.
-        while is_at_key and (index := piece_index(cursor.key(), name)) is not None:
+        while is_at_key and (key := bytes(cursor.key()))[:HASH_BYTES] == name:
             self.read_at = time.monotonic()
-            yield index, memoryview(cursor.value())
+            # A key of another length is damaged. It hides no piece that follows it.
+            if (index := piece_index(key, name)) is not None:
+                yield index, memoryview(cursor.value())
             is_at_key = cursor.next()
 
     def record(self, database: str, key: bytes) -> Any:
@@ -307,7 +311,7 @@ class Snapshot:
         cursor = self._txn.cursor(self._databases[database])
         is_at_key = cursor.prev() if cursor.set_range(root + _PAST_THE_END) else cursor.last()
         # Bound: the cursor moves on.
-        while is_at_key and (key := bytes(cursor.key())).startswith(root):
+        while is_at_key and (key := bytes(cursor.key()))[:HASH_BYTES] == root:
             self.read_at = time.monotonic()
             yield key, cursor.value()
             is_at_key = cursor.prev()
@@ -323,11 +327,12 @@ class Snapshot:
             yield StoredNote.of(key, self.record("notes", key))
 
     def keys_under(self, database: str, root: bytes) -> Iterator[bytes]:
-        """Yields the keys that begin with a root: of `seen`, `notes`, or `children` for its first blocks."""
+        """Yields the keys that begin with a root: of `seen`, `notes`, or `children` for its first blocks. A root from a
+        damaged record may be too short, and would be the beginning of any key: it has no key but itself."""
         cursor = self._txn.cursor(self._databases[database])
         is_at_key = cursor.set_range(root)
         # Bound: the cursor moves on.
-        while is_at_key and (key := bytes(cursor.key())).startswith(root):
+        while is_at_key and (key := bytes(cursor.key()))[:HASH_BYTES] == root:
             self.read_at = time.monotonic()
             yield key
             is_at_key = cursor.next()

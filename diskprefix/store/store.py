@@ -110,6 +110,7 @@ class Store(StoreFile):
         path: Path,
         *,
         budget_bytes: int = 0,
+        new_budget_bytes: int = 0,
         read_only: bool = False,
         on_corruption: OnCorruption = "refuse",
         min_free_bytes: int = 0,
@@ -118,8 +119,9 @@ class Store(StoreFile):
         namespace: NamespaceKey | None = None,
         on_wait: OnWait = lambda _why: None,
     ) -> None:
-        """Opens the store in folder `path`, and creates it unless `read_only`. Without `budget_bytes` (in tools), the
-        budget is that of the last daemon.
+        """Opens the store in folder `path`, and creates it unless `read_only`. `budget_bytes` sets the
+        budget of the folder, for all processes that use it. Without it, the folder keeps its budget; if it has none, it
+        gets `new_budget_bytes`, or in tools the size of its file.
 
         Raises `StoreUnavailable` (the folder cannot be created, read or written, others may write to it, or its file
         belongs to another program). With `on_corruption` "refuse", raises `StoreFormatError` for a store of another
@@ -133,7 +135,8 @@ class Store(StoreFile):
         `on_wait` is called with the reason before a long check, and before a wait for a process that replaces the file.
         """
         super().__init__(
-            path, budget_bytes, read_only, on_corruption, serving, clock, namespace, min_free_bytes, on_wait
+            *(path, budget_bytes, new_budget_bytes, read_only, on_corruption, serving),
+            *(clock, namespace, min_free_bytes, on_wait),
         )
         self.codec = Codec.RAW
         self.evictor = Evictor(self)

@@ -33,6 +33,7 @@ from diskprefix.store.schema import NamesRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store_identity import Epoch, epoch_of, identify, require_namespace
 from diskprefix.store.written import WriteMeter
+from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
 
@@ -43,19 +44,23 @@ _RETRY_S = 2.0
 """The time between attempts to open a folder that could not be opened."""
 _WRITE_PATIENCE_S = 30.0
 """A daemon reports a write that has waited this long for another process."""
+_RESIZE_S, _RESIZE_AGAIN_S = 1.0, 10.0
+"""How long the memory map waits for transactions to end before it is resized, and the time between two attempts."""
 
 
 class StoreFile:
     """The environment and the lock of a store's folder. One thread at a time may open, close or reopen it.
 
-    `names` are those of the open store. `budget_bytes` is the daemon's budget, in a tool without one that of the last
-    daemon. `meter` counts the bytes that this process writes to the file. `clock` returns seconds since the epoch.
+    `names` are those of the open store. `budget_bytes` is the budget of the folder, as this process read it last; see
+    `follow_budget`. `meter` counts the bytes that this process writes to the file. `clock` returns seconds since the
+    epoch.
     """
 
     def __init__(
         self,
         path: Path,
         budget_bytes: int,
+        new_budget_bytes: int,
         read_only: bool,
         on_corruption: OnCorruption,
         serving: bool,
@@ -67,7 +72,7 @@ class StoreFile:
         """Opens the folder. For the arguments and errors see `Store`."""
         self.path = path
         self.min_free_bytes = min_free_bytes
-        self.budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes or new_budget_bytes
         self.clock = clock
         self.names = NamesRecord(store_id=b"", secret=0, created_at=0.0)
         self.epoch = Epoch()
@@ -77,11 +82,18 @@ class StoreFile:
         self.meter = WriteMeter()
         self.reads = Reads(path, self.snapshot)
         """The reads of a daemon."""
-        self._has_budget = budget_bytes > 0
+        self._sets_budget = budget_bytes > 0
+        """The budget of the folder is not set yet to the one that was given."""
+        self._has_budget = self.budget_bytes > 0
+        """A folder without a budget gets one."""
         self._is_reader = read_only
         self._is_serving = serving
         self._namespace = namespace
         self._on_corruption = on_corruption
+        self._mapped_budget = self.budget_bytes
+        """The budget that the memory map has room for."""
+        self._resize_at = 0.0
+        """The time of `time.monotonic` from which on `follow_budget` may try again."""
         self._env: Environment | None = None
         self._lock: FolderLock | None = None
         self._problem: str | None = None
@@ -136,7 +148,21 @@ class StoreFile:
         """Returns the epoch in the file, which a purge of another process changes. Raises `CacheError`."""
         with self._epoch_lock, self.reads.snapshot() as snapshot:
             self.epoch = epoch_of(snapshot, self.names)
+            # Another process may have set another budget.
+            self.budget_bytes = self._stored_budget(snapshot) or self.budget_bytes
             return self.epoch
+
+    def follow_budget(self) -> None:
+        """Fits the memory map to the budget, which another process may have set. Without it the file could not grow as
+        far. Waits a moment for the transactions of this process; later ones wait meanwhile. If they do not end (a
+        read may hang), a call in ten seconds tries again. Raises `CacheError`."""
+        env, now = self.environment, time.monotonic()
+        if self._mapped_budget != self.budget_bytes and not env.read_only and now >= self._resize_at:
+            budget_bytes, self._resize_at = self.budget_bytes, now + _RESIZE_AGAIN_S
+            if env.resize(budget_bytes, _RESIZE_S):
+                self._resize_at = 0.0
+                log.info("[disk-cache] the budget of the folder was set to %s", format_size(budget_bytes))
+                self._mapped_budget = budget_bytes
 
     def is_current(self, epoch: Epoch) -> bool:
         """Returns whether nothing was purged since `epoch`, by any process, as far as the file can be read."""
@@ -273,17 +299,27 @@ class StoreFile:
             self.names, self._env, self._lock, self.epoch = names, env, lock, epoch
 
     def _agree_on_budget(self, env: Environment) -> None:
-        """Stores a daemon's budget in the file. A tool, which has none, gets the budget in the file."""
+        """Stores the budget that was given, once, or that of a new folder. Otherwise takes the one in the file."""
+        mapped = self.budget_bytes
         with env.transaction() as txn:
-            stored = Snapshot(env.databases, txn).meta("budget") or b""
-        if not self._has_budget:
-            budget = _U64.unpack(stored)[0] if len(stored) == _U64.size else 0
-            self.budget_bytes = budget if MIN_BUDGET <= budget <= MAX_BUDGET else env.file_bytes()
-            if not env.read_only:
-                env.let_grow_to(self.budget_bytes)
-        elif stored != _U64.pack(self.budget_bytes) and not env.read_only:
-            with env.transaction(write=True) as txn:
-                Changes(env.databases, txn, self.clock()).put_meta("budget", _U64.pack(self.budget_bytes))
+            stored = self._stored_budget(Snapshot(env.databases, txn))
+        if self._sets_budget or (self._has_budget and not stored):
+            if stored != self.budget_bytes and not env.read_only:
+                with env.transaction(write=True) as txn:
+                    Changes(env.databases, txn, self.clock()).put_meta("budget", _U64.pack(self.budget_bytes))
+            # Opened again, this process follows the others.
+            self._sets_budget = env.read_only and self._sets_budget
+        else:
+            self.budget_bytes = stored or env.file_bytes()
+        if stored and self.budget_bytes != mapped and not env.read_only:
+            env.resize(self.budget_bytes)
+        self._mapped_budget = self.budget_bytes
+
+    def _stored_budget(self, snapshot: Snapshot) -> int:
+        """Returns the budget of the folder, 0 if it has none."""
+        stored = snapshot.meta("budget") or b""
+        budget = int(_U64.unpack(stored)[0]) if len(stored) == _U64.size else 0
+        return budget if MIN_BUDGET <= budget <= MAX_BUDGET else 0
 
     def _only_read(self, error: FolderUnavailable) -> None:
         """Opens the store for reading, if there is one. `error` says why it cannot be written."""

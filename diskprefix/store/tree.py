@@ -18,7 +18,8 @@ log = logging.getLogger("diskprefix")
 
 
 class PrefixTree:
-    """The nodes of one snapshot. A record is read and checked at its first use, and then kept in memory.
+    """The nodes of one snapshot. A record is read and checked at its first use, and then kept in memory. Ghosts, which
+    may be many more, are not kept.
 
     `node`, `path` and `entry` raise `StoreCorrupt` for damaged records. `children` and `depth_first` do not check them.
     """
@@ -35,14 +36,16 @@ class PrefixTree:
         return None if node is None or node.kind == Kind.GHOST else node
 
     def node_or_ghost(self, name: bytes) -> NodeRecord | None:
-        if name not in self._nodes:
-            node = self._snapshot.node_or_ghost(name)
-            if node is None:
-                return None
-            if self._secret is not None and name != node_name(self._secret, node.parent, node.token_ids, node.kind):
-                raise StoreCorrupt("its name is not the hash of its parent and its tokens")
+        if name in self._nodes:
+            return self._nodes[name]
+        node = self._snapshot.node_or_ghost(name)
+        if node is None:
+            return None
+        if self._secret is not None and name != node_name(self._secret, node.parent, node.token_ids, node.kind):
+            raise StoreCorrupt("its name is not the hash of its parent and its tokens")
+        if node.kind != Kind.GHOST:
             self._nodes[name] = node
-        return self._nodes[name]
+        return node
 
     def path(self, name: bytes) -> dict[bytes, NodeRecord]:
         """Returns the nodes from the first block to `name`, by name. Raises `StoreCorrupt` if they do not join."""
@@ -74,6 +77,12 @@ class PrefixTree:
             nodes.update(sorted(checkpoints.items(), key=lambda item: item[1].end))
         nodes[name] = path[name]
         return nodes
+
+    def all_nodes(self) -> Iterator[tuple[bytes, NodeRecord]]:
+        """Yields names and records of all nodes. Does not read ghosts. Raises `StoreCorrupt`."""
+        for name, value in self._snapshot.records("nodes"):
+            if node_kind(value) != Kind.GHOST and (node := self.node(name)) is not None:
+                yield name, node
 
     @cached_property
     def checkpoints(self) -> set[bytes]:

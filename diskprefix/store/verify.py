@@ -47,13 +47,14 @@ from diskprefix.store.schema import (
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.tree import PrefixTree
-from diskprefix.tokens import HASH_BYTES, root_hash
+from diskprefix.tokens import HASH_BYTES, checksum, root_hash
 from diskprefix.values import Tenant
 
 _CHECK_AGAIN_S = (0.1, 1.0)
 """The pauses before checking again what a writer may just have changed."""
 _PASSES = 3
 """A node whose record is cut short names no parent. The next pass finds that its parent counts one child too many."""
+_SUMS = 1 << 64
 _NO_ROOT = "there is no sound record of its root"
 
 
@@ -108,23 +109,37 @@ def remove_problems(store: Store, problems: Sequence[StoreProblem]) -> RemovedRe
     nodes, entries = store.remove_subtrees(
         [bytes.fromhex(problem.key) for problem in problems if problem.database == "nodes"]
     )
-    for some in batches([problem for problem in problems if problem.database != "nodes"], RECORDS_AT_ONCE):
+    for some in batches([one for one in problems if one.database not in ("nodes", "seen")], RECORDS_AT_ONCE):
         with store.changes() as changes:
             check = RecordCheck(changes, store.secret)
             for problem in some:
                 key = bytes.fromhex(problem.key)
-                if problem.database == "seen":
-                    counts["seen"] += changes.forget_seen(key, problem.message) if key in check.wrong_seen else 0
-                elif changes.has_record(problem.database, key) and check.wrong(problem.database, key):
+                if changes.has_record(problem.database, key) and check.wrong(problem.database, key):
                     changes.delete_record(problem.database, key)
                     counts[problem.database] += 1
                     entries += [key] if problem.database == "entries" else []
+    counts["seen"] = _forget_wrong_seen(store, {bytes.fromhex(one.key) for one in problems if one.database == "seen"})
     return RemovedRecords(
         entries=tuple(entries),
         blocks=len(nodes),
         prompts=counts["seen"],
         records=len(nodes) + counts.total() + len(entries),
     )
+
+
+def _forget_wrong_seen(store: Store, roots: set[bytes]) -> int:
+    """Removes the seen prompts of those of `roots` where they are still wrong. Returns the number of prompts. Looks
+    before the transactions, not in them, because it reads all nodes: if another process mends a root in between, only
+    guesses of the policy are lost."""
+    wrong: dict[bytes, str] = {}
+    if roots:
+        with store.reads.snapshot() as snapshot:
+            wrong = RecordCheck(snapshot, store.secret).wrong_seen
+    num_forgotten = 0
+    for root in sorted(roots & wrong.keys()):
+        with store.changes() as changes:
+            num_forgotten += changes.forget_seen(root, wrong[root])
+    return num_forgotten
 
 
 def verify_index(store: Store) -> IndexReport:
@@ -210,26 +225,33 @@ class RecordCheck:
     @cached_property
     def wrong_seen(self) -> dict[bytes, str]:
         """For each root whose seen prompts are not sound, the reason: a damaged prompt, a missing block, a wrong
-        count."""
+        count.
+
+        Each block counts what continues it. To compare, every prompt and node adds the checksum of its parent's name to
+        the sum of its root, and every node takes that of its own name away, as often as it counts. The sum is 0 if all
+        counts are right, and (for one in 2**64) hardly ever else. So no block is kept in memory.
+        """
         wrong: dict[bytes, str] = {}
-        differences: Counter[tuple[bytes, bytes]] = Counter()
+        sums: Counter[bytes] = Counter()
         for key, value in self._snapshot.records("seen"):
+            root = key[:HASH_BYTES]
             try:
-                differences[key[:HASH_BYTES], decode_record(PromptRecord, key, value).parent] += 1
+                parent = decode_record(PromptRecord, key, value).parent
+                sums[root] += checksum(parent) if parent != root else 0
             except StoreCorrupt as error:
-                wrong[key[:HASH_BYTES]] = str(error)
+                wrong[root] = str(error)
         for name in self._snapshot.keys("nodes"):
             # A damaged record is a problem of the node.
             with suppress(StoreCorrupt):
                 node = self.tree.node_or_ghost(name)
                 if node is not None and (node.seen_children or node.kind == Kind.GHOST):
-                    differences[node.root, name] -= node.seen_children
-                    differences[node.root, node.parent] += 1
-        for (root, name), difference in differences.items():
+                    sums[node.root] += checksum(node.parent) if node.parent != node.root else 0
+                    sums[node.root] -= checksum(name) * node.seen_children
+        for root, total in sums.items():
             if root not in self.roots:
                 wrong[root] = _NO_ROOT
-            elif difference and name != root:
-                wrong[root] = f"block {name.hex()} is missing, or its count of prompts is wrong by {difference}"
+            elif total % _SUMS:
+                wrong.setdefault(root, "a block of its recent prompts is missing, or counts the wrong number of them")
         return wrong
 
     def _wrong_node(self, name: bytes) -> str | None:

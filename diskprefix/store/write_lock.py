@@ -26,6 +26,8 @@ log = logging.getLogger("diskprefix")
 
 _COMMAND_PATIENCE_S = 2.0
 """A command and a start say what they wait for after this time."""
+_WRITE_S = 30.0
+"""A write of this process takes seconds, even on a slow disk. One that takes longer hangs in the disk."""
 _POLL_S = 0.01
 # struct flock: l_type, l_whence, l_start, l_len, l_pid, where type and whence come last on macOS.
 _IS_MAC = sys.platform == "darwin"
@@ -45,8 +47,8 @@ class WriteLock:
         self.patience_s = _COMMAND_PATIENCE_S
         self.on_wait = on_wait
         self._path, self._fd = path, fd
-        self._is_writing = False
-        """A transaction of this process is open."""
+        self._writing_since: float | None = None
+        """When the open transaction of this process began."""
         self._waiting: dict[int, float] = {}
         """The threads that wait, and the times at which their waits began."""
 
@@ -58,7 +60,11 @@ class WriteLock:
 
     @property
     def stalled(self) -> str | None:
-        """The reason why nothing is written, if a write has waited for `patience_s`."""
+        """The reason why nothing is written, if a write has waited for `patience_s`, or if the disk does not finish
+        one."""
+        since = self._writing_since
+        if since is not None and (seconds := time.monotonic() - since) > _WRITE_S:
+            return f"--kv-cache-dir {self._path}: the disk has not finished a write for {seconds:.0f} s"
         return None if self.waited_s < self.patience_s else self._message()
 
     def take(self, begin: Callable[[], _Begun], last_commit: Callable[[], int]) -> _Begun:
@@ -70,7 +76,7 @@ class WriteLock:
         thread = threading.get_ident()
         self._waiting[thread] = time.monotonic()
         try:
-            if not self._is_writing and self._holder() is None:
+            if self._writing_since is None and self._holder() is None:
                 begun = begin()
             else:
                 with self._reported():
@@ -79,7 +85,7 @@ class WriteLock:
                     begun = begin()
         finally:
             del self._waiting[thread]
-        self._is_writing = True
+        self._writing_since = time.monotonic()
         # Some file systems have no locks. Then nobody is named.
         with suppress(OSError):
             fcntl.lockf(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1)
@@ -87,13 +93,14 @@ class WriteLock:
 
     def give_back(self) -> None:
         """Ends the mark. Call it when the transaction has ended."""
-        self._is_writing = False
+        self._writing_since = None
         with suppress(OSError):
             fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
 
     def _wait_for_commit(self, last_commit: Callable[[], int]) -> None:
         before = last_commit()
-        while (self._is_writing or self._holder() is not None) and last_commit() == before:
+        # Bound: the other process's write, which the caller reports and the user may end.
+        while (self._writing_since is not None or self._holder() is not None) and last_commit() == before:
             time.sleep(_POLL_S)
 
     def _holder(self) -> int | None:
@@ -110,8 +117,9 @@ class WriteLock:
 
     def _message(self) -> str:
         """Returns what a write waits for."""
-        holder = 0 if self._is_writing else self._holder() or 0
-        if self._is_writing:
+        is_own = self._writing_since is not None
+        holder = 0 if is_own else self._holder() or 0
+        if is_own:
             who = "another write of this process does not end"
         else:
             who = f"{described(holder)} writes to it and does not end"

@@ -297,6 +297,7 @@ class Writer:
         """Waits for the end of the thread, but not while it has waited long for a process that does not end its write:
         then no transaction of this process is running."""
         deadline = time.monotonic() + timeout_s
+        # Bound: `deadline`.
         while self._thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
             if self._store.write_waited_s > _LAST_WRITE_S:
                 return

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lmdb
@@ -17,6 +18,7 @@ import torch
 from diskprefix.cache import namespaces as namespaces_module
 from diskprefix.cache.cached_request import CachedRequest, save_idle
 from diskprefix.cache.saving import Saver
+from diskprefix.engine.forward import prefill
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
@@ -546,3 +548,52 @@ def test_what_was_seen_goes_with_a_store_that_is_replaced(runner: Runner) -> Non
     (cache.store.path / "data.mdb").unlink()
     runner.wait_for(lambda: cache.store.store_id != store_id)
     runner.wait_for(lambda: cache.namespaces.get(SHARED).seen is not seen)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("a bug")])
+def test_a_search_for_a_break_that_fails_has_found_none_and_the_save_is_ended(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def failing(*_: object) -> Any:
+        raise error
+
+    source = SimpleNamespace(line_at=unavailable, tool_at=unavailable)
+    monkeypatch.setattr("diskprefix.cache.context.find_break", failing)
+    answer = runner.run_prompt(Prompt(PROMPT, source=source), FULL)  # type: ignore[arg-type]
+    runner.flush()
+    assert (answer.report.broken, answer.report.saved) == (None, "queued")
+    assert runner.cache.counters["errors"] == 1
+    assert not runner.cache.writer._saves
+    assert not runner.cache.store.evictor.pinned()
+    assert runner.run(PROMPT, "full").num_forwards == 0
+
+
+def test_an_idle_save_that_fails_is_ended(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **_named: object) -> Any:
+        raise RuntimeError("a bug")
+
+    runner.run(PROMPT, "off")
+    monkeypatch.setattr(CachedRequest, "fetch", failing)
+    ended: list[object] = []
+    monkeypatch.setattr(type(runner.cache.writer), "finish", lambda _, save: ended.append(save))
+    with pytest.raises(RuntimeError, match="a bug"):
+        save_idle(runner.cache, runner.sequence, PROMPT, FULL, runner.cache.owner(SHARED))
+    assert len(ended) == 1
+
+
+def test_while_the_store_fails_prompts_are_remembered_and_prefills_measured(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner.cache.store, "_problem", "the file system is read-only")
+    before = len(runner.cache.namespaces.get(SHARED).seen)
+    measured: list[tuple[int, float]] = []
+    monkeypatch.setattr(runner.cache.cost_model, "record_prefill", lambda *prefill: measured.append(prefill))
+    cached = CachedRequest(runner.cache, Prompt(PROMPT), FULL)
+    sequence = runner.new_sequence(len(PROMPT))
+    cached.restore(sequence)
+    logits = prefill(runner.runtime, sequence, PROMPT, start=0, block_size=BLOCK, after_step=cached.after_step)
+    cached.publish(sequence, logits, 0.5)
+    report = cached.close()
+    assert (report.saved, report.restored) == ("dropped", 0)
+    assert len(runner.cache.namespaces.get(SHARED).seen) == before + 1
+    assert measured == [(len(PROMPT), 0.5)]

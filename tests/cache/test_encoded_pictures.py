@@ -196,6 +196,26 @@ def test_the_write_budget_and_the_buffer_limit_it(opened: Opened) -> None:
     assert runner.cache.writer.dropped == 1
 
 
+def test_the_room_of_an_output_that_waits_is_kept_if_its_note_fails(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise MemoryError
+
+    writer, rows = runner.cache.writer, rows_of(picture())
+    writer.pause_writing()
+    monkeypatch.setattr("diskprefix.store.writer._PAUSE_S", 600.0)
+    writer.pause_writing()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(writer.notes), "put", failing)
+        save(runner, picture(), is_flushed=False)
+    assert (writer.num_pending, writer._reserved_bytes) == (1, rows.nbytes)
+    writer.resume_writing()
+    runner.flush()
+    assert writer._reserved_bytes == 0
+    assert finds(runner, picture())
+
+
 @pytest.mark.parametrize("error", [StoreUnavailable, StoreFull])
 def test_a_failing_store_is_a_miss(runner: Runner, monkeypatch: pytest.MonkeyPatch, error: type[CacheError]) -> None:
     def failing(*_: Any) -> Any:

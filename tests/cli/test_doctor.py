@@ -152,6 +152,16 @@ def test_the_budget_is_compared_with_the_free_space_and_the_room_that_the_store_
     assert by_check(folder_findings(settings))["space"].level == level
 
 
+def test_the_budget_is_that_of_the_folder_unless_another_is_given(tmp_path: Path) -> None:
+    def said(**settings: Any) -> str:
+        return by_check(folder_findings(Settings(kv_cache_dir=tmp_path, **settings)))["space"].text
+
+    assert said(kv_cache_new_budget=2 * GIB).endswith("budget 2.0 GiB")
+    open_store(tmp_path, budget_bytes=48 << 20).close()
+    assert said(kv_cache_new_budget=2 * GIB).endswith("budget 48.0 MiB")
+    assert said(kv_cache_budget=3 * GIB).endswith("budget 3.0 GiB")
+
+
 def test_a_store_tells_what_it_holds_or_why_it_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(kv_cache_dir=tmp_path)
     assert "no store yet" in store_finding(settings).text

@@ -364,6 +364,32 @@ def test_a_daemon_is_started_with_the_model_and_ends_with_the_agent(
     assert not place.is_daemon_alive()
 
 
+@pytest.mark.parametrize(
+    ("has_store", "variables", "expected"),
+    [
+        (False, {}, "at most 16.0 GiB in"),
+        (False, {"DISKPREFIX_KV_CACHE_NEW_BUDGET": "2GiB"}, "at most 2.0 GiB in"),
+        (True, {"DISKPREFIX_KV_CACHE_NEW_BUDGET": "2GiB"}, "no more than the budget of"),
+        (True, {"DISKPREFIX_KV_CACHE_BUDGET": "3GiB"}, "at most 3.0 GiB in"),
+    ],
+)
+def test_a_start_says_how_much_of_the_disk_the_folder_may_take(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    has_store: bool,
+    variables: dict[str, str],
+    expected: str,
+) -> None:
+    for variable, value in {"DISKPREFIX_KV_CACHE_DIR": str(tmp_path), **variables}.items():
+        monkeypatch.setenv(variable, value)
+    if has_store:
+        (tmp_path / "data.mdb").touch()
+    daemon_choice._say_start(())
+    said = capsys.readouterr().err
+    assert said.startswith(f"starting a daemon; it keeps {expected} {tmp_path} (DISKPREFIX_KV_CACHE_BUDGET sets")
+
+
 def test_a_second_launch_shares_the_daemon_and_changes_nothing_under_the_first(
     run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

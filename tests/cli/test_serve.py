@@ -69,6 +69,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "disk_prefix_cache": "FULL",
         "kv_cache_dir": "/elsewhere",
         "kv_cache_budget": "8GiB",
+        "kv_cache_new_budget": "6GiB",
         "kv_cache_write_budget": "20GiB/day",
         "kv_cache_ttl": "7d",
         "kv_cache_min_tokens": "7",
@@ -135,7 +136,8 @@ def test_a_switch_can_be_turned_off_again_by_what_wins(
 @pytest.mark.parametrize(
     ("variables", "args", "name", "value"),
     [
-        ({"DISKPREFIX_POLICY": "agent"}, [], "kv_cache_budget", 16 * 2**30),
+        ({"DISKPREFIX_POLICY": "shared-server"}, [], "kv_cache_new_budget", 64 * 2**30),
+        ({"DISKPREFIX_POLICY": "shared-server"}, [], "kv_cache_budget", None),
         ({"DISKPREFIX_PORT": ""}, [], "port", Settings().port),
         ({"DISKPREFIX_API_KEYS": ""}, ["--api-keys", "~/keys"], "api_keys", Path("/home/me/keys")),
         ({}, ["--kv-cache-dir", "~/kv"], "kv_cache_dir", Path("/home/me/kv")),

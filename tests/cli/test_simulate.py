@@ -100,7 +100,7 @@ def test_a_policy_file_is_a_row_of_its_own_settings(made: Made, run: Run, tmp_pa
     said = tomllib.loads(find_policy("agent").read_text())
     assert (found["agent"]["scope"], found["agent"]["budget_bytes"]) == (
         said["disk_prefix_cache"],
-        parse_size(said["kv_cache_budget"], param="budget"),
+        parse_size(said["kv_cache_new_budget"], param="budget"),
     )
     policy = Policy(scope=Scope("tokens", 2048), budget_bytes=64 * MIB, ttl_s=300.0, min_tokens=0, block_size=128)
     totals = simulate(read_trace(made("interleaved", 30)), policy, SLICEABLE)

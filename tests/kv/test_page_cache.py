@@ -316,6 +316,22 @@ def test_the_least_recently_used_goes_first_what_continues_a_block_before_it() -
     assert cache.check() == []
 
 
+@pytest.mark.parametrize("how", ["kept", "not kept", "abandoned"])
+def test_however_a_sequence_ends_its_last_blocks_go_before_those_that_they_continue(how: str) -> None:
+    """A child whose parent has gone would take memory, and nobody would find it."""
+    cache = page_cache(layout_of(), blocks=20)
+    token_ids = tokens(range(5 * BLOCK))
+    sequence = run(cache, token_ids)
+    if how == "abandoned":
+        cache.abandon(sequence)
+    cache.end(sequence, keep=how == "kept")
+    while cache.kept.blocks:
+        positions = sorted(block.position for block in cache.kept.blocks.values())
+        assert positions == list(range(0, len(positions) * BLOCK, BLOCK))
+        cache.kept.remove(next(iter(cache.kept.blocks.values())))
+    assert cache.check() == []
+
+
 @pytest.mark.parametrize("kind", ["token_checkpoints", "checkpoints"])
 def test_a_state_that_prompts_begin_with_stays(kind: str) -> None:
     cache = page_cache(layout_of(kind), blocks=40)

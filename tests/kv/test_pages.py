@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from diskprefix.errors import ContextTooLong
+from diskprefix.kv import transfer
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.kv.numbers import Array, converted, dtype_of
 from diskprefix.kv.pages import PagePool, zeros
-from diskprefix.kv.sequence import KVSequence, Prefix
-from diskprefix.kv.transfer import populate
+from diskprefix.kv.sequence import KVSequence, Owner, Prefix
+from diskprefix.kv.transfer import give_back, populate
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import TokenIds
 from tests.kv.hashed_state import (
@@ -28,6 +29,7 @@ from tests.kv.hashed_state import (
     WINDOW,
     captured,
     compute,
+    compute_for_all,
     hashes,
     holding,
     layout_of,
@@ -259,6 +261,26 @@ def test_numbers_are_rounded_to_bfloat16_as_torch_rounds_them() -> None:
     assert converted(np.array([0.1], np.float16), "float32") == np.float32(np.float16(0.1))
 
 
+# Payloads that wait to be written.
+
+
+def test_a_payload_frees_a_page_only_if_no_sequence_uses_it() -> None:
+    """A complete block is kept by name, and is free without its payload; a partial one has no name."""
+    cache = page_cache(layout_of())
+    sequence = cache.begin(Owner(b"r" * 16, 1, None), IDS)
+    assert isinstance(sequence, KVSequence)
+    for end in range(BLOCK, len(IDS) + BLOCK, BLOCK):
+        assert compute_for_all(cache, sequence, IDS, min(end, len(IDS)))
+    last = len(IDS) // BLOCK * BLOCK
+    block, partial = captured(sequence, 0, BLOCK), captured(sequence, last, len(IDS) - last, Kind.TAIL)
+    assert (block.frees(), partial.frees()) == (False, False)
+    cache.end(sequence, keep=False)
+    assert (block.frees(), partial.frees()) == (True, True)
+    for payload in (block, partial):
+        payload.release()
+    assert cache.check() == []
+
+
 # What was purged.
 
 
@@ -275,6 +297,43 @@ def test_what_was_purged_is_wiped_when_its_last_user_goes(pool: PagePool) -> Non
     assert wrong(other, IDS[:8]) == []
     other.close()
     assert not any(bool(slab.any()) for slab in slabs)
+
+
+@pytest.mark.parametrize("offset", [0, 16, 4000])
+@pytest.mark.parametrize("num_bytes", [100, 4096, 3 * 4096, 5 * 4096 + 8])
+def test_memory_that_is_given_back_reads_as_zeros_and_its_neighbours_stay(
+    offset: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for refuses in (False, True):
+        memory = zeros((10 * mmap.PAGESIZE,), np.dtype(np.uint8))
+        memory[:] = 1
+        if refuses:
+            monkeypatch.setattr(transfer._libc, "madvise", lambda *_: -1)
+        give_back(memory.ctypes.data + offset, num_bytes)
+        monkeypatch.undo()
+        assert memory.sum() == memory.nbytes - num_bytes
+        assert not memory[offset : offset + num_bytes].any()
+
+
+def test_wiping_writes_no_zeros_where_the_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filling all memory with zeros takes several times as long as giving it back."""
+    given: list[int] = []
+
+    def take(_start: ctypes.c_void_p, num_bytes: ctypes.c_size_t, _advice: int) -> int:
+        given.append(num_bytes.value)
+        return 0
+
+    monkeypatch.setattr(transfer._libc, "madvise", take)
+    pool = PagePool(layout_of(), block_size=2000)
+    pages = pool.take([0] * 3)
+    assert pages is not None
+    for page in pages:
+        page.rows.fill(1)
+    pool.release(pages)
+    pool.wipe()
+    whole = sum(page.num_bytes for page in pages)
+    assert sum(given) > whole - 3 * 2 * mmap.PAGESIZE
+    assert sum(int(page.rows.sum()) for page in pages) == sum(given), "this memory was left to the kernel"
 
 
 # Memory that is made ahead.

@@ -24,7 +24,7 @@ from tests.extras.simulate.workloads import CATALOG
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"
 PRESETS = sorted(path.stem for path in POLICIES.glob("*.toml") if path.stem != "normalisers")
-SIZES = ("kv_cache_budget", "kv_cache_write_buffer")
+SIZES = ("kv_cache_new_budget", "kv_cache_write_buffer")
 
 
 def settings_of(preset: str) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def settings_of(preset: str) -> dict[str, Any]:
 def policy_of(settings: Settings) -> Policy:
     return Policy(
         scope=parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache"),
-        budget_bytes=settings.kv_cache_budget,
+        budget_bytes=settings.kv_cache_new_budget,
         ttl_s=settings.kv_cache_ttl,
         min_tokens=settings.kv_cache_min_tokens,
         block_size=settings.block_size,
@@ -50,7 +50,7 @@ def test_a_preset_is_found_by_its_name_and_makes_valid_settings(preset: str) -> 
     settings = Settings(**settings_of(preset))
     scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
     assert str(scope) == settings.disk_prefix_cache
-    assert settings.kv_cache_write_buffer < settings.kv_cache_budget
+    assert settings.kv_cache_write_buffer < settings.kv_cache_new_budget
 
 
 def test_an_unknown_preset_is_refused_with_the_names_of_those_that_exist() -> None:

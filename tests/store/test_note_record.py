@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -121,13 +123,13 @@ def test_of_a_root_that_exceeds_its_share_logits_and_then_the_oldest_used_go() -
     mine = [stored(n, 100.0 - n, limit // 4, kind=NoteKind.LOGITS if n == 1 else NoteKind.TURN) for n in range(5)]
     others = [stored(9, 0.0, limit, b"s" * 16)]
     # Three quarters of the share stay.
-    assert surplus_notes([*mine, *others], BUDGET) == [mine[1].key, mine[4].key]
+    assert surplus_notes(lambda: [*mine, *others], BUDGET) == [mine[1].key, mine[4].key]
 
 
 def test_of_all_roots_together_the_oldest_used_go_first() -> None:
     limit = root_limit(BUDGET)
     notes = [stored(n, float(n), limit, bytes([n]) * 16) for n in range(5)]
-    gone = surplus_notes(notes, BUDGET, 5 * limit)
+    gone = surplus_notes(lambda: notes, BUDGET, 5 * limit)
     # The share of all is four times that of one, and three quarters of it stay.
     assert gone == [notes[0].key, notes[1].key]
 
@@ -136,7 +138,7 @@ def test_others_stay_where_the_surplus_of_one_root_is_all_that_is_too_much() -> 
     limit = root_limit(BUDGET)
     others = [stored(n, float(n), limit, bytes([n]) * 16) for n in range(3)]
     mine = [stored(n, 100.0 + n, limit // 4, b"m" * 16) for n in range(5)]
-    assert surplus_notes([*others, *mine], BUDGET, 17 * limit // 4) == [mine[0].key, mine[1].key]
+    assert surplus_notes(lambda: [*others, *mine], BUDGET, 17 * limit // 4) == [mine[0].key, mine[1].key]
 
 
 @pytest.mark.parametrize("full", [1.0, 1.5])
@@ -144,11 +146,28 @@ def test_three_quarters_of_what_is_in_the_file_stay_however_full_its_pages_are(f
     """Half full pages are assumed of small notes."""
     size = round(total_limit(BUDGET) * full) // 100
     notes = [stored(n, float(n), size, bytes([n]) * 16) for n in range(101)]
-    gone = surplus_notes(notes, BUDGET, round(101 * size / full))
+    gone = surplus_notes(lambda: notes, BUDGET, round(101 * size / full))
     assert len(gone) == 26
 
 
 def test_roots_that_exceed_their_shares_together_lose_no_more_than_one_by_one() -> None:
     size = root_limit(BUDGET) // 4
     notes = [stored(n, float(n), size, bytes([root]) * 16) for root in range(6) for n in range(5)]
-    assert len(surplus_notes(notes, BUDGET)) == 6 * 2
+    assert len(surplus_notes(lambda: notes, BUDGET)) == 6 * 2
+
+
+def test_of_many_notes_only_a_few_numbers_of_each_are_in_memory() -> None:
+    def read() -> Iterator[StoredNote]:
+        for number in range(num_notes):
+            yield stored(number, float(number % 1000), total_limit(BUDGET) // 4000, bytes([number % 250]) * 16)
+
+    num_notes = 5000
+    surplus_notes(read, BUDGET, total_limit(BUDGET) * 5 // 4)
+    tracemalloc.start()
+    try:
+        gone = surplus_notes(read, BUDGET, total_limit(BUDGET) * 5 // 4)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(gone) == 2000
+    assert most < 120 * num_notes, "the notes themselves take 300 bytes each"

@@ -44,6 +44,7 @@ MAY_HANG = {
     "store/notes.py": "`make_fit` on the writer's thread; lookups, by `ask`",
     "store/savings.py": "the writer, and `ask`",
     "store/verify.py": "commands, and the thread kv-check",
+    "store/purge.py": "commands, and by `ask`",
     "cache/build_bits.py": "the start, the writer, and threads of fetches",
     "cache/context.py": "kv-match",
     "cache/namespaces.py": "kv-seen, and the start",

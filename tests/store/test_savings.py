@@ -163,3 +163,30 @@ def test_tokens_that_were_computed_again_add_up_over_processes_for_a_day(tmp_pat
 def test_hours_before_the_last_day_and_the_smallest_rows_are_dropped() -> None:
     rows = joined([lost(9, 10**6), *(lost(99, tokens, line=str(tokens)) for tokens in range(1, 300))])
     assert [row.tokens for row in rows] == [*range(299, 171, -1)]
+
+
+def test_counting_does_not_wait_for_a_sum_that_waits_for_the_disk(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, may_read = SavingsLog(store), threading.Event()
+    log.record(store.epoch, ROOT, RECORD, hit())
+    snapshot, begun, totals = store.reads.snapshot, threading.Event(), list[Savings]()
+
+    def late() -> Any:
+        begun.set()
+        assert may_read.wait(60)
+        return snapshot()
+
+    monkeypatch.setattr(store.reads, "snapshot", late)
+    summing = threading.Thread(target=lambda: totals.append(log.total()))
+    counting = threading.Thread(target=log.record, args=(store.epoch, ROOT, RECORD, hit()))
+    summing.start()
+    assert begun.wait(60)
+    counting.start()
+    counting.join(5)
+    was_waiting = counting.is_alive()
+    may_read.set()
+    for thread in (counting, summing):
+        thread.join()
+    assert not was_waiting
+    assert totals[0].total.requests == 2

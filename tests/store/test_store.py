@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -256,3 +257,22 @@ def test_what_a_reader_without_a_lock_got_stays_as_it_was_when_its_pages_are_ove
         assert forked.run(open_and_fill, tmp_path, 16 << 20, range(100, 130)) == 0
         assert (tmp_path / "data.mdb").read_bytes()[offset : offset + 4096] not in before, "the pages are overwritten"
         assert bytes(piece) == before
+
+
+def test_an_eviction_says_in_the_debug_log_why_and_how_much(
+    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "diskprefix")
+    for seed in range(20):
+        clock.now += 11
+        store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
+    clock.now += 1000
+    num_left = store.counts()["blocks"]
+    store.evictor.expire(100.0)
+    messages = [record.message for record in caplog.records if "evicting" in record.message]
+    told = [dict(re.findall(r"(\w+)=(\w+)", message)) for message in messages]
+    assert {one["reason"] for one in told} == {"budget", "expired"}
+    assert sum(int(one["blocks"]) for one in told if one["reason"] == "expired") == num_left
+    for one in told:
+        assert 0 < int(one["tokens"]) <= int(one["blocks"]) * BLOCK
+        assert int(one["bytes"]) > int(one["tokens"]) * 1000

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,12 +117,22 @@ def test_a_daemon_is_degraded_and_names_the_suspended_process_and_saves_all_when
 
 def test_the_health_of_a_cache_shows_a_write_that_waits() -> None:
     class Part:
-        problem = error = stalled = unsupported = None
+        problem = error = unsupported = None
+        reads = SimpleNamespace(stalled=None)
         write_stall = "process 7 writes to it and does not end"
 
     cache = cache_module.PrefixCache.__new__(cache_module.PrefixCache)
-    vars(cache).update(store=Part, tiered=Part, writer=Part, layout=Part)
+    vars(cache).update(store=Part, writer=Part, layout=Part)
     assert cache.health == ("degraded", Part.write_stall)
+
+
+def test_a_write_that_the_disk_does_not_finish_is_a_stall(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(folder, budget_bytes=BUDGET)
+    with store.changes():
+        assert store.write_stall is None
+        monkeypatch.setattr(write_lock, "_WRITE_S", 0.0)
+        assert "the disk has not finished a write for" in str(store.write_stall)
+    assert store.write_stall is None
 
 
 def test_a_stop_does_not_wait_for_a_process_that_is_suspended(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from diskprefix.cli.options import policy_values, variable_of
@@ -14,6 +15,7 @@ from diskprefix.extras.clients.launched_daemon import STAYS, LaunchedDaemon, is_
 from diskprefix.extras.clients.model_choice import Choice, NotServed, ask_served, flags_of_model
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.settings import config_home, default_kv_cache_dir
+from diskprefix.store.folder import DATA
 from diskprefix.units import format_size, parse_size
 
 
@@ -89,7 +91,12 @@ def find_daemon(stack: ExitStack, url: str, model: str | None, api_key: str | No
 def _say_start(flags: Sequence[str]) -> None:
     """Says that a daemon is started, how much of the disk it uses, and what ends a daemon that goes on."""
     variable = variable_of("--kv-cache-budget")
-    budget = parse_size(os.environ.get(variable) or policy_values("agent")["kv_cache_budget"], param=variable)
     folder = os.environ.get(variable_of("--kv-cache-dir")) or default_kv_cache_dir()
+    if not (given := os.environ.get(variable)) and (Path(folder) / DATA).exists():
+        limit = "no more than the budget of"
+    else:
+        given = given or os.environ.get(variable_of("--kv-cache-new-budget"))
+        budget = parse_size(given or policy_values("agent")["kv_cache_new_budget"], param=variable)
+        limit = f"at most {format_size(budget)} in"
     stays = " in the background, which `diskprefix stop` ends" if flags == STAYS else ""
-    say(f"starting a daemon{stays}; it keeps at most {format_size(budget)} in {folder} ({variable} sets another limit)")
+    say(f"starting a daemon{stays}; it keeps {limit} {folder} ({variable} sets another limit)")

@@ -82,7 +82,7 @@ class PrefixCacheSession:
 
         With a `tokenizer`, prompts may be text, and its special tokens are the boundaries at which they may be cut.
         `cache_dir` (default: `DISKPREFIX_KV_CACHE_DIR`, or the daemon's default folder), `scope` (`auto:30`, `full`, a
-        number of tokens, `off`) and `budget` (bytes, or a text such as `4GiB`) override `settings`.
+        number of tokens, `off`) and `budget` (of the folder, in bytes, or a text such as `4GiB`) override `settings`.
 
         Raises `SettingsError` or `InvalidScope` for a value out of its range, `InvalidRequest` if `model` is not a
         `PreTrainedModel`, and `CacheError` if the folder cannot be used, but not if it is full or read-only.

@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -110,13 +111,23 @@ def _space_finding(settings: Settings, place: Path) -> Finding:
     free, file = disk.f_bavail * disk.f_frsize, settings.kv_cache_dir / DATA
     own = file.stat().st_size if file.is_file() else 0
     usable = free + own - settings.kv_cache_min_free
-    text = f"{format_size(free)} free, budget {format_size(settings.kv_cache_budget)}"
+    budget_bytes = settings.kv_cache_budget or _stored_budget(settings) or settings.kv_cache_new_budget
+    text = f"{format_size(free)} free, budget {format_size(budget_bytes)}"
     if usable <= 0:
         why = disk_full(settings.kv_cache_dir, settings.kv_cache_min_free)
         return Finding("space", "problem", text, f"nothing can be saved: {why}")
-    if usable < settings.kv_cache_budget:
+    if usable < budget_bytes:
         return Finding("space", "note", text, f"the store stays below {format_size(usable)}, as the disk has no more")
     return Finding("space", "ok", text)
+
+
+def _stored_budget(settings: Settings) -> int:
+    """Returns the budget of the folder, 0 if there is no store that can be read."""
+    try:
+        with closing(Store(settings.kv_cache_dir, read_only=True)) as store:
+            return store.budget_bytes
+    except (CacheError, SettingsError):
+        return 0
 
 
 def store_finding(settings: Settings) -> Finding:

@@ -190,7 +190,7 @@ def _policy(values: Mapping[str, Any], tokens_per_s: float) -> Policy:
     settings = build_settings(values)
     return Policy(
         scope=parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache"),
-        budget_bytes=settings.kv_cache_budget,
+        budget_bytes=settings.kv_cache_budget or settings.kv_cache_new_budget,
         block_size=settings.block_size,
         min_tokens=settings.kv_cache_min_tokens,
         interval=settings.kv_cache_interval,

@@ -182,6 +182,10 @@ class History:
         )
 
     @property
+    def _budget_bytes(self) -> int:
+        return self.settings.kv_cache_budget or 0
+
+    @property
     def _has_room(self) -> bool:
         """Returns whether prompts are saved that follow each other, if nothing fails."""
         return self.settings.kv_cache_write_buffer > 1_000_000 and not self.settings.write_budget_bytes
@@ -193,7 +197,7 @@ class History:
         if (key := self.settings.namespace_key_file) is not None:
             key.touch(0o600)
             key.write_text("the key that all machines share\n")
-        world.use(self.disk, self.bucket, self.settings.kv_cache_budget)
+        world.use(self.disk, self.bucket, self._budget_bytes)
         failure: list[BaseException] = []
 
         def drive() -> None:
@@ -216,7 +220,7 @@ class History:
 
     def _drive(self) -> None:
         self._start()
-        is_alone, is_large = self._has_bucket, self.settings.kv_cache_budget > 2_000_000
+        is_alone, is_large = self._has_bucket, self._budget_bytes > 2_000_000
         events: list[tuple[Callable[[], None], int]] = [
             (self._arrive, 60),
             (self._pass_time, 14),
@@ -501,7 +505,7 @@ class History:
         self._written(daemon)
 
     def _put_notes(self) -> None:
-        daemon, budget = self.random.choice(self.daemons), self.settings.kv_cache_budget
+        daemon, budget = self.random.choice(self.daemons), self._budget_bytes
         # The share of all roots is that of four.
         for _ in range(self.random.randint(1, 80)):
             number, tenants = self.random.randrange(12), self._tenants
@@ -676,7 +680,7 @@ class History:
         daemon = self.random.choice(self.daemons)
         over = [self._ask(daemon, self._tenants[0], [self._token() for _ in range(40)]) for _ in range(3)]
         self._within(PATIENCE_S, lambda: not self._waiting(), "a request never ends")
-        if self.settings.kv_cache_budget > 2_000_000:
+        if self._budget_bytes > 2_000_000:
             self._put_notes()
         self._join(self._spawn_tool("purge"), "a purge does not end")
         self._calm()
@@ -834,7 +838,7 @@ class History:
         self.scheduler.sleep(2.0)
         with world.observing(), daemon.store.snapshot() as snapshot:
             num_bytes = snapshot.bytes_in("notes")
-        most = 4 * root_limit(self.settings.kv_cache_budget)
+        most = 4 * root_limit(self._budget_bytes)
         if num_bytes > most:
             raise Wrong(f"notes take {num_bytes} bytes, of {most}")
         for purged in self._known_purges(daemon):
