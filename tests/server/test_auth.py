@@ -87,6 +87,26 @@ def test_a_header_is_taken_whole_and_its_scheme_in_any_case(file: Path, header: 
     assert (ApiKeys(file).caller(header) is not None) == is_taken
 
 
+def test_a_page_keeps_a_token_of_its_key_that_ends_with_the_process_and_with_the_key(file: Path) -> None:
+    file.write_text(f"alice {ALICE}\nadmin {ADMIN}\n")
+    keys, other = ApiKeys(file), ApiKeys(file)
+    worker = ApiKeys(file, keys.page_secret)
+    for key in (ALICE, ADMIN):
+        caller = caller_of(keys, key)
+        token = keys.page_token(caller)
+        assert key not in token
+        assert caller_of(keys, token) == caller_of(worker, token) == caller
+        assert keys.page_token(caller_of(keys, token)) == token
+        for wrong in (token[:-1], token + "0", token.replace("page", "owner"), token.upper()):
+            assert keys.caller(f"Bearer {wrong}") is None
+        assert other.caller(f"Bearer {token}") is None, "another start of the daemon"
+    token = keys.page_token(caller_of(keys, ALICE))
+    file.write_text(f"alice {BOB}\n")
+    keys.read_again()
+    assert keys.caller(f"Bearer {token}") is None
+    assert caller_of(keys, BOB)
+
+
 def refusal_of_file(file: Path) -> str:
     with pytest.raises(SettingsError) as caught:
         ApiKeys(file)

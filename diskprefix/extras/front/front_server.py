@@ -64,7 +64,7 @@ def run_front(listing: Listing, settings: Settings) -> None:
         signal.signal(number, signal.SIG_IGN)
     workers = Workers(takes_any_name=listing.only is None)
     settings, listeners = open_listeners(settings)
-    workers.token = made_token(settings)
+    workers.token, workers.page_secret = made_token(settings), None if keys is None else keys.page_secret
     workers.address = announce_listening(listeners, settings, workers.token)
     warn_without_keys(settings, workers.address)
     access = keys or workers.token

@@ -68,7 +68,8 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     faulthandler.enable()
     # Until the server handles it: nothing has been started that must be stopped. A thread that loads cannot be.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: os._exit(0))
-    keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
+    page_secret = None if front is None else front.order.page_secret
+    keys = None if settings.api_keys is None else ApiKeys(settings.api_keys, page_secret)
     # Ignored until the server runs: the keys are fresh, and there are no pages to check yet.
     for number in (signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -137,7 +138,7 @@ class BegunLoad:
 
 def made_token(settings: Settings) -> OwnerToken | None:
     """Returns the token of the owner of a daemon, None if it has API keys."""
-    return OwnerToken.of_user() if settings.api_keys is None else None
+    return OwnerToken.drawn() if settings.api_keys is None else None
 
 
 def announce_listening(listeners: list[socket.socket], settings: Settings, token: OwnerToken | None) -> str:

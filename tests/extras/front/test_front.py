@@ -282,6 +282,21 @@ async def test_a_pinned_model_that_found_no_room_is_loaded_when_there_is_some(mo
 
 
 @in_a_loop
+async def test_the_front_gives_pages_their_token_and_loads_no_model_for_it(tmp_path: Path) -> None:
+    key = "k" * 24
+    keys = ApiKeys(write_keys(tmp_path / "keys", f"someone {key}"))
+    cases = ((TOKEN, TOKEN.text, 200), (TOKEN, "of-a-tenant", 401), (keys, key, 200), (keys, "token", 401))
+    for listing in (Listing(Settings(), Models(named("one"))), Listing(Settings(), None)):
+        for access, sent, status in cases:
+            told = Told(listing, access)
+            found, answer = await told.ask("", "/page-token", key=sent)
+            assert found == status
+            if status == 200:
+                assert access.caller(f"Bearer {answer['token']}") == access.caller(f"Bearer {sent}")
+            assert not told.workers.started
+
+
+@in_a_loop
 async def test_a_request_counts_for_its_key_until_its_end_and_a_look_neither_uses_nor_keeps_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
