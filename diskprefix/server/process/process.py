@@ -53,8 +53,9 @@ _DEVICE_LOST_S = 60.0
 _KEEP_ALIVE_S = 75
 """Time that an idle connection is kept open for another request."""
 _FORCED_EXIT_CODE = 130
-_OTHER_FILES, _MIN_CONNECTIONS = 64, 16
-"""The number of open files besides connections (model, store, libraries), and of connections always accepted."""
+_OTHER_FILES, _MIN_CONNECTIONS, _ACCEPTS = 64, 16, 32
+"""The number of open files besides connections (model, store, libraries), of connections always accepted, and of those
+accepted before requests are read again."""
 
 _PERIOD_S = 5.0
 """Time between two notifications to systemd."""
@@ -162,6 +163,7 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     """Returns the limits and timeouts of uvicorn. Its access log is off: the daemon has its own."""
     from diskprefix.server.limits import InFlight
     from diskprefix.server.process.connection import OTHER_CONNECTIONS, LimitedConnection
+    from diskprefix.server.process.places import Places
 
     # A failure after the status leaves the body without an end. Such a failure has been logged already.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing" not in str(record.msg))
@@ -169,11 +171,13 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     files = sys.maxsize if files == resource.RLIM_INFINITY else files
     # A front has a connection to a worker for each request in flight, too.
     max_connections = min(in_flight + OTHER_CONNECTIONS, max(_MIN_CONNECTIONS, files - _OTHER_FILES - in_flight))
+    spare = max(1, min(OTHER_CONNECTIONS, max_connections) // 2)
+    places = Places(max_connections, most_new=spare, most_of_address=max_connections - spare)
     return uvicorn.Config(
         app,
-        http=partial(LimitedConnection, max_connections),  # type: ignore[arg-type]
-        # So many are accepted in one turn of the loop, before one above the limit is closed.
-        backlog=min(BACKLOG, max(_MIN_CONNECTIONS, files - _OTHER_FILES - max_connections)),
+        http=partial(LimitedConnection, places),  # type: ignore[arg-type]
+        # asyncio accepts so many in one turn of the loop, before requests are read, and one above the limit is closed.
+        backlog=min(_ACCEPTS, max(_MIN_CONNECTIONS, files - _OTHER_FILES - max_connections)),
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -186,8 +190,18 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     )
 
 
-class SignalledServer(uvicorn.Server):
-    """uvicorn's server with exit code 0 after SIGTERM."""
+class ListeningServer(uvicorn.Server):
+    """uvicorn's server, which accepts few connections in a turn of the loop. The others wait in the kernel."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            # asyncio has set the kernel's number to its own.
+            listener.listen(BACKLOG)
+
+
+class SignalledServer(ListeningServer):
+    """A server with exit code 0 after SIGTERM."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

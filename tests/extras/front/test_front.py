@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import pytest
-import uvicorn
 
 from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import DiskPrefixError, InvalidRequest, ModelError, NotReady
@@ -37,7 +36,7 @@ from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.limits import InFlight
 from diskprefix.server.process.front_line import LOAD, UNLOAD
 from diskprefix.server.process.listener import listen
-from diskprefix.server.process.process import uvicorn_config
+from diskprefix.server.process.process import ListeningServer, uvicorn_config
 from diskprefix.settings import Settings
 from diskprefix.values import SHARED, Tenant
 from tests.server.test_auth import write_keys
@@ -388,7 +387,7 @@ async def test_bodies_that_wait_for_a_worker_have_a_bound_in_bytes_and_its_memor
     keys = ApiKeys(write_keys(tmp_path / "keys", f"alice {alice}", f"bob {bob}"))
     told = Told(Listing(Settings(), None if is_one_model else Models(named("one")), needs), access=keys)
     told.front._in_flight = InFlight(Settings(api_keys=tmp_path / "keys"))
-    server = uvicorn.Server(uvicorn_config(told.front, Settings()))
+    server = ListeningServer(uvicorn_config(told.front, Settings()))
     [listener] = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
 
