@@ -50,6 +50,10 @@ _SLOW_CLIENT_S = 3
 """Time in seconds after that for clients to read what was sent."""
 _DEVICE_LOST_S = 60.0
 """Time in seconds for a process that lost its accelerator to end in order."""
+_FAILED_S = 5.0
+"""Time in seconds for a process that failed to say why and to end, whatever its threads do."""
+_THREADS_END_S = 1.0
+"""Time in seconds for threads without work to end."""
 _KEEP_ALIVE_S = 75
 """Time that an idle connection is kept open for another request."""
 _FORCED_EXIT_CODE = 130
@@ -246,9 +250,7 @@ class _Server(SignalledServer):
             self._front.fail(error.message)
         if isinstance(error, DeviceLost):
             log.critical("[server] %s; the daemon ends, for its supervisor to start it again", error.message)
-            timer = threading.Timer(_DEVICE_LOST_S, os._exit, (error.exit_code,))
-            timer.daemon = True
-            timer.start()
+            _exit_after(_DEVICE_LOST_S, error.exit_code)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
@@ -328,12 +330,37 @@ class SignsOfLife:
 def _end(daemon: Daemon) -> None:
     """Raises the error that ended the daemon. Exits at once if a thread, which cannot be stopped, still works."""
     if daemon.failure is not None:
+        if _has_working_thread():
+            _exit_after(_FAILED_S, daemon.failure.exit_code)
         raise daemon.failure
     log.info("stopped")
-    if daemon.is_loading or daemon.threads.are_busy:
+    leave(0, at_once=daemon.is_loading or daemon.threads.are_busy)
+
+
+def leave(code: int, *, at_once: bool = False) -> None:
+    """Exits with a code if that is not 0, and if a thread still works, such as one that reads from a bucket which does
+    not answer: Python would wait for it. Else returns, so that the process ends in order."""
+    if code or at_once or _has_working_thread():
         logging.shutdown()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
+
+
+def _has_working_thread() -> bool:
+    """Gives threads a moment to end whose pools are closed. Daemon threads count: Python waits for those of pools."""
+    deadline = time.monotonic() + _THREADS_END_S
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                return True
+    return False
+
+
+def _exit_after(seconds: float, code: int) -> None:
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, address: str) -> None:
