@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -443,6 +444,35 @@ def test_another_sites_page_may_have_links_to_pages_but_neither_post_nor_read(ma
         assert found is None or "let the page's server call it" in found
     for path in PAGES:
         assert refusal("127.0.0.1", "GET", path=path, host="localhost:8642", **mark) is None
+
+
+HOSTS = ["localhost", "localhost:80", "localhost:8642", "LOCALHOST:8643", "127.0.0.1:8642", "[::1]:8642", "[::1]"]
+AUTHORITIES = [*HOSTS, "localhost.:8642", "localhost:443", "evil.example:8642", "localhost:", "localhost:123456"]
+SCHEMES = ("http://", "https://", "file://", "")
+ORIGINS = ["null", "", *(f"{scheme}{name}" for scheme in SCHEMES for name in AUTHORITIES)]
+
+
+@pytest.mark.parametrize("site", [None, "none", "same-origin", "same-site", "cross-site", "nonsense"])
+@pytest.mark.parametrize(("bound", "has_keys"), [("127.0.0.1", False), ("0.0.0.0", False), ("127.0.0.1", True)])
+def test_a_page_of_another_port_or_scheme_is_another_site_but_behind_a_proxy_which_needs_keys(
+    bound: str, has_keys: bool, site: str | None
+) -> None:
+    own = 0
+    for host, origin in itertools.product(HOSTS, ORIGINS):
+        sent = {"host": host, "origin": origin} | ({} if site is None else {"sec_fetch_site": site})
+        page, here = urlsplit(origin), urlsplit(f"http://{host}")
+        try:
+            port = page.port or {"http": 80, "https": 443}.get(page.scheme)
+        except ValueError:
+            port = -1
+        is_own = page.hostname is not None and page.hostname.rstrip(".") == here.hostname and port != -1
+        is_own &= page.scheme in ("http", "https")
+        if not has_keys:
+            is_own &= (page.scheme, port) == ("http", here.port or 80)
+        own += is_own
+        is_served = is_own and site in (None, "none", "same-origin")
+        assert (refusal(bound, "POST", has_keys=has_keys, **sent) is None) == is_served, sent
+    assert own >= len(HOSTS)
 
 
 def test_http_1_0_without_a_host_is_served() -> None:
