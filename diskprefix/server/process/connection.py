@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from diskprefix.server.process.places import Places
@@ -28,6 +29,7 @@ class LimitedConnection(H11Protocol):
 
     def __init__(self, places: Places, **options: Any) -> None:
         super().__init__(**options)
+        self.conn = _StrictParser(h11.SERVER)
         self._places = places
         self._headers_timer: asyncio.TimerHandle | None = None
 
@@ -96,6 +98,22 @@ class LimitedConnection(H11Protocol):
         if self._headers_timer is not None:
             self._headers_timer.cancel()
             self._headers_timer = None
+
+
+class _StrictParser(h11.Connection):
+    """A parser that refuses requests whose end a proxy may see elsewhere: what follows could be another request to it.
+
+    Of a request with `Content-Length` and `Transfer-Encoding`, RFC 9112 (6.1, 6.3) lets the second count, or the server
+    refuse it. HTTP/1.0 has no `Transfer-Encoding`.
+    """
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version < b"1.1"):
+                raise h11.RemoteProtocolError("Content-Length or HTTP/1.0 with Transfer-Encoding")
+        return event
 
 
 class _Lingering:

@@ -40,6 +40,7 @@ from diskprefix.server.process.process import ListeningServer, uvicorn_config
 from diskprefix.settings import Settings
 from diskprefix.values import SHARED, Tenant
 from tests.server.test_auth import write_keys
+from tests.server.test_bad_requests import FRAMINGS, REFUSED, refusals_of
 from tests.server.test_limits import unfinished_body
 
 LIMIT = 1 << 30
@@ -412,6 +413,23 @@ async def test_bodies_that_wait_for_a_worker_have_a_bound_in_bytes_and_its_memor
             await trimmed.wait()
         server.should_exit = True
         await serving
+
+
+@in_a_loop
+async def test_the_front_refuses_a_request_whose_end_may_be_seen_elsewhere() -> None:
+    told = Told(Listing(Settings(), Models(named("one")), needs))
+    server = ListeningServer(uvicorn_config(told.front, Settings()))
+    [listener] = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    serving = asyncio.create_task(server.serve([listener]))
+    await until(lambda: server.started)
+    for version, headers in FRAMINGS:
+        answer = await asyncio.to_thread(refusals_of, port, version, headers)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert (answer.count(b"HTTP/1.1"), REFUSED in answer) == (1, True)
+    assert not told.workers.started
+    server.should_exit = True
+    await serving
 
 
 @in_a_loop
