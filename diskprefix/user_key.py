@@ -1,7 +1,7 @@
-"""The secrets of a user, made at their first use, in files that only the user can read.
+"""The key of a user, made at its first use, in a file that only the user can read.
 
-Agents and commands send the key to daemons without API keys, as their tenant: they share a cache, which other users
-cannot probe. The token gives access to the user's daemons.
+Agents and commands send it to daemons without API keys, as their tenant: they share a cache, which other users cannot
+probe.
 """
 
 from __future__ import annotations
@@ -24,17 +24,12 @@ _SECRET = re.compile(r"[0-9a-f]{64}\n")
 def user_key(daemon: str | None = None) -> str:
     """Returns the key for this user's daemons, or a key derived for the address of another `daemon`, whose owner thus
     learns no other key. Raises `SettingsError` if the file cannot be made, or if others can read it."""
-    key = _secret("key")
+    key = _secret()
     return key if daemon is None else hmac.new(key.encode(), daemon.encode(), "sha256").hexdigest()
 
 
-def user_token() -> str:
-    """Returns the secret of the owner's token, which stays, as open dashboards use it. Raises as `user_key`."""
-    return _secret("token")
-
-
-def _secret(name: str) -> str:
-    path, what = cache_home() / name, f"the {name} of this user"
+def _secret() -> str:
+    path, what = cache_home() / "key", "the key of this user"
     # Not the methods of a path, which raise if the folder is another user's.
     if not os.path.exists(path) or not os.path.getsize(path):
         _draw(path, what)

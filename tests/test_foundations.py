@@ -161,7 +161,7 @@ def test_a_file_that_holds_no_key_or_that_others_may_read_is_refused(
     with pytest.raises(SettingsError, match=words):
         user_key()
     # A daemon starts without it.
-    assert OwnerToken.of_user().tenant.ids
+    assert OwnerToken.drawn().tenant.ids
 
 
 def test_a_folder_that_is_another_users_is_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

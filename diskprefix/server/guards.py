@@ -83,7 +83,11 @@ _NOT_FOR_PAGES = (
     "and other sites' pages may not use this daemon: let the page's server call it, or serve both behind one proxy, "
     "with --api-keys"
 )
-_AUTHORITY = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/\s]+))(?::\d*)?", re.ASCII | re.IGNORECASE)
+_AUTHORITY = re.compile(
+    r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/\s]+))(?::(?P<port>\d{0,5}))?", re.ASCII | re.IGNORECASE
+)
+_DEFAULT_PORT = "80"
+"""That of http, which the daemon speaks."""
 
 
 class BrowserGuard:
@@ -134,11 +138,14 @@ class BrowserGuard:
         return None
 
     def _is_own_origin(self, origin: str, host: str | None) -> bool:
+        """Returns whether a page is the daemon's own: from the scheme, name and port to which the request came. With
+        keys, a proxy may have another scheme and port."""
         scheme, _, authority = origin.partition("://")
-        name = _name_in(authority) if scheme in ("http", "https") else None
-        if self._any_host or not self._is_loopback:
-            return name is not None and host is not None and name == _name_in(host)
-        return self._is_ours(name)
+        if host is None or _name_in(authority) is None or _name_in(authority) != _name_in(host):
+            return False
+        if self._any_host:
+            return scheme in ("http", "https")
+        return scheme == "http" and _port_in(authority) == _port_in(host)
 
     def _is_ours(self, name: str | None) -> bool:
         if name is None:
@@ -166,6 +173,11 @@ def _address_in(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
         return ipaddress.ip_address(text)
     except ValueError:
         return None
+
+
+def _port_in(authority: str) -> str:
+    match = _AUTHORITY.fullmatch(authority)
+    return (match["port"] if match else None) or _DEFAULT_PORT
 
 
 def _name_in(authority: str) -> str | None:

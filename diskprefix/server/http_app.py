@@ -34,7 +34,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, access: ApiKeys | 
     """
     daemon = Daemon(settings, load_engine)
     if access is None:
-        access = OwnerToken.of_user() if settings.api_keys is None else ApiKeys(settings.api_keys)
+        access = OwnerToken.drawn() if settings.api_keys is None else ApiKeys(settings.api_keys)
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:

@@ -16,7 +16,7 @@ from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import SettingsError
 from diskprefix.private_file import read_private
 from diskprefix.tenant_ids import short_tenant
-from diskprefix.user_key import user_key, user_token
+from diskprefix.user_key import user_key
 from diskprefix.values import SHARED, Tenant
 
 log = logging.getLogger("diskprefix")
@@ -68,26 +68,30 @@ NOBODY = Caller()
 
 TOKEN_PLACE = "`diskprefix dashboard` opens the page with it, and programs send the header Authorization: Bearer TOKEN"
 _TOKEN_MARK = "diskprefix-owner-"
-"""The beginning of every token, by which the token of another user's daemon is not taken for the key of a tenant."""
+"""The beginning of every token, by which the token of another daemon is not taken for the key of a tenant."""
+_PAGE_MARK = "diskprefix-page-"
 
 
 @dataclass(frozen=True)
 class OwnerToken:
     """The token of a daemon without API keys. The owner's `tenant` is that of the key which the agents of the daemon's
-    user send (`user_key`), so that they find what the owner's commands and pages have computed."""
+    user send (`user_key`), so that they find what the owner's commands and pages have computed.
+
+    It ends with the daemon's process: an open page sends it to whoever listens on the port later.
+    """
 
     text: str = field(repr=False)
     tenant: Tenant
 
     @classmethod
-    def of_user(cls) -> OwnerToken:
-        """Returns the token of this user's daemons. If the user's secrets cannot be kept, logs that and draws one."""
+    def drawn(cls) -> OwnerToken:
+        """Returns a new token. If the user's key cannot be kept, logs that: the owner is a tenant of its own then."""
+        text = _TOKEN_MARK + secrets.token_hex(32)
         try:
-            return cls(_TOKEN_MARK + user_token(), Tenant.of_key(user_key()))
+            return cls(text, Tenant.of_key(user_key()))
         except SettingsError as error:
-            lost = "agents of this user do not find what its commands and pages compute, and the next start locks pages"
+            lost = "agents of this user do not find what its commands and pages compute"
             log.warning("[auth] %s; %s", error.message, lost)
-            text = _TOKEN_MARK + secrets.token_hex(32)
             return cls(text, Tenant.of_key(text))
 
     def caller(self, authorization: str | None) -> Caller | None:
@@ -100,13 +104,23 @@ class OwnerToken:
             return Caller(tenant=self.tenant, sees_all=True, is_owner=True)
         return None if key.startswith(_TOKEN_MARK) else Caller(tenant=Tenant.of_key(key), sees_all=True)
 
+    def page_token(self, caller: Caller) -> str:
+        """Returns what a page of the caller keeps and sends. Raises `HttpError` for others than the owner."""
+        caller.require_owner()
+        return self.text
+
 
 class ApiKeys:
-    """The keys in force. Only their digests are held in memory."""
+    """The keys in force. Only their digests are held in memory.
 
-    def __init__(self, path: Path) -> None:
-        """Raises `SettingsError` if the file cannot be read, is accessible to others, or has a wrong line."""
+    Pages keep no key, but a token that the daemon knows for the same caller and that ends with its process.
+    """
+
+    def __init__(self, path: Path, page_secret: bytes | None = None) -> None:
+        """`page_secret` is that of the front, whose pages a worker serves. Raises `SettingsError` if the file cannot be
+        read, is accessible to others, or has a wrong line."""
         self._path = path
+        self.page_secret = page_secret or secrets.token_bytes(32)
         self._callers = _read_keys(path)
         self._log("read")
 
@@ -125,9 +139,17 @@ class ApiKeys:
         if match is None:
             return None
         # Starlette decodes headers as latin-1. The comparison takes the same time for every key, right or wrong.
-        digest = hashlib.sha256(match[1].encode("latin-1")).digest()
-        callers = [caller for known, caller in self._callers.items() if hmac.compare_digest(known, digest)]
+        sent = match[1].encode("latin-1")
+        if sent.startswith(_PAGE_MARK.encode()):
+            known = [(self.page_token(caller).encode(), caller) for caller in self._callers.values()]
+        else:
+            sent, known = hashlib.sha256(sent).digest(), [*self._callers.items()]
+        callers = [caller for key, caller in known if hmac.compare_digest(key, sent)]
         return callers[0] if callers else None
+
+    def page_token(self, caller: Caller) -> str:
+        """Returns what a page of the caller keeps and sends instead of the key."""
+        return _PAGE_MARK + hmac.new(self.page_secret, str(caller.tenant).encode(), "sha256").hexdigest()
 
     def _log(self, done: str) -> None:
         admin = any(caller.sees_all for caller in self._callers.values())

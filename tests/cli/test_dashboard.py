@@ -14,6 +14,7 @@ import pytest
 from diskprefix.server.process.token_file import published_token
 from diskprefix.settings import cache_home
 from tests.cli.conftest import Run
+from tests.cli.small_daemon import small_daemon
 
 
 @pytest.fixture
@@ -40,19 +41,32 @@ def test_the_browser_is_started_with_a_file_that_only_the_user_can_read(
     run: Run, opened: list[str], listener: socket.socket
 ) -> None:
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    for token, more, link in (
-        ("abc", (), f"{url}/#token=abc"),
-        ("abc", ("--api-key", 'a&#+<"b'), f"{url}/#token=a%26%23%2B%3C%22b"),
-        ("", (), f"{url}/"),
+    for token, link in (
+        ("abc", f"{url}/#token=abc"),
+        ('a&#+<"b', f"{url}/#token=a%26%23%2B%3C%22b"),
+        ("", f"{url}/"),
     ):
         with published_token(token, [listener]):
-            ended = run("dashboard", "--url", f"{url}/v1", *more)
+            ended = run("dashboard", "--url", f"{url}/v1")
             assert (ended.exit_code, ended.stdout, ended.stderr) == (0, "", "")
             page = Path(unquote(urlsplit(opened.pop()).path))
             assert (page.parent, page.stat().st_mode & 0o777) == (cache_home() / "daemons", 0o600)
             assert f'content="0; url={link}"' in page.read_text(encoding="utf-8")
-            assert run("dashboard", "--url", url, "--print", *more).stdout == f"{link}\n"
+            assert run("dashboard", "--url", url, "--print").stdout == f"{link}\n"
     assert run("dashboard", "--url", url, "--print").stdout == f"{url}/\n", "a daemon of another user"
+    assert opened == []
+
+
+def test_the_link_has_a_token_that_ends_with_the_daemon_and_not_the_key(run: Run, opened: list[str]) -> None:
+    wrong = (401, {"error": {"message": "the API key is not one of this daemon's"}})
+    replies = [(200, {"token": "of-a-page"}), wrong, (404, {}), (200, {"token": 5})]
+    with small_daemon(**{"page-token": replies}) as daemon:
+        key = ("--url", daemon.url, "--api-key", "the-key-of-admin")
+        assert run("dashboard", *key, "--print").stdout == f"{daemon.url}/#token=of-a-page\n"
+        assert daemon.keys == ["Bearer the-key-of-admin"]
+        run("dashboard", *key).assert_refused(2, "--api-key: the API key is not one of this daemon's")
+        for _ in range(2):
+            run("dashboard", *key).assert_refused(1, f"what answers at {daemon.url} opens no page")
     assert opened == []
 
 

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,8 +49,9 @@ for key in ("CLAUDE_CONFIG_DIR", "CODEX_HOME", "QWEN_HOME", "CLINE_DIR"):
 exec(os.environ.get("AGENT_DOES", ""))
 """
 SERVE = """\
-import json, os, sys
+import fcntl, json, os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 with open(os.environ["RECORDS"] + "/served", "a") as file:
     print(*sys.argv[1:], file=file)
@@ -69,7 +71,13 @@ class Daemon(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Daemon).serve_forever()
+server = HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Daemon)
+folder = Path(os.environ.get("XDG_CACHE_HOME") or os.environ["HOME"] + "/.cache", "diskprefix/daemons")
+folder.mkdir(parents=True, exist_ok=True)
+with open(folder / f"127.0.0.1_{server.server_port}", "w") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    print(os.getpid(), end=" token", file=file, flush=True)
+    server.serve_forever()
 """
 
 
@@ -390,6 +398,28 @@ def test_a_start_says_how_much_of_the_disk_the_folder_may_take(
     assert said.startswith(f"starting a daemon; it keeps {expected} {tmp_path} (DISKPREFIX_KV_CACHE_BUDGET sets")
 
 
+@pytest.mark.parametrize("when", ["before the daemon has the port", "when the daemon has given it up"])
+def test_who_takes_the_port_of_a_daemon_gets_no_agent_and_no_key_of_the_user(
+    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    with small_daemon(models=[models(CARDS[1])]) as stranger, ExitStack() as stack:
+        port = urlsplit(stranger.url).port
+        if when.startswith("before"):
+            monkeypatch.setattr(launched_daemon, "_free_port", lambda _usual: port)
+        else:
+            # It saves what is only in memory.
+            fd = stack.enter_context(launched_daemon.locked(place.launches / "daemon.json"))
+            stack.enter_context(launched_daemon.locked(place.launches / "daemon.users", fcntl.LOCK_SH))
+            (place.launches / "daemon.log").touch()
+            os.write(fd, json.dumps({"port": port, "pid": 1 << 30, "flags": []}).encode() + b"\n")
+        monkeypatch.setattr(launched_daemon, "_PATIENCE_S", 0.0)
+        ended = run("launch", "claude", "--model", "two")
+        words = "the daemon ended: " if when.startswith("before") else f"the daemon at {stranger.url} is ending"
+        assert (ended.exit_code, words in ended.stderr) == (1, True), ended.stderr
+    assert not (place.records / "claude.json").exists()
+    assert {key for key in stranger.keys if key and user_key() in key} == set()
+
+
 def test_a_second_launch_shares_the_daemon_and_changes_nothing_under_the_first(
     run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,8 +471,8 @@ def test_a_signal_is_for_the_agent_and_the_daemon_ends_after_it(
     wait_for((place.records / "waits").exists)
     assert place.is_daemon_alive()
     (os.killpg if to_group else os.kill)(process.pid, number)
-    # How much of the disk the daemon takes, and that the agent is being ended.
-    assert (process.communicate()[1].count("\n"), process.returncode) == (2, 40 + number)
+    # How much of the disk the daemon takes, what the agent uses, and where the dashboard is.
+    assert (process.communicate()[1].count("\n"), process.returncode) == (3, 40 + number)
     assert not place.is_daemon_alive()
 
 

@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import httpx
 import numpy as np
-import uvicorn
 from msgspec import Struct
 
 from diskprefix.cache.cost_model import CostModel
@@ -43,7 +42,7 @@ from diskprefix.server.daemon import Daemon
 from diskprefix.server.http_app import create_app
 from diskprefix.server.keys import OwnerToken
 from diskprefix.server.process.listener import listen
-from diskprefix.server.process.process import uvicorn_config
+from diskprefix.server.process.process import ListeningServer, uvicorn_config
 from diskprefix.settings import Settings
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
@@ -279,7 +278,7 @@ def until_cancelled(_request: GenerateRequest, _emit: Emit, is_cancelled: Callab
     raise Cancelled
 
 
-class QuickServer(uvicorn.Server):
+class QuickServer(ListeningServer):
     """Looks ten times as often whether it is to end: hundreds of servers end in a run of the tests."""
 
     async def main_loop(self) -> None:

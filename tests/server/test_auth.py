@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -85,6 +86,26 @@ def test_a_line_is_a_key_or_a_name_and_a_key_and_only_the_name_admin_sees_all(
 )
 def test_a_header_is_taken_whole_and_its_scheme_in_any_case(file: Path, header: str | None, is_taken: bool) -> None:
     assert (ApiKeys(file).caller(header) is not None) == is_taken
+
+
+def test_a_page_keeps_a_token_of_its_key_that_ends_with_the_process_and_with_the_key(file: Path) -> None:
+    file.write_text(f"alice {ALICE}\nadmin {ADMIN}\n")
+    keys, other = ApiKeys(file), ApiKeys(file)
+    worker = ApiKeys(file, keys.page_secret)
+    for key in (ALICE, ADMIN):
+        caller = caller_of(keys, key)
+        token = keys.page_token(caller)
+        assert key not in token
+        assert caller_of(keys, token) == caller_of(worker, token) == caller
+        assert keys.page_token(caller_of(keys, token)) == token
+        for wrong in (token[:-1], token + "0", token.replace("page", "owner"), token.upper()):
+            assert keys.caller(f"Bearer {wrong}") is None
+        assert other.caller(f"Bearer {token}") is None, "another start of the daemon"
+    token = keys.page_token(caller_of(keys, ALICE))
+    file.write_text(f"alice {BOB}\n")
+    keys.read_again()
+    assert keys.caller(f"Bearer {token}") is None
+    assert caller_of(keys, BOB)
 
 
 def refusal_of_file(file: Path) -> str:
@@ -423,6 +444,35 @@ def test_another_sites_page_may_have_links_to_pages_but_neither_post_nor_read(ma
         assert found is None or "let the page's server call it" in found
     for path in PAGES:
         assert refusal("127.0.0.1", "GET", path=path, host="localhost:8642", **mark) is None
+
+
+HOSTS = ["localhost", "localhost:80", "localhost:8642", "LOCALHOST:8643", "127.0.0.1:8642", "[::1]:8642", "[::1]"]
+AUTHORITIES = [*HOSTS, "localhost.:8642", "localhost:443", "evil.example:8642", "localhost:", "localhost:123456"]
+SCHEMES = ("http://", "https://", "file://", "")
+ORIGINS = ["null", "", *(f"{scheme}{name}" for scheme in SCHEMES for name in AUTHORITIES)]
+
+
+@pytest.mark.parametrize("site", [None, "none", "same-origin", "same-site", "cross-site", "nonsense"])
+@pytest.mark.parametrize(("bound", "has_keys"), [("127.0.0.1", False), ("0.0.0.0", False), ("127.0.0.1", True)])
+def test_a_page_of_another_port_or_scheme_is_another_site_but_behind_a_proxy_which_needs_keys(
+    bound: str, has_keys: bool, site: str | None
+) -> None:
+    own = 0
+    for host, origin in itertools.product(HOSTS, ORIGINS):
+        sent = {"host": host, "origin": origin} | ({} if site is None else {"sec_fetch_site": site})
+        page, here = urlsplit(origin), urlsplit(f"http://{host}")
+        try:
+            port = page.port or {"http": 80, "https": 443}.get(page.scheme)
+        except ValueError:
+            port = -1
+        is_own = page.hostname is not None and page.hostname.rstrip(".") == here.hostname and port != -1
+        is_own &= page.scheme in ("http", "https")
+        if not has_keys:
+            is_own &= (page.scheme, port) == ("http", here.port or 80)
+        own += is_own
+        is_served = is_own and site in (None, "none", "same-origin")
+        assert (refusal(bound, "POST", has_keys=has_keys, **sent) is None) == is_served, sent
+    assert own >= len(HOSTS)
 
 
 def test_http_1_0_without_a_host_is_served() -> None:

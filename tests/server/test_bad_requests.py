@@ -8,7 +8,7 @@ import logging
 import re
 import socket
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -78,8 +78,8 @@ def error_of(path: str, answer: httpx.Response) -> dict[str, Any]:
 def test_the_table_has_every_route_that_takes_a_body(client: httpx.Client) -> None:
     paths = client.get("/openapi.json").json()["paths"]
     found = {path for path, methods in paths.items() if "post" in methods}
-    # It needs a tokenizer with tags: tests of `infill` have its bodies.
-    assert found - {"/infill"} == ROUTES.keys()
+    # The first needs a tokenizer with tags: tests of `infill` have its bodies. The second takes no body.
+    assert found - {"/infill", "/page-token"} == ROUTES.keys()
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -187,6 +187,41 @@ def test_a_client_that_sends_on_without_reading_gets_the_refusal_at_the_end(
             sending.sendall(b"100000\r\n" + b"x" * (1 << 20) + b"\r\n")
         sending.sendall(b"0\r\n\r\n")
         assert sending.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+BOTH = "Content-Length: 5", "Transfer-Encoding: chunked"
+FRAMINGS = [
+    ("1.1", BOTH),
+    ("1.1", BOTH[::-1]),
+    ("1.1", ("content-length: 0", "TRANSFER-ENCODING: Chunked")),
+    ("1.0", BOTH),
+    ("1.0", BOTH[1:]),
+    ("1.1", ("Content-Length: 5", "Content-Length: 6")),
+    ("1.1", ("Transfer-Encoding: chunked", "Transfer-Encoding: chunked")),
+]
+"""The version and headers of requests whose end two servers may see at different places."""
+REFUSED = b"Invalid HTTP request received."
+
+
+def refusals_of(port: int, version: str, headers: Sequence[str]) -> bytes:
+    """What is answered to such a request and to one behind it."""
+    own = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = "\r\n".join((f"POST /tokenize HTTP/{version}", "Host: localhost", *headers, "", ""))
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(head.encode() + b"0\r\n\r\n" + own)
+        received = b""
+        while part := connection.recv(65536):
+            received += part
+    return received
+
+
+@pytest.mark.parametrize(("version", "headers"), FRAMINGS)
+def test_a_request_whose_end_may_be_seen_elsewhere_is_refused_and_what_follows_is_not_read(
+    client: httpx.Client, version: str, headers: Sequence[str]
+) -> None:
+    answer = refusals_of(client.base_url.port or 0, version, headers)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert (answer.count(b"HTTP/1.1"), REFUSED in answer) == (1, True)
 
 
 @pytest.mark.parametrize("path", ROUTES)

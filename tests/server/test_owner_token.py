@@ -103,6 +103,14 @@ def test_the_token_of_another_daemon_is_refused_and_not_taken_for_a_key(
     daemon.wait_for_line(rf"the dashboard: {daemon.url}/ \(`diskprefix dashboard --url {daemon.url}` opens it\)")
 
 
+def test_a_page_is_given_the_token_only_for_the_token(daemon: DaemonProcess, stranger: httpx.Client) -> None:
+    assert stranger.post("/page-token", headers=bearer(daemon.token)).json() == {"token": daemon.token}
+    for headers in ({}, bearer("of-a-tenant"), bearer("diskprefix-owner-of-another-daemon")):
+        assert stranger.post("/page-token", headers=headers).status_code == 401
+    other_site = bearer(daemon.token) | {"origin": "http://evil.example"}
+    assert stranger.post("/page-token", headers=other_site).status_code == 403
+
+
 def test_no_answer_sets_a_cookie_and_the_query_holds_no_token(daemon: DaemonProcess, stranger: httpx.Client) -> None:
     for path in ("/", "/chat", "/dashboard", "/health", "/v1/models"):
         for headers in ({}, {"accept": "text/html"}, bearer(daemon.token)):
@@ -193,7 +201,7 @@ def test_the_token_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) 
         assert token_file.dashboard_line("http://localhost:1", "").endswith("browser: http://localhost:1/")
 
 
-def test_the_token_which_only_the_user_can_read_lives_over_restarts(chat_model: Path, tmp_path: Path) -> None:
+def test_the_token_which_only_the_user_can_read_ends_with_the_daemon(chat_model: Path, tmp_path: Path) -> None:
     with running_daemon(chat_model, tmp_path / "kv") as first:
         port = int(first.url.rpartition(":")[2])
         assert first.token
@@ -201,18 +209,16 @@ def test_the_token_which_only_the_user_can_read_lives_over_restarts(chat_model: 
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
         assert file.read_text().split()[-1] == token_at("127.0.0.1", port) == first.token
-        secret = cache_home() / "token"
-        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-        assert first.token.endswith(secret.read_text().strip())
         assert first.stop(signal.SIGKILL) == -signal.SIGKILL
     assert file.exists()
     assert token_at("127.0.0.1", port) is None, "nobody is told the token of a daemon that has died"
     with running_daemon(chat_model, tmp_path / "kv") as second:
         assert not file.exists(), "the next daemon removes it, whatever its port"
         with httpx.Client(base_url=second.url) as client:
-            assert client.get("/props", headers=bearer(first.token)).status_code == 200
+            assert client.get("/props", headers=bearer(first.token)).status_code == 401
         with running_daemon(chat_model, tmp_path / "kv") as third:
-            assert third.token == second.token == first.token, "that of a daemon that runs is left alone"
+            assert len({first.token, second.token, third.token}) == 3
+        assert token_at("127.0.0.1", int(second.url.rpartition(":")[2])) == second.token, "one that runs is left alone"
         assert second.stop() == 0
     assert not file.with_name(f"127.0.0.1_{second.url.rpartition(':')[2]}").exists()
 

@@ -77,6 +77,8 @@ def find_daemon(stack: ExitStack, url: str, model: str | None, api_key: str | No
                         choice = served_at(use.url)
                 except NotReady as error:
                     raise NotReady(daemon.failure()) if daemon.has_ended() else error from None
+                if choice is not None and not daemon.is_listening():
+                    raise NotReady(f"the daemon at {use.url} is ending; try again")
                 if choice is not None:
                     use.is_serving = True
                     stack.enter_context(held.pop_all())

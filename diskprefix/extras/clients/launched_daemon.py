@@ -30,7 +30,7 @@ from diskprefix.errors import NotReady
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import shown
 from diskprefix.private_file import make_private_folder
-from diskprefix.server.process.token_file import token_for
+from diskprefix.server.process.token_file import UNPUBLISHED, daemon_at, token_for
 
 SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
 """Without -P, Python would run a `diskprefix` of the current folder."""
@@ -91,6 +91,14 @@ class LaunchedDaemon:
         state = self._state()
         return f"http://127.0.0.1:{state['port']}" if state else None
 
+    def is_listening(self) -> bool:
+        """Returns whether the daemon itself has its port. While it starts or ends, another user's program may have it,
+        and would get what an agent sends, and answer it."""
+        state = self._state() if self.url() is not None else {}
+        daemon = daemon_at("127.0.0.1", state["port"]) if state else None
+        # The launch may have been killed before it wrote the process.
+        return daemon is not None and daemon[0] == state.get("pid", daemon[0])
+
     def _state(self) -> dict[str, Any]:
         """Returns the first line of `daemon.json`, or an empty dict if the start has just begun. Behind that line
         there may be the rest of an older, longer line. Raises `ValueError` if the file is damaged."""
@@ -148,9 +156,9 @@ class LaunchedDaemon:
     def start(
         self, usual_port: int, flags: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Starts the daemon at the usual port, or at a free one if that is in use, and returns when it answers. Its
-        `environment` is that of this process if it is None. Raises `NotReady` if it ends before. The caller holds
-        `mutex`."""
+        """Starts the daemon at the usual port, or at a free one if that is in use, and returns when it answers: it, and
+        no other program that took the port first. Its `environment` is that of this process if it is None. Raises
+        `NotReady` if it ends before. The caller holds `mutex`."""
         port = _free_port(usual_port)
         call = running_daemon(f"http://127.0.0.1:{port}", None)
         if self.log.exists():
@@ -178,9 +186,12 @@ class LaunchedDaemon:
                 os.pwrite(fd, f"{json.dumps(state | {'pid': process.pid})}\n".encode(), 0)
             with status("starting the daemon …"):
                 while process.poll() is None:
-                    with suppress(NotReady):
-                        call("GET", "/health", None)
-                        return process
+                    if self.is_listening():
+                        with suppress(NotReady):
+                            call("GET", "/health", None)
+                            return process
+                    if UNPUBLISHED.encode() in self.log.read_bytes():
+                        raise NotReady(f"the daemon cannot be told from another user's: see its log, {self.log}")
                     time.sleep(_POLL_S)
         except BaseException:
             if process is not None:

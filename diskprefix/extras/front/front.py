@@ -97,7 +97,7 @@ class Front:
         self._access, self._stop_server = access, stop_server
         self._guard = BrowserGuard(self, settings.host, has_keys=settings.api_keys is not None)
         self._swaps = Swaps(workers.all, None if listing.only else settings.memory_limit)
-        self._routes = OwnRoutes(listing, self._swaps, self._load_or_unload)
+        self._routes = OwnRoutes(listing, self._swaps, self._load_or_unload, access.page_token)
         self._failures: defaultdict[str, Failures] = defaultdict(Failures)
         self._in_flight, self._pace = InFlight(settings), BodyPace()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
-import os
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from diskprefix.server.process.listener import open_listeners
 from diskprefix.server.process.process import (
     SignalledServer,
     announce_listening,
+    leave,
     made_token,
     uvicorn_config,
     warn_without_keys,
@@ -64,7 +64,7 @@ def run_front(listing: Listing, settings: Settings) -> None:
         signal.signal(number, signal.SIG_IGN)
     workers = Workers(takes_any_name=listing.only is None)
     settings, listeners = open_listeners(settings)
-    workers.token = made_token(settings)
+    workers.token, workers.page_secret = made_token(settings), None if keys is None else keys.page_secret
     workers.address = announce_listening(listeners, settings, workers.token)
     warn_without_keys(settings, workers.address)
     access = keys or workers.token
@@ -78,7 +78,5 @@ def run_front(listing: Listing, settings: Settings) -> None:
     finally:
         for listener in listeners:
             listener.close()
-    if front.exit_code or listing.is_reading:
-        # The worker has logged why. A thread that waits for a disk would keep the process.
-        logging.shutdown()
-        os._exit(front.exit_code)
+    # The worker has logged why. A thread that waits for a disk would keep the process.
+    leave(front.exit_code, at_once=listing.is_reading)

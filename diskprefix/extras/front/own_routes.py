@@ -41,9 +41,10 @@ class OwnRoutes:
         listing: Listing,
         swaps: Swaps[ModelWorker],
         load_or_unload: Callable[[str, str, Caller], Awaitable[dict[str, str]]],
+        page_token: Callable[[Caller], str],
     ) -> None:
         self._listing, self._swaps = listing, swaps
-        self._load_or_unload = load_or_unload
+        self._load_or_unload, self._page_token = load_or_unload, page_token
 
     async def response(self, scope: Scope, caller: Caller) -> Response | None:
         """Returns the front's own answer, or None for a request to pass on. Raises `DiskPrefixError`."""
@@ -54,6 +55,8 @@ class OwnRoutes:
             caller.require_owner()
             name, _, action = path.removeprefix("/models/").rpartition("/")
             return JSONResponse(await self._load_or_unload(name, action, caller))
+        if (method, path) == ("POST", "/page-token"):
+            return JSONResponse({"token": self._page_token(caller)})
         require_served(path)
         if path == "/api/version":
             return JSONResponse(VERSION)

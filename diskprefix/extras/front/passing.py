@@ -158,8 +158,7 @@ def _headers_up(scope: Scope) -> list[tuple[bytes, bytes]]:
     headers = [(name, value) for name, value in scope["headers"] if name not in _OF_ONE_CONNECTION]
     names = {name for name, _ in scope["headers"]}
     if b"transfer-encoding" in names:
-        # With a transfer-encoding, a content-length does not count.
-        headers = [header for header in headers if header[0] != b"content-length"]
+        # It has no content-length, or the front's server would have refused it.
         headers.append((b"transfer-encoding", b"chunked"))
     if names & {b"transfer-encoding", b"content-length"}:
         # Until the worker says that it reads the body, another worker may take the request.

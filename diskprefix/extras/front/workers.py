@@ -93,6 +93,7 @@ class Workers:
         self.address = ""
         """The front's address, for people."""
         self.token: OwnerToken | None = None
+        self.page_secret: bytes | None = None
         self.on_change: Callable[[ModelWorker], None] = lambda _worker: None
         """Called when a worker says something, and when it has ended (`code`)."""
         self.all: list[ModelWorker] = []
@@ -111,7 +112,8 @@ class Workers:
             worker.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             failing.callback(worker.channel.close)
             with theirs:
-                worker.channel.send(pickle.dumps(Order(settings, self.address, self.token, self._takes_any_name)))
+                order = Order(settings, self.address, self.token, self.page_secret, self._takes_any_name)
+                worker.channel.send(pickle.dumps(order))
                 passed = [listener.fileno(), theirs.fileno()]
                 worker.process = subprocess.Popen(
                     [*program, *map(str, passed)],

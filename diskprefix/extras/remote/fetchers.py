@@ -49,5 +49,5 @@ class Fetchers(Generic[_Result]):
 
     def close(self) -> None:
         """Begins no further call, and does not wait. A process that is to end before running calls do must use
-        `os._exit`, as the daemon does."""
+        `os._exit`, as the daemon does (`server/process/process.py`, `leave`)."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -7,7 +7,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from diskprefix.server.process.places import Places
 
 log = logging.getLogger("diskprefix")
 
@@ -21,18 +24,19 @@ OTHER_CONNECTIONS = 448
 class LimitedConnection(H11Protocol):
     """uvicorn's connection. One without a request is closed after a while.
 
-    One above the limit takes the place of the one that has been idle for longest, and is closed if none is idle.
+    One above the limit takes the place of another that is in no request, and is closed if there is none.
     """
 
-    def __init__(self, max_connections: int, **options: Any) -> None:
+    def __init__(self, places: Places, **options: Any) -> None:
         super().__init__(**options)
-        self._max_connections = max_connections
+        self.conn = _StrictParser(h11.SERVER)
+        self._places = places
         self._headers_timer: asyncio.TimerHandle | None = None
-        self._idle_since = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self._max_connections and not self._close_longest_idle():
-            log.warning("[server] a connection is refused: %d are open", len(self.connections))
+        peer = transport.get_extra_info("peername")
+        if not self._places.take(self, peer[0] if isinstance(peer, tuple) else None):
+            log.warning("[server] a connection is refused: %d are open", self._places.num)
             self.transport = transport
             transport.abort()
             return
@@ -47,12 +51,16 @@ class LimitedConnection(H11Protocol):
         super().data_received(data)
         if self._is_in_request:
             self._stop_headers_timer()
+            self._places.begin_request(self)
 
     def on_response_complete(self) -> None:
-        self._idle_since = self.loop.time()
         super().on_response_complete()
+        # With the next request, if the client has sent it already.
+        if not self._is_in_request:
+            self._places.end_request(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._places.release(self)
         self._stop_headers_timer()
         super().connection_lost(exc)
 
@@ -75,27 +83,37 @@ class LimitedConnection(H11Protocol):
         return self.cycle is not None and self.cycle.response_complete and self.cycle.more_body
 
     @property
-    def _is_idle(self) -> bool:
-        """Returns whether the connection can be closed at once without loss."""
-        return (
-            not self._is_in_request and not self.transport.is_closing() and self.transport.get_write_buffer_size() == 0
-        )
+    def has_unsent(self) -> bool:
+        return self.transport.get_write_buffer_size() > 0
 
-    def _close_longest_idle(self) -> bool:
-        """Closes the connection that has been idle for longest. Returns False if none is idle."""
-        idle = [other for other in self.connections if isinstance(other, LimitedConnection) and other._is_idle]
-        if idle:
-            min(idle, key=lambda other: other._idle_since).transport.close()
-        return bool(idle)
+    def give_up(self) -> None:
+        self.transport.give_up()  # type: ignore[attr-defined]
 
     def _start_headers_timer(self) -> None:
         if self._headers_timer is None:
+            self._places.begin_head(self)
             self._headers_timer = self.loop.call_later(HEADERS_S, self.transport.close)
 
     def _stop_headers_timer(self) -> None:
         if self._headers_timer is not None:
             self._headers_timer.cancel()
             self._headers_timer = None
+
+
+class _StrictParser(h11.Connection):
+    """A parser that refuses requests whose end a proxy may see elsewhere: what follows could be another request to it.
+
+    Of a request with `Content-Length` and `Transfer-Encoding`, RFC 9112 (6.1, 6.3) lets the second count, or the server
+    refuse it. HTTP/1.0 has no `Transfer-Encoding`.
+    """
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version < b"1.1"):
+                raise h11.RemoteProtocolError("Content-Length or HTTP/1.0 with Transfer-Encoding")
+        return event
 
 
 class _Lingering:
@@ -119,3 +137,6 @@ class _Lingering:
         self.lingers = True
         self._transport.write_eof()
         self._loop.call_later(_LINGER_S, self._transport.close)
+
+    def give_up(self) -> None:
+        self._transport.close()

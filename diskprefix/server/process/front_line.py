@@ -23,11 +23,13 @@ _ORPHAN_S = 60.0
 
 
 class Order(NamedTuple):
-    """The front's first words to a worker. `address` is the front's, for people. `token` is None with API keys."""
+    """The front's first words to a worker. `address` is the front's, for people. `token` is None with API keys, and
+    `page_secret`, that of `ApiKeys`, without."""
 
     settings: Settings
     address: str
     token: OwnerToken | None
+    page_secret: bytes | None
     takes_any_name: bool
     """Whether the front has chosen the model by its name or one of its aliases."""
 

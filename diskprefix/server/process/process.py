@@ -50,11 +50,16 @@ _SLOW_CLIENT_S = 3
 """Time in seconds after that for clients to read what was sent."""
 _DEVICE_LOST_S = 60.0
 """Time in seconds for a process that lost its accelerator to end in order."""
+_FAILED_S = 5.0
+"""Time in seconds for a process that failed to say why and to end, whatever its threads do."""
+_THREADS_END_S = 1.0
+"""Time in seconds for threads without work to end."""
 _KEEP_ALIVE_S = 75
 """Time that an idle connection is kept open for another request."""
 _FORCED_EXIT_CODE = 130
-_OTHER_FILES, _MIN_CONNECTIONS = 64, 16
-"""The number of open files besides connections (model, store, libraries), and of connections always accepted."""
+_OTHER_FILES, _MIN_CONNECTIONS, _ACCEPTS = 64, 16, 32
+"""The number of open files besides connections (model, store, libraries), of connections always accepted, and of those
+accepted before requests are read again."""
 
 _PERIOD_S = 5.0
 """Time between two notifications to systemd."""
@@ -68,7 +73,8 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     faulthandler.enable()
     # Until the server handles it: nothing has been started that must be stopped. A thread that loads cannot be.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: os._exit(0))
-    keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
+    page_secret = None if front is None else front.order.page_secret
+    keys = None if settings.api_keys is None else ApiKeys(settings.api_keys, page_secret)
     # Ignored until the server runs: the keys are fresh, and there are no pages to check yet.
     for number in (signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -137,7 +143,7 @@ class BegunLoad:
 
 def made_token(settings: Settings) -> OwnerToken | None:
     """Returns the token of the owner of a daemon, None if it has API keys."""
-    return OwnerToken.of_user() if settings.api_keys is None else None
+    return OwnerToken.drawn() if settings.api_keys is None else None
 
 
 def announce_listening(listeners: list[socket.socket], settings: Settings, token: OwnerToken | None) -> str:
@@ -161,6 +167,7 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     """Returns the limits and timeouts of uvicorn. Its access log is off: the daemon has its own."""
     from diskprefix.server.limits import InFlight
     from diskprefix.server.process.connection import OTHER_CONNECTIONS, LimitedConnection
+    from diskprefix.server.process.places import Places
 
     # A failure after the status leaves the body without an end. Such a failure has been logged already.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing" not in str(record.msg))
@@ -168,11 +175,13 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     files = sys.maxsize if files == resource.RLIM_INFINITY else files
     # A front has a connection to a worker for each request in flight, too.
     max_connections = min(in_flight + OTHER_CONNECTIONS, max(_MIN_CONNECTIONS, files - _OTHER_FILES - in_flight))
+    spare = max(1, min(OTHER_CONNECTIONS, max_connections) // 2)
+    places = Places(max_connections, most_new=spare, most_of_address=max_connections - spare)
     return uvicorn.Config(
         app,
-        http=partial(LimitedConnection, max_connections),  # type: ignore[arg-type]
-        # So many are accepted in one turn of the loop, before one above the limit is closed.
-        backlog=min(BACKLOG, max(_MIN_CONNECTIONS, files - _OTHER_FILES - max_connections)),
+        http=partial(LimitedConnection, places),  # type: ignore[arg-type]
+        # asyncio accepts so many in one turn of the loop, before requests are read, and one above the limit is closed.
+        backlog=min(_ACCEPTS, max(_MIN_CONNECTIONS, files - _OTHER_FILES - max_connections)),
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -185,8 +194,18 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     )
 
 
-class SignalledServer(uvicorn.Server):
-    """uvicorn's server with exit code 0 after SIGTERM."""
+class ListeningServer(uvicorn.Server):
+    """uvicorn's server, which accepts few connections in a turn of the loop. The others wait in the kernel."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            # asyncio has set the kernel's number to its own.
+            listener.listen(BACKLOG)
+
+
+class SignalledServer(ListeningServer):
+    """A server with exit code 0 after SIGTERM."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -231,9 +250,7 @@ class _Server(SignalledServer):
             self._front.fail(error.message)
         if isinstance(error, DeviceLost):
             log.critical("[server] %s; the daemon ends, for its supervisor to start it again", error.message)
-            timer = threading.Timer(_DEVICE_LOST_S, os._exit, (error.exit_code,))
-            timer.daemon = True
-            timer.start()
+            _exit_after(_DEVICE_LOST_S, error.exit_code)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
@@ -313,12 +330,37 @@ class SignsOfLife:
 def _end(daemon: Daemon) -> None:
     """Raises the error that ended the daemon. Exits at once if a thread, which cannot be stopped, still works."""
     if daemon.failure is not None:
+        if _has_working_thread():
+            _exit_after(_FAILED_S, daemon.failure.exit_code)
         raise daemon.failure
     log.info("stopped")
-    if daemon.is_loading or daemon.threads.are_busy:
+    leave(0, at_once=daemon.is_loading or daemon.threads.are_busy)
+
+
+def leave(code: int, *, at_once: bool = False) -> None:
+    """Exits with a code if that is not 0, and if a thread still works, such as one that reads from a bucket which does
+    not answer: Python would wait for it. Else returns, so that the process ends in order."""
+    if code or at_once or _has_working_thread():
         logging.shutdown()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
+
+
+def _has_working_thread() -> bool:
+    """Gives threads a moment to end whose pools are closed. Daemon threads count: Python waits for those of pools."""
+    deadline = time.monotonic() + _THREADS_END_S
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                return True
+    return False
+
+
+def _exit_after(seconds: float, code: int) -> None:
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, address: str) -> None:

@@ -30,6 +30,8 @@ _OF_THE_SERVICE = Path("/var/cache/diskprefix/diskprefix") / _FOLDER
 """The folder of the systemd service, which root can read."""
 _OF_AN_ADDRESS = re.compile(r"[^.].*_\d+")
 _MAX_BYTES = 256
+UNPUBLISHED = "commands must be told the token (--api-key)"
+"""What a daemon logs if it cannot write its files."""
 
 
 @contextmanager
@@ -41,7 +43,7 @@ def published_token(token: str, listeners: Sequence[socket.socket]) -> Iterator[
                 stack.enter_context(_published(token, name))
         except OSError as error:
             folder = cache_home() / _FOLDER
-            log.warning("commands must be told the token (--api-key): no file in %s (%s)", folder, error.strerror)
+            log.warning("%s: no file in %s (%s)", UNPUBLISHED, folder, error.strerror)
         yield
 
 

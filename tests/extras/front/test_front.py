@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import pytest
-import uvicorn
 
 from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import DiskPrefixError, InvalidRequest, ModelError, NotReady
@@ -37,10 +36,11 @@ from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.limits import InFlight
 from diskprefix.server.process.front_line import LOAD, UNLOAD
 from diskprefix.server.process.listener import listen
-from diskprefix.server.process.process import uvicorn_config
+from diskprefix.server.process.process import ListeningServer, uvicorn_config
 from diskprefix.settings import Settings
 from diskprefix.values import SHARED, Tenant
 from tests.server.test_auth import write_keys
+from tests.server.test_bad_requests import FRAMINGS, REFUSED, refusals_of
 from tests.server.test_limits import unfinished_body
 
 LIMIT = 1 << 30
@@ -282,6 +282,21 @@ async def test_a_pinned_model_that_found_no_room_is_loaded_when_there_is_some(mo
 
 
 @in_a_loop
+async def test_the_front_gives_pages_their_token_and_loads_no_model_for_it(tmp_path: Path) -> None:
+    key = "k" * 24
+    keys = ApiKeys(write_keys(tmp_path / "keys", f"someone {key}"))
+    cases = ((TOKEN, TOKEN.text, 200), (TOKEN, "of-a-tenant", 401), (keys, key, 200), (keys, "token", 401))
+    for listing in (Listing(Settings(), Models(named("one"))), Listing(Settings(), None)):
+        for access, sent, status in cases:
+            told = Told(listing, access)
+            found, answer = await told.ask("", "/page-token", key=sent)
+            assert found == status
+            if status == 200:
+                assert access.caller(f"Bearer {answer['token']}") == access.caller(f"Bearer {sent}")
+            assert not told.workers.started
+
+
+@in_a_loop
 async def test_a_request_counts_for_its_key_until_its_end_and_a_look_neither_uses_nor_keeps_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,7 +388,7 @@ async def test_bodies_that_wait_for_a_worker_have_a_bound_in_bytes_and_its_memor
     keys = ApiKeys(write_keys(tmp_path / "keys", f"alice {alice}", f"bob {bob}"))
     told = Told(Listing(Settings(), None if is_one_model else Models(named("one")), needs), access=keys)
     told.front._in_flight = InFlight(Settings(api_keys=tmp_path / "keys"))
-    server = uvicorn.Server(uvicorn_config(told.front, Settings()))
+    server = ListeningServer(uvicorn_config(told.front, Settings()))
     [listener] = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
 
@@ -398,6 +413,23 @@ async def test_bodies_that_wait_for_a_worker_have_a_bound_in_bytes_and_its_memor
             await trimmed.wait()
         server.should_exit = True
         await serving
+
+
+@in_a_loop
+async def test_the_front_refuses_a_request_whose_end_may_be_seen_elsewhere() -> None:
+    told = Told(Listing(Settings(), Models(named("one")), needs))
+    server = ListeningServer(uvicorn_config(told.front, Settings()))
+    [listener] = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    serving = asyncio.create_task(server.serve([listener]))
+    await until(lambda: server.started)
+    for version, headers in FRAMINGS:
+        answer = await asyncio.to_thread(refusals_of, port, version, headers)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert (answer.count(b"HTTP/1.1"), REFUSED in answer) == (1, True)
+    assert not told.workers.started
+    server.should_exit = True
+    await serving
 
 
 @in_a_loop

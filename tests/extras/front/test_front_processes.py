@@ -124,7 +124,7 @@ def test_a_worker_ends_whose_front_died_with_unread_messages(monkeypatch: pytest
         listener.bind(str(tmp_path / "folder" / "1"))
         theirs.send(b"WATCHDOG=1")
         ours.close()
-        FrontLine(Order(Settings(), "", None, takes_any_name=False), listener, theirs)
+        FrontLine(Order(Settings(), "", None, None, takes_any_name=False), listener, theirs)
         assert ended.wait(30)
     assert not (tmp_path / "folder").exists()
 

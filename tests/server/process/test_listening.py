@@ -77,13 +77,16 @@ def test_a_socket_of_systemd_that_cannot_be_reached_is_logged_and_no_error_and_n
 
 
 @pytest.mark.parametrize(
-    ("files", "most", "backlog"), [(96, 16, 16), (1024, 520, 440), (resource.RLIM_INFINITY, 520, 2048)]
+    ("files", "limits", "accepts"),
+    [(96, (16, 8, 8), 16), (1024, (520, 224, 296), 32), (resource.RLIM_INFINITY, (520, 224, 296), 32)],
 )
 def test_connections_leave_open_files_for_the_rest(
-    files: int, most: int, backlog: int, monkeypatch: pytest.MonkeyPatch
+    files: int, limits: tuple[int, ...], accepts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """200 idle connections at `ulimit -n 96` stopped a daemon, with a traceback for each try to accept another."""
     monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
     settings = Settings(kv_cache_dir=Path(), max_sequences=8, max_queue=64)
     config = uvicorn_config(cast("Any", None), settings)
-    assert (cast("Any", config.http).args, config.backlog) == ((most,), backlog)
+    [places] = cast("Any", config.http).args
+    assert (places.most, places.most_new, places.most_of_address) == limits
+    assert config.backlog == accepts

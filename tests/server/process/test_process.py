@@ -33,11 +33,12 @@ from tests.server.daemon_process import (
     DaemonProcess,
     clean_environment,
     open_raw,
+    props,
     running_daemon,
     serve_flags,
     wait_until,
 )
-from tests.server.test_auth import ALICE, write_keys
+from tests.server.test_auth import ALICE, bearer, write_keys
 
 BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Name three rivers and tell me where each begins. " * 3}],
@@ -141,6 +142,62 @@ def test_a_loading_daemon_answers_health_and_ends_with_0_when_told_to(
         assert answer.headers["retry-after"]
         assert daemon.stop(signal.SIGTERM) == 0
         assert daemon.lines[-1].endswith("stopped")
+
+
+@pytest.mark.slow
+def test_a_bucket_that_does_not_answer_keeps_no_daemon_from_ending(chat_model: Path, tmp_path: Path) -> None:
+    bucket, key = tmp_path / "bucket", tmp_path / "key"
+    key.write_text("a key that machines share")
+    key.chmod(0o600)
+    shared = {"remote_tier": f"file://{bucket}", "namespace_key_file": key, "remote_write": "all"}
+    messages = [{"role": "user", "content": "Name three rivers and tell me where each begins. " * 20}]
+    body = BODY | {"messages": messages, "prefix_cache": {"scope": "full"}}
+    with running_daemon(chat_model, tmp_path / "one", **shared) as daemon, daemon.client() as client:
+        client.post(CHAT, json=body).raise_for_status()
+        daemon.wait_saved()
+        wait_until(lambda: not props(client)["full_cache"]["state"]["remote"]["offered"], "it is shared")
+    objects = [path for path in bucket.rglob("*") if path.is_file()]
+    assert objects
+    for path in objects:
+        path.unlink()
+        # Who reads it waits for a program that writes to it.
+        os.mkfifo(path)
+    with running_daemon(chat_model, tmp_path / "two", **shared) as daemon:
+        answer = httpx.post(daemon.url + CHAT, json=body, timeout=60, headers=bearer(daemon.token)).json()
+        assert answer["prefix_cache"]["restored"] == 0
+        assert daemon.stop() == 0
+        assert daemon.lines[-1].endswith("stopped")
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("process._end(daemon)", 0, ["stopped"]),
+        ("daemon.failure = error; process._end(daemon)", 3, ["the model is gone"]),
+        ("process.leave(5)", 5, []),
+        ("release.set(); process._end(daemon); print('in order')", 0, ["stopped", "in order"]),
+    ],
+)
+def test_no_thread_that_hangs_keeps_the_process_from_ending(ends: str, code: int, said: list[str]) -> None:
+    program = f"""import logging, threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from diskprefix import app, cli
+from diskprefix.errors import ModelError
+from diskprefix.server.process import process
+app.serve, process._FAILED_S = lambda _: serve(), 0.1
+release, error = threading.Event(), ModelError("the model is gone")
+ThreadPoolExecutor(1).submit(release.wait)
+daemon = SimpleNamespace(failure=None, is_loading=False, threads=SimpleNamespace(are_busy=False))
+def serve():
+    {ends}
+cli.main(["serve"])
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=clean_environment(), timeout=60
+    )
+    lines = [line.removeprefix("error: ").rpartition("INFO ")[2] for line in (ended.stderr + ended.stdout).splitlines()]
+    assert (ended.returncode, lines) == (code, said)
 
 
 @pytest.mark.parametrize("problem", ["", "the disk is gone"])

@@ -15,9 +15,10 @@ from diskprefix.extras.open_page import open_page
 def dashboard(url: str, api_key: str | None, prints: bool) -> None:
     """Open the dashboard of the running daemon in a browser. If there is no browser, print the link.
 
-    The link contains the token of your daemons, so the page shows the texts of prompts, even after the daemon restarts.
-    The browser opens a file that only you can read, not the link itself, because other users can see the arguments of
-    programs. A browser that may not read files below $XDG_CACHE_HOME, such as a sandboxed one, needs the printed link.
+    The link contains a token of the daemon, so the page shows the texts of prompts. The token ends with the daemon:
+    after a restart, open the page again. The browser opens a file that only you can read, not the link itself, because
+    other users can see the arguments of programs. A browser that may not read files below $XDG_CACHE_HOME, such as a
+    sandboxed one, needs the printed link.
 
     \b
     diskprefix dashboard

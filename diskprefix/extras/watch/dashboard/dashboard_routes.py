@@ -57,6 +57,15 @@ async def _chat(_request: Request) -> Response:
     return CHAT_PAGE.response()
 
 
+@routes.add("POST /page-token", "Token of a page", errors=[401])
+async def page_token(request: Request) -> JSONResponse:
+    """Exchange the key in `Authorization` for a `token` with the same rights that ends with the daemon's process.
+
+    Pages keep only that: whoever listens on the daemon's port later gets what an open page sends.
+    """
+    return JSONResponse({"token": request.app.state.access.page_token(log_context(request).caller)})
+
+
 class StateParameters(BaseModel, defer_build=True):
     """`GET /dashboard/state`."""
 

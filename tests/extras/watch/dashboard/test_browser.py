@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -19,11 +21,13 @@ from diskprefix.server.process.token_file import page_link
 from tests.closing import needs
 from tests.extras.browsing import PHONE, WIDE, violations
 from tests.server.daemon_process import DaemonProcess, serve_flags, wait_until
+from tests.server.test_auth import ADMIN, write_keys
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
 
 CHAT = "/v1/chat/completions"
+OWN_DATA = ("/dashboard/state", "/dashboard/entries", "/props")
 
 pytestmark = needs("chromium")
 
@@ -132,6 +136,85 @@ def test_no_server_at_another_port_gets_the_token(browser: Browser, daemon: Daem
         other.shutdown()
     assert len(got) >= 3
     assert [one for one in got if daemon.token in one or "cookie" in one.lower()] == []
+
+
+class Stranger(ThreadingHTTPServer):
+    """Another user's program at the port of a daemon that has ended. Its answers make a page go on."""
+
+    def __init__(self, port: int) -> None:
+        self.got: list[tuple[str, str]] = []
+        got = self.got
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
+                got.append((urlsplit(self.path).path, f"{self.path}\n{self.headers}\n{body.decode()}"))
+                answer = json.dumps({"status": "ok", "data": [], "token": "x"}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            do_POST = do_GET
+
+            def log_message(self, *_args: object) -> None:
+                """Nobody reads it."""
+
+        super().__init__(("127.0.0.1", port), Handler)
+
+    def bearers(self, path: str = "/") -> set[str]:
+        """What came as a key with requests for paths that begin so."""
+        found = [re.findall(r"(?im)^authorization: bearer (\S+)", text) for to, text in self.got if to.startswith(path)]
+        return {bearer for each in found for bearer in each}
+
+
+@pytest.mark.parametrize(
+    "kind", ["alone", "with keys", *(pytest.param(f"front {end}", marks=pytest.mark.slow) for end in ("", "with keys"))]
+)
+def test_who_takes_the_port_of_a_daemon_that_ended_gets_nothing_of_open_pages_that_opens_a_daemon(
+    browser: Browser, daemon: DaemonProcess, chat_model: Path, tmp_path: Path, kind: str
+) -> None:
+    flags = serve_flags(chat_model, tmp_path / "kv", **({"idle_unload": "1h"} if "front" in kind else {}))
+    key = ADMIN if "keys" in kind else None
+    if key is not None:
+        flags += ["--api-keys", str(write_keys(tmp_path / "keys", f"admin {key}"))]
+    context = browser.new_context()
+    context.set_default_timeout(120_000)
+    dashboard, chat = context.new_page(), context.new_page()
+    with DaemonProcess(*flags) as ended:
+        with ended.client(key) as client:
+            client.get("/v1/models").raise_for_status()
+        ended.wait_ready()
+        token, port = ended.token, urlsplit(ended.url).port or 0
+        dashboard.goto(page_link(ended.url, key or token))
+        dashboard.locator("#status", has_text="ok").wait_for()
+        # The other page has it from what was typed.
+        chat.goto(f"{ended.url}/chat" if key else page_link(ended.url, token, "chat"))
+        if key is not None:
+            chat.fill("#key", key)
+            chat.click("#login button[type=submit]")
+        chat.wait_for_selector("#all:visible")
+        assert ended.stop() == 0
+    with Stranger(port) as stranger:
+        threading.Thread(target=stranger.serve_forever).start()
+        chat.fill("#text", "hello")
+        chat.press("#text", "Enter")
+        wait_until(
+            lambda: stranger.bearers("/dashboard/") and stranger.bearers(CHAT), "both pages asked the stranger", 60
+        )
+        stranger.shutdown()
+    context.close()
+    assert key is None or not any(key in text for _, text in stranger.got)
+    with DaemonProcess(*flags) as later:
+        urls = [later.url, daemon.url]
+        opened_by = [
+            (url, path, bearer)
+            for url in urls
+            for path in OWN_DATA
+            for bearer in stranger.bearers()
+            if httpx.get(url + path, headers={"Authorization": f"Bearer {bearer}"}).status_code != 401
+        ]
+        assert opened_by == []
 
 
 def test_a_new_link_in_the_same_tab_takes_the_place_of_an_old_token(browser: Browser, daemon: DaemonProcess) -> None:
@@ -262,9 +345,11 @@ def test_after_a_kill_the_last_figures_are_dimmed_and_the_command_that_starts_it
         assert page.locator("#ended tbody tr").count() > 0
         with DaemonProcess(*flags, "--port", str(urlsplit(killed.url).port)) as second:
             second.wait_ready()
-            page.locator("#stopped").wait_for(state="hidden")
+            page.locator("#login-why", has_text="The daemon was started again").wait_for()
+            assert not page.is_visible("#stopped")
+            assert page.inner_text("#unlock") == f"diskprefix dashboard --url {second.url}"
+            page.goto(page_link(second.url, second.token))
             page.locator("#status", has_text="ok").wait_for()
-            assert not page.is_visible("#login"), "the token is the same"
         context.close()
 
 

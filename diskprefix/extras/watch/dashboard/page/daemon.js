@@ -7,19 +7,36 @@ class Refused extends Error {
   }
 }
 
-const KEY = "diskprefix-key";
+const TOKEN = "diskprefix-token";
+let unlocking = Promise.resolve(), wasRefused = false;
 
-// The link of `diskprefix dashboard` has the token behind #, which browsers do not send. It is kept until the tab is closed.
-function takeToken() {
-  const token = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (token === null) return false;
-  sessionStorage.setItem(KEY, token);
-  history.replaceState(null, "", location.pathname);
-  return true;
+// Exchanges a key for a token that ends with the daemon's process, and keeps only that, until the tab is closed. Whoever
+// listens on the port later gets what an open page sends.
+function unlock(key) {
+  sessionStorage.removeItem(TOKEN);
+  return (unlocking = exchange(key));
 }
-takeToken();
+
+async function exchange(key) {
+  try {
+    const answer = await fetch("/page-token", { method: "POST", headers: { Authorization: `Bearer ${key}` } });
+    wasRefused = answer.status === 401;
+    if (answer.ok) sessionStorage.setItem(TOKEN, (await answer.json()).token);
+  } catch {
+    // The next request says that there is no daemon.
+  }
+}
+
+// The link of `diskprefix dashboard` has a token or a key behind #, which browsers do not send.
+function takeKey() {
+  const key = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (key === null) return;
+  history.replaceState(null, "", location.pathname);
+  return unlock(key);
+}
+takeKey();
 // Opening the link in a tab that already shows the page does not reload it.
-addEventListener("hashchange", () => takeToken() && location.reload());
+addEventListener("hashchange", () => takeKey()?.then(() => location.reload()));
 
 // For a daemon with several models: `model` is the model that is shown.
 const several = { is: "several" in document.documentElement.dataset, model: null };
@@ -27,9 +44,9 @@ const several = { is: "several" in document.documentElement.dataset, model: null
 async function call(method, path, body, signal) {
   if (several.is && path.startsWith("/dashboard/") && several.model === null) throw new Error("no model is loaded");
   if (several.model !== null && path.startsWith("/dashboard/")) path += `${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(several.model)}`;
-  const headers = {};
-  const key = sessionStorage.getItem(KEY);
-  if (key) headers["Authorization"] = `Bearer ${key}`;
+  await unlocking;
+  const headers = {}, token = sessionStorage.getItem(TOKEN);
+  if (token) headers["Authorization"] = `Bearer ${token}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   if (answer.ok) return answer;
@@ -42,12 +59,14 @@ function setStatus(kind, text) {
   setText(find("#status"), text);
 }
 
-// Shows that the page is locked: the command that opens it, and why a key was refused.
+// Shows that the page is locked: the command that opens it, and why.
 function showLogin(command, error) {
   find("#login").hidden = false;
   setStatus("idle", "locked");
   setText(find("#unlock"), `diskprefix ${command}${location.port === "8642" ? "" : ` --url ${location.origin}`}`);
-  setText(find("#login-why"), error.status === 403 ? error.message : sessionStorage.getItem(KEY) ? "This is no key or token of this daemon." : "");
+  setText(find("#login-why"), error.status === 403 ? error.message : wasRefused ? "This is no key or token of this daemon."
+    : sessionStorage.getItem(TOKEN) ? "The daemon was started again after this page was opened, or the key was removed. Open the page again." : "");
+  if (error.status === 401) sessionStorage.removeItem(TOKEN);
   find("#key").focus();
 }
 
@@ -56,9 +75,8 @@ function onLogin(open) {
   find("#copy-unlock").addEventListener("click", ({ target }) => copy(find("#unlock").textContent, find("#unlock"), target.nextElementSibling));
   find("#login").addEventListener("submit", (event) => {
     event.preventDefault();
-    sessionStorage.setItem(KEY, find("#key").value.trim());
+    unlock(find("#key").value.trim()).then(open);
     find("#key").value = "";
-    open();
   });
 }
 
