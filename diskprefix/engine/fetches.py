@@ -180,9 +180,9 @@ class Fetches:
 
     @property
     def check_in_s(self) -> float | None:
-        """The seconds until the loop must call `take` again, because some read may have stopped moving. Requests that
-        wait for memory are tried again then: nothing may wake them while a thread hangs."""
-        return _CHECK_S if self._open else None
+        """The seconds until the loop must call `take` again, because some read or write may have stopped moving.
+        Requests that wait for memory are tried again then: nothing may wake them while a thread hangs."""
+        return _CHECK_S if self._open or self._cache.store.write_s else None
 
     def close(self) -> None:
         """Ends all reads. Does not wait for ever for threads that hang: the process ends without them."""
@@ -200,7 +200,9 @@ class Fetches:
     def _note_stall(self, hanging: set[Kind | None]) -> bool:
         """Returns whether the disk does not answer."""
         is_stalled = self._cache.store.reads.stalled is not None
-        self._pages.disk_hangs = is_stalled or bool(hanging - {"prefetch"})
+        # What is being written holds its pages.
+        is_write_hung = self._cache.store.write_s > reads.STALL_S
+        self._pages.disk_hangs = is_stalled or is_write_hung or bool(hanging - {"prefetch"})
         if "prefetch" in hanging and not self.prefetch_hangs:
             log.error("[disk-cache] the shared tier does not answer: nothing is fetched from it until it does")
         self.prefetch_hangs = "prefetch" in hanging

@@ -46,8 +46,8 @@ class MemoryWait(NamedTuple):
 
 
 def memory_held() -> NotReady:
-    """Returns the error of a request that lacks the memory of reads that hang."""
-    return NotReady("a restore holds the KV memory that is missing, and the disk does not answer")
+    """Returns the error of a request that lacks the memory of reads or writes that hang."""
+    return NotReady("the KV memory that is missing is being read or written, and the disk does not answer")
 
 
 class PageCache:

@@ -118,6 +118,13 @@ class StoreFile:
         return env.write_lock.stalled if env is not None else None
 
     @property
+    def write_s(self) -> float:
+        """The seconds that the oldest write of this process has taken so far, or has waited for another process; 0 if
+        nothing is written."""
+        env = self._env
+        return 0.0 if env is None else max(env.write_lock.waited_s, env.write_lock.writing_s)
+
+    @property
     def write_waited_s(self) -> float:
         """The seconds that a write of this process has waited for another one."""
         env = self._env

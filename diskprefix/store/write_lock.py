@@ -59,11 +59,16 @@ class WriteLock:
         return 0.0 if began_at is None else time.monotonic() - began_at
 
     @property
+    def writing_s(self) -> float:
+        """The seconds since the open transaction of this process began; 0 if none is open."""
+        since = self._writing_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    @property
     def stalled(self) -> str | None:
         """The reason why nothing is written, if a write has waited for `patience_s`, or if the disk does not finish
         one."""
-        since = self._writing_since
-        if since is not None and (seconds := time.monotonic() - since) > _WRITE_S:
+        if (seconds := self.writing_s) > _WRITE_S:
             return f"--kv-cache-dir {self._path}: the disk has not finished a write for {seconds:.0f} s"
         return None if self.waited_s < self.patience_s else self._message()
 

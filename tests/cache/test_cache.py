@@ -133,7 +133,7 @@ def test_records_that_make_saving_fail_go_and_the_next_request_is_saved(runner: 
 def test_a_failing_store_makes_misses_not_errors(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     cold = runner.run(PROMPT, "full", reply=4)
     with monkeypatch.context() as patched:
-        patched.setattr(runner.cache.store, "snapshot", unavailable)
+        patched.setattr(runner.cache.store.reads, "snapshot", unavailable)
         warm = runner.run(PROMPT, "full", reply=4)
         stats = runner.cache.stats()
     assert same(cold, warm)
@@ -455,7 +455,7 @@ def test_the_store_is_read_with_the_fetch_and_not_by_the_engine(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [why_kept(runner, PROMPT) for _ in range(2)] == ["no_history", "shared_prefix"]
-    here, snapshot, more = threading.current_thread(), runner.cache.store.snapshot, longer(PROMPT, 2 * BLOCK)
+    here, snapshot, more = threading.current_thread(), runner.cache.store.reads.snapshot, longer(PROMPT, 2 * BLOCK)
 
     def reading() -> AbstractContextManager[Snapshot]:
         assert threading.current_thread() is not here
@@ -465,7 +465,7 @@ def test_the_store_is_read_with_the_fetch_and_not_by_the_engine(
         if not is_known:
             runner.cache.namespaces._used.pop(ALICE)
         with monkeypatch.context() as patched:
-            patched.setattr(runner.cache.store, "snapshot", reading)
+            patched.setattr(runner.cache.store.reads, "snapshot", reading)
             cached = CachedRequest(runner.cache, Prompt(more), CacheOptions(scope=AUTO.scope, tenant=ALICE))
             fetching = threading.Thread(target=cached.fetch, args=(runner.new_sequence(len(more)),))
             fetching.start()

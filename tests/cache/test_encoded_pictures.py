@@ -222,7 +222,7 @@ def test_a_failing_store_is_a_miss(runner: Runner, monkeypatch: pytest.MonkeyPat
         raise error("the disk fails")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.cache.store, "snapshot", failing)
+        patch.setattr(runner.cache.store.reads, "snapshot", failing)
         assert pictures(runner).load(picture(), AUTO) is None
     with monkeypatch.context() as patch:
         patch.setattr(runner.cache.store, "publish", failing)

@@ -138,7 +138,7 @@ def test_what_fails_behind_it_leaves_a_state_to_go_on_from(
 
     with monkeypatch.context() as patch:
         if fails == "snapshot":
-            patch.setattr(store, "snapshot", fail)
+            patch.setattr(store.reads, "snapshot", fail)
         elif fails == "in the middle":
             patch.setattr(runner.sequence, "fill", fail_later)
         else:

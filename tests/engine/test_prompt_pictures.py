@@ -175,7 +175,7 @@ class Stored:
 @pytest.fixture
 def parts() -> SimpleNamespace:
     woken, encoder, stored, beats = threading.Event(), Encoder(), Stored(), list[int]()
-    store = SimpleNamespace(reads=SimpleNamespace(stalled=None))
+    store = SimpleNamespace(reads=SimpleNamespace(stalled=None), write_s=0.0)
     cache: Any = SimpleNamespace(store=store, count=str, settings=SimpleNamespace(max_sequences=1))
     pages: Any = SimpleNamespace()
     fetches = Fetches(cache, pages, woken.set)

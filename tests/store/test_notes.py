@@ -266,7 +266,7 @@ def test_a_failing_store_keeps_notes_in_memory_until_they_can_be_written(
             notes.write()
         assert not notes.is_waiting
         assert of(notes).get(RESPONSE, "resp_1") == b"content"
-        patch.setattr(store, "snapshot", fail)
+        patch.setattr(store.reads, "snapshot", fail)
         assert of(notes).get(RESPONSE, "resp_1") == b"content"
         assert of(notes).get(RESPONSE, "resp_2") is None
     notes.write()

@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -52,6 +53,8 @@ _DEVICE_LOST_S = 60.0
 """Time in seconds for a process that lost its accelerator to end in order."""
 _FAILED_S = 5.0
 """Time in seconds for a process that failed to say why and to end, whatever its threads do."""
+_OF_A_POOL = re.compile(r"_[0-9]+$")
+"""The end of the names that `ThreadPoolExecutor` gives to its threads."""
 _THREADS_END_S = 1.0
 """Time in seconds for threads without work to end."""
 _KEEP_ALIVE_S = 75
@@ -347,10 +350,11 @@ def leave(code: int, *, at_once: bool = False) -> None:
 
 
 def _has_working_thread() -> bool:
-    """Gives threads a moment to end whose pools are closed. Daemon threads count: Python waits for those of pools."""
+    """Gives threads that Python would wait for a moment to end: those of pools, even if they are daemon threads, and
+    others that are not."""
     deadline = time.monotonic() + _THREADS_END_S
     for thread in threading.enumerate():
-        if thread is not threading.main_thread():
+        if thread is not threading.main_thread() and (not thread.daemon or _OF_A_POOL.search(thread.name)):
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 return True

@@ -81,6 +81,11 @@ def salt_of(tenant: object) -> int:
     return xxhash.xxh3_64_intdigest(str(tenant).encode())
 
 
+def salt_of_build(salt: int, build: int) -> int:
+    """Returns the number that a build makes of that of a tenant."""
+    return salt ^ build
+
+
 class Replies:
     """Computes what the model must reply."""
 
@@ -144,12 +149,12 @@ def reset() -> ModelFaults:
 
 
 class HashRuntime:
-    """The runtime of such a model."""
+    """The runtime of such a model. Each `build` computes other bits."""
 
     vocab_size = VOCAB
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, build: int) -> None:
+        self.layout, self._build = layout, build
 
     def prepare(self) -> None:
         pass
@@ -161,7 +166,7 @@ class HashRuntime:
             if _faults[-1].failing and one.random.random() < _faults[-1].failing:
                 raise RuntimeError("the model fails, as it was asked to")
             assert isinstance(rows.state, KVSequence)
-            results.append(_compute(rows, rows.state))
+            results.append(_compute(rows, rows.state, salt_of_build(rows.salt, self._build)))
         one.block(one.random.random() * 2e-3 * sum(len(rows.token_ids) for rows in step))
         return StepOutput(results)
 
@@ -170,13 +175,13 @@ def _num_others(layout: Layout) -> int:
     return _WINDOW - 1 if len(layout.groups) > 1 else len(layout.states)
 
 
-def _compute(rows: SaltedRows, sequence: KVSequence) -> Logits:
+def _compute(rows: SaltedRows, sequence: KVSequence, salt: int) -> Logits:
     tokens, most = rows.token_ids.tolist(), _num_others(sequence.layout)
     run_ = sequence.begin_step(len(tokens))
     others = _rows(sequence.tables[-1], max(0, run_.start - most), run_.start)
     if sequence.states and run_.start:
         others = [sequence.content(sequence.num_tokens)]
-    states = _States(rows.salt, _rows(sequence.tables[0], 0, run_.start), others, most)
+    states = _States(salt, _rows(sequence.tables[0], 0, run_.start), others, most)
     logits = np.zeros((rows.num_logits, VOCAB), np.float32)
     for number, token in enumerate(tokens, start=rows.num_logits - len(tokens)):
         states.add(token)

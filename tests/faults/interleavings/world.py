@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
 from diskprefix.errors import DeviceLost, NotReady, StoreCorrupt
 from diskprefix.extras.remote import objects, remote_tier  # noqa: F401 (imported before its names are replaced)
+from diskprefix.identity import identity_text
 from diskprefix.kv import page_cache, pages, sequence, sizes
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
@@ -129,13 +131,28 @@ def _simulated_transaction(self: Environment, *, write: bool = False) -> Iterato
             yield txn
         one.point()
         return
-    with shared.file.writing, _transaction(self, write=True) as txn:
+    with _waiting_to_write(self, shared), _transaction(self, write=True) as txn:
         yield txn
         if disk.slow_s:
             one.block(one.random.random() * disk.slow_s)
         if disk.failing and one.random.random() < disk.failing:
             disk.num_failed += 1
             raise lmdb.DiskError("mdb_txn_commit: Input/output error")
+
+
+@contextmanager
+def _waiting_to_write(env: Environment, shared: Any) -> Iterator[None]:
+    """Takes the lock between writers. Meanwhile the environment knows that it waits, as beside other processes."""
+    one, waiting = id(scheduler().current), env.write_lock._waiting
+    waiting[one] = scheduler().now
+    try:
+        shared.file.writing.acquire()
+    finally:
+        del waiting[one]
+    try:
+        yield
+    finally:
+        shared.file.writing.release()
 
 
 def _require_reader(task: Task | None) -> None:
@@ -331,16 +348,19 @@ class Daemon:
     """One process of the daemon, without its HTTP server: `PrefixCache`, `Engine` and `Inbox`, as `app.load_engine` and
     `server.daemon` put them together."""
 
-    def __init__(self, settings: Settings, layout: Layout, num_sequences: float, process: object) -> None:
-        self.process = process
+    def __init__(
+        self, settings: Settings, layout: Layout, num_sequences: float, process: object, build: int = 0
+    ) -> None:
+        self.process, self.build = process, build
         self.rendering, self.reading = (
             ThreadPoolExecutor(_NUM_THREADS[kind], thread_name_prefix=kind) for kind in ("rendering", "reading")
         )
         self.store = open_store(settings)
         pool = PagePool(layout, block_size=BLOCK)
+        identity = partial(identity_text, {"model": "hash"}, BLOCK, 1, layout.describe())
         kv_limit = int(num_sequences * pool.sequence_bytes(LONGEST))
-        self.cache = PrefixCache(settings, self.store, layout, "hash/{}".format, "hash")
-        runtime: Any = hash_model.HashRuntime(layout)
+        self.cache = PrefixCache(settings, self.store, layout, identity, "hash", build=f"build {build}")
+        runtime: Any = hash_model.HashRuntime(layout, build)
         self.engine = Engine(hash_model.loaded(kv_limit), runtime, self.cache)
         self.engine.warm_up()
         self.fatal: list[DeviceLost] = []
