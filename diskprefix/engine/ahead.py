@@ -22,6 +22,10 @@ class Ahead:
         self._idle, self._jobs = idle, jobs
         self._job: AheadJob | None = None
 
+    @property
+    def wait_s(self) -> float | None:
+        return self._jobs.wait_s
+
     def begin(self) -> Steps | None:
         self._job = self._jobs.next()
         return None if self._job is None else self._compute(self._job)

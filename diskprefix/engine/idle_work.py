@@ -26,12 +26,19 @@ from diskprefix.printable import first_line
 from diskprefix.tokens import TokenIds
 from diskprefix.values import CacheOptions, Prompt
 
+_STALLED_S = 1.0
+"""Seconds between two looks whether the disk answers."""
+
 Steps: TypeAlias = "Generator[Future[Any] | None]"
 
 
 class IdleTask(Protocol):
     """A kind of work. `begin` returns the steps of the next piece, None if there is none; `give_up` drops a piece whose
-    steps failed. A piece that is stopped begins again later."""
+    steps failed. A piece that is stopped begins again later. `wait_s` are the seconds until `begin` may return a piece
+    without an event, None if it will not."""
+
+    @property
+    def wait_s(self) -> float | None: ...
 
     def begin(self) -> Steps | None: ...
 
@@ -75,7 +82,11 @@ class IdleWork:
     @property
     def wait_s(self) -> float | None:
         """The seconds until there may be work; None if there is none, or a read will `wake`."""
-        return self.served.ahead.wait_s if self._running is None else None
+        waits = [wait_s for task in self.tasks if (wait_s := task.wait_s) is not None]
+        if self._running is not None or not waits:
+            return None
+        # Nothing begins while the disk does not answer.
+        return min(waits) if self.cache.store.reads.stalled is None else max(_STALLED_S, *waits)
 
     def stop(self) -> None:
         """Gives all memory back, because a request has come."""
@@ -124,9 +135,12 @@ class IdleWork:
                 keep = owner is not None and restored.is_taken
                 self._release(model, restored, options, prompt.token_ids if keep else None)
             else:
-                # Its thread may still write to the pages. Until it returns, they are nobody's: no request waits for a
-                # sequence that nobody goes on computing.
-                pages.abandon(sequence)
+                self._abandon(model, restored)
+
+    def _abandon(self, model: AheadModel, restored: RestoredSequence) -> None:
+        """Leaves a sequence to the thread that may still write to its pages. No request waits for it any more: nobody
+        goes on computing it."""
+        model.pages.abandon(restored.sequence)
 
     def _end_read(self, model: AheadModel, restored: RestoredSequence) -> None:
         """Lets the work go on with what was read. If it was stopped meanwhile, ends its sequence instead, once no

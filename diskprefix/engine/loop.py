@@ -68,7 +68,7 @@ class Loop:
                 is_idle |= self._inbox.is_over
                 if is_idle and not self._inbox.is_over and self._works_ahead():
                     continue
-                ahead_s = None if self._active.requests else self._idle.wait_s
+                ahead_s = self._idle.wait_s if self._is_free else None
                 times = [s for s in (self._served.expires_in_s(), self._fetches.check_in_s, ahead_s) if s is not None]
                 if is_idle and not self._inbox.wait(min(times, default=None)):
                     return
@@ -80,9 +80,14 @@ class Loop:
             for running in self._active.requests:
                 running.cached.close()
 
+    @property
+    def _is_free(self) -> bool:
+        """There is no request, and the model can compute."""
+        return not self._active.requests and not self._inbox.queue_depth and self._served.in_memory.done()
+
     def _works_ahead(self) -> bool:
         """Computes something while there is no request. Returns False if there is nothing to do."""
-        if self._active.requests or self._inbox.queue_depth or not self._served.in_memory.done():
+        if not self._is_free:
             return False
         self._inbox.heartbeat.beat(MAX_ROWS)
         return self._idle.work()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from diskprefix.engine.idle_work import IdleWork, Steps
 from diskprefix.errors import CacheError
 from diskprefix.kv.pages import Page
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.store.schema import Kind, node_kind, node_root
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import TokenIds, floor_to_grid
 from diskprefix.units import counted
@@ -51,6 +53,13 @@ class Recheck:
         self._num_equal = self._num_failed = 0
         self._retry_at = -math.inf
         """The time on the clock of `time.monotonic` before which nothing is tried again after a failure."""
+
+    @property
+    def wait_s(self) -> float | None:
+        """Only after a failure: at the start, the end of the load wakes the engine."""
+        if self._retry_at == -math.inf or not self._cache.must_recheck:
+            return None
+        return max(0.0, self._retry_at - time.monotonic())
 
     def begin(self) -> Steps | None:
         return self._check() if self._cache.must_recheck and time.monotonic() >= self._retry_at else None
@@ -90,7 +99,8 @@ class Recheck:
         log.info("[disk-cache] this version computes the bits of an earlier one: %s looked at", found_equal)
 
     def _chosen(self) -> list[_PromptToCheck]:
-        """Returns saved prompts of the model, of any tenant. On the reader's thread."""
+        """Returns saved prompts of the model, of any tenant; without any, beginnings that are stored. On the reader's
+        thread."""
         chosen: list[_PromptToCheck] = []
         with self._cache.store.reads.snapshot() as snapshot:
             tree = PrefixTree(snapshot)
@@ -99,8 +109,12 @@ class Recheck:
                 with suppress(ValueError):
                     if self._cache.owner(tenant := Tenant.parse(record.tenant)).root == root:
                         own[root] = tenant
-            entries = [(name, entry.root) for name, entry in snapshot.entries() if entry.root in own]
-            for name, root in entries[:: -(-len(entries) // _PROMPTS) or 1]:
+            ends = [(name, entry.root) for name, entry in snapshot.entries() if entry.root in own]
+            if not ends:
+                # A kill may have left no more of a prompt.
+                stored = ((name, node_root(value)) for name, value in snapshot.records("nodes") if _is_block(value))
+                ends = [*islice(((name, root) for name, root in stored if root in own), _PROMPTS)]
+            for name, root in ends[:: -(-len(ends) // _PROMPTS) or 1]:
                 with suppress(CacheError):
                     ids = np.concatenate([node.token_ids for node in tree.path(name).values()])
                     pictures = np.flatnonzero(ids < 0)
@@ -126,6 +140,10 @@ class Recheck:
                     yield None
                 sequence.settle()
                 return _has_state_of(sequence, whole.sequence, start, end)
+
+
+def _is_block(record: bytes | memoryview) -> bool:
+    return node_kind(record) == Kind.BLOCK
 
 
 def _has_state_of(sequence: KVSequence, other: KVSequence, start: int, end: int) -> bool:

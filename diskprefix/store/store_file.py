@@ -97,6 +97,8 @@ class StoreFile:
         self._env: Environment | None = None
         self._lock: FolderLock | None = None
         self._problem: str | None = None
+        self._reopening_since: float | None = None
+        """When opening the folder again began; None if it is not being opened."""
         self._retry_at = 0.0
         try:
             self._attach(on_wait)
@@ -114,6 +116,8 @@ class StoreFile:
     @property
     def write_stall(self) -> str | None:
         """The reason why nothing is written, if a write has waited long for another process. Does not read the disk."""
+        if (seconds := self._reopening_s) > _WRITE_PATIENCE_S:
+            return f"--kv-cache-dir {self.path}: it is opened again for {seconds:.0f} s, as another process uses it"
         env = self._env
         return env.write_lock.stalled if env is not None else None
 
@@ -122,13 +126,18 @@ class StoreFile:
         """The seconds that the oldest write of this process has taken so far, or has waited for another process; 0 if
         nothing is written."""
         env = self._env
-        return 0.0 if env is None else max(env.write_lock.waited_s, env.write_lock.writing_s)
+        return self.write_waited_s if env is None else max(self.write_waited_s, env.write_lock.writing_s)
 
     @property
     def write_waited_s(self) -> float:
-        """The seconds that a write of this process has waited for another one."""
+        """The seconds that a write of this process has waited for another one, also to open the folder again."""
         env = self._env
-        return env.write_lock.waited_s if env is not None else 0.0
+        return max(self._reopening_s, env.write_lock.waited_s if env is not None else 0.0)
+
+    @property
+    def _reopening_s(self) -> float:
+        since = self._reopening_since
+        return 0.0 if since is None else time.monotonic() - since
 
     @property
     def environment(self) -> Environment:
@@ -247,6 +256,7 @@ class StoreFile:
             return False
         self._retry_at = time.monotonic() + _RETRY_S
         damage, inode = (self._env.damage, self._env.inode) if self._env is not None else (None, 0)
+        self._reopening_since = time.monotonic()
         try:
             self.close()
             if damage is not None and self._on_corruption == "quarantine":
@@ -258,6 +268,8 @@ class StoreFile:
             self._problem = str(error)
         else:
             return True
+        finally:
+            self._reopening_since = None
         return False
 
     def compact(self) -> None:
