@@ -32,6 +32,8 @@ log = logging.getLogger("diskprefix")
 _TOUCH_INTERVAL_S = 1.0
 """The interval in which uses of nodes and counts of requests are written, and the folder is checked. A kill loses the
 uses and counts of this time."""
+_HUNG_WRITE_S = 20.0
+"""A stop does not wait for a write that has taken so long: LMDB rolls it back."""
 _LAST_WRITE_S = 10.0
 _JOIN_S = 0.5
 _RETRY_S = 1.0
@@ -294,12 +296,12 @@ class Writer:
         return not num_lost
 
     def _join(self, timeout_s: float) -> None:
-        """Waits for the end of the thread, but not while it has waited long for a process that does not end its write:
-        then no transaction of this process is running."""
+        """Waits for the end of the thread, but not while it has waited long for a process that does not end its write
+        (then no transaction of this process is running), nor while the disk does not finish a write."""
         deadline = time.monotonic() + timeout_s
         # Bound: `deadline`.
         while self._thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
-            if self._store.write_waited_s > _LAST_WRITE_S:
+            if self._store.write_waited_s > _LAST_WRITE_S or self._store.write_s > _HUNG_WRITE_S:
                 return
             self._thread.join(min(left_s, _JOIN_S))
 
