@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 STALL_S = 10.0
 """A read that has done nothing for so many seconds hangs. A disk that slept may take nearly as long."""
-LIMIT_S = 10.0
-"""Seconds that a request waits for the disk, in all."""
+LIMIT_S = 8.0
+"""Seconds that a request waits for the disk, in all: with what threads take between them, less than ten."""
 _LOOK_S = 1.0
 """Seconds between two looks whether the disk answers."""
 _THREADS = 16

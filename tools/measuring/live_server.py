@@ -211,6 +211,15 @@ class LiveServer:
         self.kill()
         return seconds, code
 
+    def exit_code(self, deadline_s: float) -> int | None:
+        """Waits for the end of the process, which was told to end. After `deadline_s` it is killed: returns None."""
+        assert self._process.popen is not None
+        code = None
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.popen.wait(deadline_s)
+        self.kill()
+        return code
+
     @property
     def is_running(self) -> bool:
         return self._process.popen is not None and self._process.popen.poll() is None
