@@ -673,7 +673,7 @@ class History:
         self.scheduler.sleep(1.0)
         question = self._ask(daemon, one.tenant, one.token_ids, turns=one.turns)
         # Its own reads may hang as well, for as long as its patience lasts.
-        self._within(LIMIT_S + _SLACK_S, lambda: question.last is not None, "a question waits for idle work")
+        self._within(STALL_S + 2 * _SLACK_S, lambda: question.last is not None, "a question waits for idle work")
         if self.random.random() < 0.7:
             self._heal()
 

@@ -15,9 +15,6 @@ from unittest.mock import ANY, patch
 from diskprefix.cache import namespaces
 from diskprefix.cache.build_bits import BuildBits
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.matching import Matcher
-from diskprefix.cache.tiers.nodes import Node
-from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.fetches import Fetches, Read
 from diskprefix.engine.idle_work import IdleWork
 from diskprefix.engine.loop import Loop
@@ -31,9 +28,8 @@ from diskprefix.store.evictor import Evictor
 from diskprefix.store.folder import FileMark, FolderLock
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.notes import Notes
-from diskprefix.store.reads import Patience, Reads
+from diskprefix.store.reads import Reads
 from diskprefix.store.save import Save
-from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.store_file import StoreFile
 from diskprefix.store.write_lock import WriteLock
@@ -43,7 +39,6 @@ from diskprefix.tokens import root_hash
 from diskprefix.values import SHARED
 from tests.faults.interleavings.threads import scheduler
 
-_drop: Any = Matcher.drop
 _owner: Any = PrefixCache.owner
 _forget_expired: Any = PageCache.forget_expired
 _make_fetches: Any = Fetches.__init__
@@ -125,11 +120,6 @@ def _in_any_epoch(self: Notes, key: bytes) -> tuple[bool, bytes | None]:
     if key in self._waiting:
         return True, self._waiting[key].value
     return key in self._recent, self._recent.get(key)
-
-
-def _dropped_if_own(self: Matcher[Any], node: Node) -> None:
-    if node.kind != Kind.TAIL or node == self.tail:
-        _drop(self, node)
 
 
 class Mutant(NamedTuple):
@@ -217,15 +207,9 @@ MUTANTS: dict[str, Mutant] = {
     "the thread that reads for others": Mutant(
         "reads the disk", ((Reads, "ask", lambda _self, read, _patience=None: read()),)
     ),
-    "the patience of a request": Mutant(" for its turns", ((Patience, "left_s", 1e9), (Reads, "stalled", None))),
-    "the verdict on a disk that does not answer": Mutant("reads hang, and health", ((Reads, "stalled", None),)),
     "the epoch of the turns in memory": Mutant("could be there for nobody", ((Notes, "_in_memory", _in_any_epoch),)),
     "the end of idle work for a question": Mutant(
         "waits for idle work", ((IdleWork, "_abandon", lambda _self, _model, _restored: None),)
-    ),
-    "the drop of a damaged node of another prompt": Mutant(" failed: ", ((Matcher, "drop", _dropped_if_own),)),
-    "the question that waits for a prompt that gives way": Mutant(
-        "a stranger's whole reply", ((ActiveRequests, "_end_giving_way", lambda _self, _waiter, _wait=None: None),)
     ),
     "the word of a suspended writer": Mutant("suspended writer, and health says ok", ((WriteLock, "stalled", None),)),
     "the stop beside a suspended writer": Mutant("a stop takes", ((StoreFile, "write_waited_s", 0.0),)),
