@@ -36,8 +36,8 @@ _NUM_THREADS: dict[Kind, int] = {
     "inspecting": 3,
     "stopping": 2,
 }
-"""The first image of each size takes up to a second. A thread that compiles only waits for a process, one
-that reads for the disk. Three callers inspect the daemon, each once at a time, and all three may wait for a disk."""
+"""The first image of each size takes up to a second. A thread that compiles only waits for a process, and one
+that reads only for the disk. Three callers inspect the daemon, each once at a time, and all may wait for a disk."""
 _LOW_PRIORITY: tuple[Kind, ...] = ("large", "images", "counting")
 """Threads with a lower priority than the engine's, which wait for each other: one without a processor delays all."""
 _NICE = 10
