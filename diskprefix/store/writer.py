@@ -34,7 +34,10 @@ _TOUCH_INTERVAL_S = 1.0
 uses and counts of this time."""
 _HUNG_WRITE_S = 20.0
 """A stop does not wait for a write that has taken so long: LMDB rolls it back."""
+_FOREIGN_WRITE_S = 10.0
+"""A stop does not wait for LMDB's lock when it has waited so long for it: another process does not end its write."""
 _LAST_WRITE_S = 10.0
+"""A stop waits at least so long for the write that is running."""
 _JOIN_S = 0.5
 _RETRY_S = 1.0
 """The time between two attempts to write a publication while the store fails."""
@@ -301,7 +304,7 @@ class Writer:
         deadline = time.monotonic() + timeout_s
         # Bound: `deadline`.
         while self._thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
-            if self._store.write_waited_s > _LAST_WRITE_S or self._store.write_s > _HUNG_WRITE_S:
+            if self._store.write_waited_s > _FOREIGN_WRITE_S or self._store.write_s > _HUNG_WRITE_S:
                 return
             self._thread.join(min(left_s, _JOIN_S))
 

@@ -139,7 +139,7 @@ def test_a_stop_does_not_wait_for_a_process_that_is_suspended(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_file, "_WRITE_PATIENCE_S", 0.1)
-    monkeypatch.setattr(writer_module, "_LAST_WRITE_S", 0.2)
+    monkeypatch.setattr(writer_module, "_FOREIGN_WRITE_S", 0.2)
     store = Store(folder, budget_bytes=BUDGET, serving=True)
     writer = Writer(store, buffer_bytes=BUDGET)
     with beside(write_until_told, folder) as process:

@@ -134,9 +134,12 @@ def idle_rows(sequence: KVSequence, token_ids: Any) -> SaltedRows:
 
 @dataclass
 class ModelFaults:
-    """The share of sequences in steps whose computation fails."""
+    """How the model computes."""
 
     failing: float = 0.0
+    """The share of sequences in steps whose computation fails."""
+    token_s: float = 2e-3
+    """The longest time that a token takes."""
 
 
 _faults = [ModelFaults()]
@@ -167,7 +170,7 @@ class HashRuntime:
                 raise RuntimeError("the model fails, as it was asked to")
             assert isinstance(rows.state, KVSequence)
             results.append(_compute(rows, rows.state, salt_of_build(rows.salt, self._build)))
-        one.block(one.random.random() * 2e-3 * sum(len(rows.token_ids) for rows in step))
+        one.block(one.random.random() * _faults[-1].token_s * sum(len(rows.token_ids) for rows in step))
         return StepOutput(results)
 
 

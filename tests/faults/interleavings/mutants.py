@@ -15,6 +15,9 @@ from unittest.mock import ANY, patch
 from diskprefix.cache import namespaces
 from diskprefix.cache.build_bits import BuildBits
 from diskprefix.cache.cache import PrefixCache
+from diskprefix.cache.matching import Matcher
+from diskprefix.cache.tiers.nodes import Node
+from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.fetches import Fetches, Read
 from diskprefix.engine.idle_work import IdleWork
 from diskprefix.engine.loop import Loop
@@ -28,8 +31,9 @@ from diskprefix.store.evictor import Evictor
 from diskprefix.store.folder import FileMark, FolderLock
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.notes import Notes
-from diskprefix.store.reads import Reads
+from diskprefix.store.reads import Patience, Reads
 from diskprefix.store.save import Save
+from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.store_file import StoreFile
 from diskprefix.store.write_lock import WriteLock
@@ -41,6 +45,7 @@ from tests.faults.interleavings.threads import scheduler
 
 _owner: Any = PrefixCache.owner
 _forget_expired: Any = PageCache.forget_expired
+_drop: Any = Matcher.drop
 _make_fetches: Any = Fetches.__init__
 _make: Any = Loop.__init__
 _hold: Any = Captured.__init__
@@ -120,6 +125,11 @@ def _in_any_epoch(self: Notes, key: bytes) -> tuple[bool, bytes | None]:
     if key in self._waiting:
         return True, self._waiting[key].value
     return key in self._recent, self._recent.get(key)
+
+
+def _dropped_of_own_prompt(self: Matcher[Any], node: Node) -> None:
+    if node.kind != Kind.TAIL or node is self.tail:
+        _drop(self, node)
 
 
 class Mutant(NamedTuple):
@@ -208,6 +218,14 @@ MUTANTS: dict[str, Mutant] = {
         "reads the disk", ((Reads, "ask", lambda _self, read, _patience=None: read()),)
     ),
     "the epoch of the turns in memory": Mutant("could be there for nobody", ((Notes, "_in_memory", _in_any_epoch),)),
+    "the patience of a request": Mutant(
+        "a request waits for a disk that does not answer", ((Patience, "left_s", property(lambda _self: 1e9)),)
+    ),
+    "the verdict on a disk": Mutant("the counts wait for the disk", ((Reads, "stalled", None),)),
+    "the drop of a damaged node of another prompt": Mutant(" failed: ", ((Matcher, "drop", _dropped_of_own_prompt),)),
+    "the end of giving way": Mutant(
+        "a stranger's whole reply", ((ActiveRequests, "_end_giving_way", lambda _self, _waiter, _wait=None: None),)
+    ),
     "the end of idle work for a question": Mutant(
         "waits for idle work", ((IdleWork, "_abandon", lambda _self, _model, _restored: None),)
     ),
