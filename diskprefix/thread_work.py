@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from diskprefix.errors import DiskPrefixError
 
 CHAT_TEMPLATE = "chat template"
-"""The step in which the model's chat template runs, which is code and may never end."""
+"""The step in which the model's chat template runs, which is code."""
 
 
 class NobodyWaits(DiskPrefixError):

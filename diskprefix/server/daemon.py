@@ -27,7 +27,6 @@ from diskprefix.server.recent import BrokenLines, RecentRequests
 from diskprefix.server.serving import CacheCounts, Serving
 from diskprefix.server.threads import Threads
 from diskprefix.settings import Settings
-from diskprefix.thread_work import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     from diskprefix.engine.loop import Engine
@@ -108,8 +107,7 @@ class Daemon:
         """The work beside the engine that should have ended by now, in words; empty if there is none."""
         if (overdue := self.threads.overdue) is None:
             return ""
-        runs = "the chat template runs and may never end" if overdue.step == CHAT_TEMPLATE else f"step: {overdue.step}"
-        return f"a prompt has been prepared for {overdue.seconds:.0f} s; {runs}"
+        return f"a prompt has been prepared for {overdue.seconds:.0f} s; step: {overdue.step}"
 
     @property
     def status_line(self) -> str:

@@ -50,7 +50,7 @@ size that these take is done sooner, also on a busy machine, pictures apart."""
 NUM_BESIDE: dict[Kind, int] = {"parsing": 6, "rendering": 6, "counting": 6, "images": 3, "large": 2}
 """The most threads for work that takes longer. Large bodies take turns before: see `body.py`."""
 _DEADLINE_S: dict[Kind, float] = {"rendering": 60.0, "counting": 60.0, "images": 600.0, "large": 600.0}
-"""The time after which work counts as hanging. A chat template is code, which may never end."""
+"""The time after which work counts as hanging. A chat template, which is code, is ended long before."""
 
 
 def _lower_priority() -> None:

@@ -219,7 +219,7 @@ def test_a_prompt_that_is_rendered_without_end_is_told_by_health_and_starves_the
             now[0] += 1
             health = client.get("/health")
             assert (health.status_code, health.json()["status"]) == (200, "degraded")
-            problem = f"a prompt has been prepared for {now[0]:.0f} s; the chat template runs and may never end"
+            problem = f"a prompt has been prepared for {now[0]:.0f} s; step: chat template"
             assert health.json()["message"] == problem
             signs.give()
             signs.give()

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
@@ -23,6 +24,7 @@ from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import InvalidRequest, QueueFull, ShareFull
 from diskprefix.json_values import MAX_PARTS, MAX_VALUES
+from diskprefix.model.load import template_sandbox
 from diskprefix.server import body as body_module
 from diskprefix.server import limits
 from diskprefix.server.body import Bodies
@@ -35,8 +37,9 @@ from diskprefix.settings import Settings
 from diskprefix.thread_work import NobodyWaits, begin_step
 from diskprefix.values import SHARED, Tenant
 from tests.server import test_auth as auth
+from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import open_raw, wait_until
-from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, say_hello, scripted_app
+from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, real_app, say_hello, scripted_app
 from tests.server.test_auth import bearer
 
 CHAT = "/v1/chat/completions"
@@ -335,6 +338,31 @@ def test_without_keys_a_prompt_that_is_rendered_for_ever_leaves_room_for_others(
             await stuck
 
     asyncio.run(fill())
+
+
+def test_templates_that_never_end_do_not_keep_the_places_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without keys, all clients are one caller."""
+    again = "{% for i in range(9000) %}{% for k in range(9000) %}{% endfor %}{% endfor %}"
+    template = (
+        "{% for message in messages %}{% if 'spin' in message.content %}" + again + "{% endif %}{% endfor %}hello"
+    )
+    model = write_chat_model(tmp_path / "model", chat_template=template)
+    monkeypatch.setattr(template_sandbox, "LIMIT_S", 0.2)
+
+    def ask(client: httpx.Client, content: str) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        return client.post("/v1/chat/completions", json=body, timeout=WAIT_S)
+
+    with real_app(model, tmp_path / "kv") as server, server.client() as client, ThreadPoolExecutor(12) as pool:
+        refused = ask(client, "spin")
+        assert refused.status_code == 400
+        assert "it was ended after 0 s" in refused.json()["error"]["message"]
+        for number in range(12):
+            pool.submit(ask, client, f"spin {number}")
+        assert ask(client, "hello").status_code == 200
+        wait_until(lambda: not server.daemon.threads.are_busy, "all places are free")
 
 
 @pytest.mark.parametrize("kind", ["compiling", "rendering"])

@@ -68,7 +68,7 @@ def render_template(
     listed = [_for_template(message) for message in messages]
     end = _mark_end(listed[-1], template) if continue_final_message else ""
     given = {"messages": listed, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
-    text = _compiled(template).render({**(variables or {}), **given})
+    text = _environment().write(_compiled(template), {**(variables or {}), **given})
     return _until_end(text, end) if continue_final_message else text
 
 

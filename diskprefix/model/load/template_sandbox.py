@@ -1,7 +1,8 @@
 """The sandbox of chat templates. A template is code that comes with a model: Jinja2's sandbox hides the process.
 
-A template may take time and memory without bound all the same: the daemon is `degraded` while one does. Only the
-shortest ways to take all memory of the machine at once (`'x' * 2**31`) are closed.
+A render ends after `LIMIT_S`, and where nobody waits for it: each pass of a loop and each call of a macro looks at the
+clock. A template may take memory without bound all the same: only the shortest ways to take all of the machine's at
+once (`'x' * 2**31`) are closed.
 
 Templates are written for transformers. So its tags, filters and functions are here, with the same results and errors
 (`chat_template_utils.py`).
@@ -10,16 +11,23 @@ Templates are written for transformers. So its tags, filters and functions are h
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
-from jinja2 import nodes, sandbox
+from jinja2 import Template, nodes, sandbox
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
+from diskprefix.thread_work import CHAT_TEMPLATE, begin_step
+
+LIMIT_S = 30.0
+"""Seconds that a render may take: many times what the largest conversation does."""
 _MOST = 1 << 24
 """Characters, items or bits that one multiplication may make."""
 sandbox.MAX_RANGE = 1 << 15
@@ -31,7 +39,7 @@ class BoundedSandbox(sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, _Limit, loopcontrols])
         self.filters["tojson"] = _tojson
         self.globals |= {
             "raise_exception": _raise_exception,
@@ -39,6 +47,22 @@ class BoundedSandbox(sandbox.ImmutableSandboxedEnvironment):
             "dict": _Dict(),
             "namespace": _Namespace,
         }
+
+    def write(self, template: Template, values: Mapping[str, Any]) -> str:
+        """Returns what a template of this sandbox writes. Raises `TemplateError` after `LIMIT_S`, `NobodyWaits`, and
+        whatever the template raises."""
+        _of_thread.ends_at = time.monotonic() + LIMIT_S
+        try:
+            return template.render(values)
+        finally:
+            _of_thread.ends_at = math.inf
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        limit: Any = self.extensions[_Limit.identifier]
+        for repeated in template.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+            repeated.body.insert(0, limit.node(repeated.lineno))
+        return template
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int):
@@ -63,6 +87,21 @@ class _Generation(Extension):
 
     def _inside(self, caller: Callable[[], str]) -> str:
         return caller()
+
+
+_of_thread = threading.local()
+
+
+class _Limit(Extension):
+    """Looks at the clock wherever a template may repeat something: Jinja2 has no such limit of its own."""
+
+    def node(self, line: int) -> nodes.Node:
+        return nodes.ExprStmt(self.call_method("_look")).set_lineno(line)
+
+    def _look(self) -> None:
+        begin_step(CHAT_TEMPLATE)
+        if time.monotonic() > getattr(_of_thread, "ends_at", math.inf):
+            raise TemplateError(f"it was ended after {LIMIT_S:.0f} s, and might never have ended by itself")
 
 
 class _Dict:

@@ -666,6 +666,8 @@ class History:
     def _meet_a_damaged_tail(self) -> None:
         """The only stored prompt that a new one begins like has a damaged tail: it is restored without, and once."""
         self._calm()
+        if self.daemons[0].store.problem is not None:
+            return
         tenant, prompt = Tenant.of_key("tail").with_salt(str(next(self._numbers))), self._documents[0][: 2 * BLOCK + 6]
         before = self._stored_names()
         self._ask(self.daemons[0], tenant, prompt, most=0)
@@ -908,9 +910,12 @@ class History:
         self._check_marks(self._open_files(self.stores))
         for one in self.asked:
             self._check_reply(one)
-        for daemon in self.daemons:
+        # A daemon that could not open its folder serves without it.
+        readable = [daemon for daemon in self.daemons if daemon.store.problem is None]
+        for daemon in readable:
             self._check_notes(daemon)
-        self._verify(self.daemons[0].store)
+        for daemon in readable[:1]:
+            self._verify(daemon.store)
 
     def _waiting(self) -> list[Asked]:
         return [one for one in self.asked if one.last is None and not one.has_left]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from collections.abc import Callable
@@ -17,11 +18,12 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto import tokenization_auto
 
-from diskprefix.model.load import folder_tokenizer
+from diskprefix.model.load import folder_tokenizer, template_sandbox
 from diskprefix.model.load.chat_template import render_template
 from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.model.load.template_sandbox import BoundedSandbox
 from diskprefix.model.load.tokenizer import Tokenizer
+from diskprefix.thread_work import NobodyWaits, ThreadWork, doing
 from tests.chat.families.families import folder as sources
 from tests.server.chat_model import write_tokenizer
 
@@ -344,6 +346,34 @@ def test_the_sandbox_gives_and_refuses_what_transformers_does(template: str, con
 def test_a_message_without_text_is_not_continued(last: dict[str, Any]) -> None:
     error, _ = assert_rendered("{{ messages[-1].content }}", [*MESSAGES, last], continue_final_message=True)
     assert error is ValueError
+
+
+LONG = "{% for i in range(9000) %}{% for k in range(9000) %}{% endfor %}{% endfor %}"
+TWICE = "{% macro twice(n) %}{{ twice(n - 1) ~ twice(n - 1) if n else '' }}{% endmacro %}{{ twice(60) }}"
+AGAIN = "{{ loop([n]) if loop.depth < 50 }}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(LONG, id="loops"),
+        pytest.param(TWICE, id="macros"),
+        pytest.param(
+            "{% macro f() %}{{ caller() }}{% endmacro %}{% call f() %}" + LONG + "{% endcall %}", id="callers"
+        ),
+        pytest.param("{% for n in [1] recursive %}" + AGAIN + AGAIN + "{% endfor %}", id="recursive loops"),
+        pytest.param("{% generation %}" + LONG + "{% endgeneration %}", id="tags"),
+    ],
+)
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_a_template_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch, template: str, is_wanted: bool) -> None:
+    monkeypatch.setattr(template_sandbox, "LIMIT_S", 0.05 if is_wanted else math.inf)
+    work = ThreadWork()
+    work.is_wanted = is_wanted
+    with doing(work), pytest.raises(TemplateError if is_wanted else NobodyWaits, match=r"ended after|has left"):
+        render_template(template, MESSAGES)
+    # Nothing is left of the limit.
+    assert BoundedSandbox().from_string("{% for i in range(3) %}{{ i }}{% endfor %}").render() == "012"
 
 
 def test_a_template_makes_no_more_than_its_bound() -> None:
