@@ -11,6 +11,7 @@ readers of a killed process, and maps of different sizes.
 from __future__ import annotations
 
 import fcntl
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ class SharedEnvironment:
     def open_db(self, name: bytes, *, txn: Any, create: bool) -> Any:
         known = self.file.databases
         if name not in known:
-            known[name] = self.file.env.open_db(name, txn=txn, create=create)
+            # One that only reads takes no part in the wait for LMDB's own lock, on which no task could be stopped.
+            with self.file.env.begin() if txn is None else nullcontext(txn) as reading:
+                known[name] = self.file.env.open_db(name, txn=reading, create=create)
         return known[name]
 
     def close(self) -> None:
