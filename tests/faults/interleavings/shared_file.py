@@ -11,7 +11,6 @@ readers of a killed process, and maps of different sizes.
 from __future__ import annotations
 
 import fcntl
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,10 +55,16 @@ class SharedEnvironment:
 
     def open_db(self, name: bytes, *, txn: Any, create: bool) -> Any:
         known = self.file.databases
-        if name not in known:
-            # One that only reads takes no part in the wait for LMDB's own lock, on which no task could be stopped.
-            with self.file.env.begin() if txn is None else nullcontext(txn) as reading:
-                known[name] = self.file.env.open_db(name, txn=reading, create=create)
+        if name not in known and txn is not None:
+            known[name] = self.file.env.open_db(name, txn=txn, create=create)
+        elif name not in known:
+            # One that only reads begins no write, and LMDB opens databases in one transaction at a time.
+            self.file.writing.acquire()
+            try:
+                with self.file.env.begin() as reading:
+                    known[name] = self.file.env.open_db(name, txn=reading, create=create)
+            finally:
+                self.file.writing.release()
         return known[name]
 
     def close(self) -> None:
