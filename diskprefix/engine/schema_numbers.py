@@ -40,6 +40,8 @@ _MAX_RULE_DIGITS = 400
 _SIGNIFICANDS, _POWERS = 2**64, 308
 """What llguidance's parser holds of the digits of a number, and its largest power of ten."""
 _ULPS_TRIED = 64
+_SHORT_DIGITS = 15
+"""Texts with as many digits are different doubles."""
 _NUMERIC = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "multipleOf")
 _OTHER_TYPES = ("null", "boolean", "string", "array", "object")
 _NOTHING: JsonSchema = {"type": "integer", "minimum": 1, "maximum": 0}
@@ -327,7 +329,8 @@ def _integer_bound(bound: int, sign: int, step: int) -> int:
 def _numbers(bounds: _Bounds) -> JsonSchema | str | None:
     """Returns the keywords, or the rule, of the numbers within bounds; None if there are none.
 
-    An exclusive bound becomes the next double: all decimals beyond that are others than the bound for any reader.
+    An exclusive bound becomes the next double: all decimals beyond that are others than the bound for any reader. One
+    with few digits may stay exclusive: see `_open_ended`.
     """
     if bounds.step:
         return _multiples(bounds)
@@ -336,8 +339,30 @@ def _numbers(bounds: _Bounds) -> JsonSchema | str | None:
         return _long_integers(bounds)
     least, most = _held(low, high)
     if least is not False and most is not False:
-        return _keywords(least, most)
+        return _open_ended(_keywords(least, most), bounds, low, high)
     return _range_rule(_decimal(low), _decimal(high), fraction=True)
+
+
+def _open_ended(keywords: JsonSchema, bounds: _Bounds, low: float | None, high: float | None) -> JsonSchema:
+    """Returns the keywords with a short exclusive bound away from zero as it was. llguidance takes no beginning of the
+    digits of a maximum: of the double next to 1, it takes 0.90 and not 0.9. So decimals that are nearer to a short
+    bound than to the double next to it are taken, such as 0.99999999999999999."""
+    for key, sign, bound, is_open, double in (
+        ("minimum", -1, bounds.low, bounds.is_low_open, low),
+        ("maximum", 1, bounds.high, bounds.is_high_open, high),
+    ):
+        if bound is None or not is_open or bound * sign <= 0 or keywords[key] != double:
+            continue
+        near = _float(bound)
+        if near is not None and _held(near, near) == (near, near) and _is_short(near) and [bound] == _values_of(near):
+            del keywords[key]
+            keywords[f"exclusive{key.capitalize()}"] = near
+    return keywords
+
+
+def _is_short(value: float) -> bool:
+    digits, _ = _parts_of(value)
+    return len(str(digits)) <= _SHORT_DIGITS
 
 
 def _keywords(low: float | None, high: float | None) -> JsonSchema:

@@ -274,7 +274,9 @@ def streamed(events: Iterable[ReplyEvent], head: Head = HEAD, **options: Any) ->
 
 def whole(events: Iterable[ReplyEvent], head: Head = HEAD, **options: Any) -> dict[str, Any]:
     """The message. The stream of the same reply makes the same, but for the order of text and calls."""
-    message = json.loads(json_text(MessageWriter(head, **options).whole(whole_reply([*(events := [*events])]))))
+    message: dict[str, Any] = json.loads(
+        json_text(MessageWriter(head, **options).whole(whole_reply([*(events := [*events])])))
+    )
     SDKMessage.model_validate(message)
     made = assembled(streamed(events, head, **options))
     assert made | {"content": sorted(made["content"], key=lambda block: block["type"])} == message | {
