@@ -189,7 +189,10 @@ def why_impossible(part: Any) -> str:
         return ""
     if (bounds := _bounds_of(part)) is None or "const" in part or "enum" in part:
         return ""
-    if (_integers(bounds) if bounds.is_integer else _numbers(bounds)) is not None:
+    try:
+        if (_integers(bounds) if bounds.is_integer else _numbers(bounds)) is not None:
+            return ""
+    except NotKept:
         return ""
     given = " and ".join(f"{key} {_told(part[key])}" for key in _NUMERIC if key in part)
     kind = "integer" if bounds.is_integer else "number that a double holds"
@@ -320,7 +323,10 @@ def _integer_bound(bound: int, sign: int, step: int) -> int:
         return bound
     if bound * sign < -_MAX_INTEGER:
         return -_MAX_INTEGER * sign
-    nearest = float(bound) if abs(bound) < 2**1000 else math.copysign(2.0**1000, bound)
+    if bound * sign > _MAX_INTEGER:
+        # It gets a rule.
+        return bound
+    nearest = float(bound)
     if abs(int(nearest) - bound) < step:
         return int(nearest)
     return int(nearest if (int(nearest) - bound) * sign >= 0 else math.nextafter(nearest, math.inf * sign))
@@ -383,7 +389,7 @@ def _next_double(bound: Fraction | None, is_open: bool, sign: int) -> float | No
         return None
     if (near := _float(bound)) is None:
         # An endless bound on the other side is none, and on this side there is no double.
-        return math.copysign(sys.float_info.max, bound) if bound * sign < 0 else math.nan
+        return -sys.float_info.max * sign if bound * sign < 0 else math.nan
     value = math.nextafter(near, -math.inf * sign)
     # Bound: the bound lies among the next doubles.
     for _ in range(8):

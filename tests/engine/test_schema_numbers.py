@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from diskprefix.engine.constraint_grammar import grammar_of, matcher_of, reason_against
+from diskprefix.engine.constraint_grammar import explained, grammar_of, matcher_of, reason_against
 from diskprefix.engine.request import Constraint
 from diskprefix.engine.schema_numbers import spelled
 
@@ -157,6 +157,26 @@ def test_no_number_outside_of_bounds_is_taken(seed: int) -> None:
             assert not takes(compiled, text) or keeps(text, schema), (schema, text)
 
 
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"type": "integer", "minimum": 10**20, "maximum": 5}, "minimum 100000000000000000000 and maximum 5"),
+    ({"type": "integer", "minimum": 1e20, "maximum": 5}, "minimum 100000000000000000000 and maximum 5"),
+    ({"type": "number", "exclusiveMinimum": 0.3, "exclusiveMaximum": 0.30000000000000004}, "no number that a double"),
+    ({"type": "number", "multipleOf": 0.1234567891234}, "multipleOf 0.1234567891234 has too many digits"),
+    ({"type": "integer", "multipleOf": 3 * 10**9}, "multipleOf 3000000000 has too many digits"),
+    ({"allOf": [{"const": 10**20}]}, "digits of a number"),
+    ({"type": "integer", "minimum": 10**500}, "a bound has more than"),
+]
+
+
+@pytest.mark.parametrize(("schema", "message"), REFUSED, ids=lambda value: json.dumps(value)[:60])
+def test_what_no_grammar_keeps_is_refused_by_its_path_with_its_own_digits(schema: dict[str, Any], message: str) -> None:
+    whole = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    constraint = Constraint(kind="json_schema", source=json.dumps(whole))
+    error = explained(constraint, "it", reason_against(BYTES, constraint, "it"))
+    assert (error.param or "").startswith("it.properties.a")
+    assert message in error.message
+
+
 TAKEN: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "integer", "minimum": BIG, "maximum": BIG}, [str(BIG)], [str(BIG - 1), str(BIG + 1)]),
     ({"type": "number", "minimum": BIG, "maximum": BIG}, [str(BIG)], [str(BIG - 1), str(BIG + 1)]),
@@ -170,6 +190,8 @@ TAKEN: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "number", "multipleOf": 0.07}, ["0.07", "0.14", "7"], ["0.01", "0.08"]),
     ({"type": "integer", "multipleOf": 3 * 10**9, "minimum": 0, "maximum": 10**10}, ["0", str(3 * 10**9)], ["1"]),
     ({"enum": [1, 5, BIG], "minimum": 2}, ["5", str(BIG)], ["1", str(BIG - 1)]),
+    ({"type": "number", "minimum": -(10**500), "maximum": 10**500}, ["0", "-1.5", "1000000"], ["x"]),
+    ({"type": "integer", "minimum": -(10**500), "maximum": 10**500}, ["0", "-1", "1000000"], ["x"]),
     ({"type": "integer", "const": 1e20}, ["1e+20"], [str(2**63 - 1)]),
 ]
 
