@@ -1,11 +1,12 @@
 """Counts the values of JSON texts without parsing (two bytes of text can become a hundred bytes of objects), finds what
-is nested too deeply, and replaces escapes that are not characters."""
+is nested too deeply, replaces escapes that are not characters, and keeps the digits of numbers."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 MAX_PARTS, MAX_VALUES = 1 << 18, 1 << 21
 """Limits for a request: objects, lists and texts (keys included), and values in all. Parsing holds Python's lock."""
@@ -89,3 +90,40 @@ def whole_characters(text: str) -> str:
     if r"\ud" not in text and r"\uD" not in text:
         return text
     return _SURROGATES.sub(lambda match: match[0] if match[2] else rf"{match[1]}\ufffd", text)
+
+
+class WrittenNumber(float):
+    """A number and its text, whose digits a double may not hold."""
+
+    def __new__(cls, text: str) -> WrittenNumber:
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    text: str
+
+
+def values_as_written(text: str | bytes) -> Any:
+    """Returns the value of JSON text, in which `written` finds the digits of each number again. Raises `ValueError`,
+    also for the NaN and the infinities that JSON does not know, and `RecursionError`."""
+    return json.loads(text, parse_float=WrittenNumber, parse_int=_integer, parse_constant=_unknown)
+
+
+def _integer(text: str) -> float:
+    return WrittenNumber(text) if text == "-0" else int(text)
+
+
+def _unknown(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def written(value: object) -> str:
+    """Returns the JSON text of a value, with the digits of each `WrittenNumber`. Raises `RecursionError`."""
+    # Bound: the nesting of the value, which Python limits.
+    if isinstance(value, dict):
+        return (
+            f"{{{', '.join(f'{json.dumps(key, ensure_ascii=False)}: {written(part)}' for key, part in value.items())}}}"
+        )
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(written, value))}]"
+    return value.text if isinstance(value, WrittenNumber) else json.dumps(value, ensure_ascii=False)

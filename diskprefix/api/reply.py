@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict
 
@@ -60,6 +61,11 @@ class EndEvent(Struct, frozen=True):
 ReplyEvent: TypeAlias = ProgressEvent | DeltaEvent | EndEvent | DoneEvent
 
 
+def _as_written(number: str) -> msgspec.Raw:
+    """Returns a number that is sent with its own digits: more than a double, or an integer of 64 bits, may hold."""
+    return msgspec.Raw(number.encode())
+
+
 class WholeCall(Struct, frozen=True):
     """A tool call. `arguments` are the JSON text of an object, if the model wrote one."""
 
@@ -69,9 +75,10 @@ class WholeCall(Struct, frozen=True):
 
     @property
     def parsed(self) -> dict[str, Any]:
-        """The arguments. Text that is no JSON object is wrapped as Anthropic's documentation says."""
+        """The arguments, for `json_text`. Text that is no JSON object is wrapped as Anthropic's documentation says."""
         try:
-            arguments = json.loads(whole_characters(self.arguments or "{}"))
+            text = whole_characters(self.arguments or "{}")
+            arguments = json.loads(text, parse_float=_as_written, parse_int=_as_written)
         except (ValueError, RecursionError):
             arguments = None
         return arguments if isinstance(arguments, dict) else {"INVALID_JSON": self.arguments}

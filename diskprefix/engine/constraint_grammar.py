@@ -12,7 +12,6 @@ from diskprefix.engine.kept_schema import (
     MAX_CHARS,
     JsonSchema,
     Loosened,
-    NotKept,
     Path,
     definitions_of,
     json_rules,
@@ -21,6 +20,7 @@ from diskprefix.engine.kept_schema import (
     weaker,
 )
 from diskprefix.engine.request import Constraint
+from diskprefix.engine.schema_numbers import NotKept, why_impossible
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import escaped
 
@@ -273,12 +273,15 @@ def _innermost(schema: Any, reason: str) -> tuple[Path, str]:
     for _ in range(_MAX_TRIES):
         if (found := next(inside, None)) is None:
             break
-        step, part = found
+        step_to, part = found
         own = _reason_of(definitions | part) if isinstance(part, dict) else ""
         # An impossible part makes the schemas around it impossible, with another message.
         if own == reason or (own.startswith(_IMPOSSIBLE) and reason.startswith(_IMPOSSIBLE)):
-            path, reason, inside = path + step, own, parts(part)
-    return path, reason
+            path, reason, inside = path + step_to, own, parts(part)
+    part = schema
+    for step in path:
+        part = part[step]
+    return path, why_impossible(part) or reason
 
 
 def _reason_of(schema: dict[str, Any]) -> str:

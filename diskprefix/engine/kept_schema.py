@@ -4,31 +4,24 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import combinations, starmap
 from typing import Any, NamedTuple, TypeAlias
+
+from diskprefix.engine.schema_numbers import NotKept, RuledNumbers, is_long, schema_text, settled
 
 Path: TypeAlias = tuple[str | int, ...]
 JsonSchema: TypeAlias = dict[str, Any]
 
 MAX_CHARS = 1 << 19
 """The most characters of a schema or grammar."""
-_EXACT = 2**53
-"""Beyond this, doubles skip integers."""
-_MAX_INTEGER = 2**63 - 1024
-"""The largest double that llguidance compiles as the bound of an integer."""
 _MAX_COMPARED, _COMPARED_PER_PART, _MAX_REFERENCES = 50_000, 64, 8
 """The effort of the proofs for one schema that branches of `oneOf` differ: values and pairs of them, in all and for
 each part of the schema; and references that lead to each other."""
 _DEFINITIONS = ("$defs", "definitions")
 _SAY_NOTHING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
 """Keywords that allow any value. Those that begin with "$" or "x-" and are not `$ref` are not named here."""
-
-
-class NotKept(ValueError):
-    """A schema with an integer whose digits no grammar keeps."""
 
 
 class Loosened(NamedTuple):
@@ -248,56 +241,38 @@ def _forbids(schema: JsonSchema, key: str) -> bool:
 def json_rules(name: str, schema: JsonSchema) -> list[str]:
     """Returns the lines of a Lark grammar whose rule `name` is the JSON of a schema. `x-guidance` in it has the options
     of llguidance. Raises `NotKept`."""
-    kept = _within_doubles(with_any_of(schema, only_proven=True)[0])
+    kept = _settled(with_any_of(schema, only_proven=True)[0])
     holders = _holders_of_big(kept)
     if id(kept) not in holders:
-        return [f"{name}: %json {json.dumps(kept, ensure_ascii=False)}"]
+        return [f"{name}: %json {schema_text(kept)}"]
     rules = _ExactRules(name, kept, holders)
     return [f"{name}: {rules.value(kept)}", *rules.lines]
 
 
-_BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
-
-
-def _within_doubles(schema: Any) -> Any:
-    """Returns a schema whose bounds beyond 2**53 are doubles, moved inwards: no reply is outside of the given ones."""
+def _settled(schema: Any) -> Any:
+    """Returns a schema whose numbers are settled, in it and in the schemas inside it."""
     if not isinstance(schema, dict):
         return schema
     # Bound: the nesting of the schema.
-    changed = with_parts(schema, lambda inner, _: _within_doubles(inner))
-    return {key: _inwards(value, _BOUNDS[key]) if key in _BOUNDS else value for key, value in changed.items()}
-
-
-def _inwards(bound: Any, sign: int) -> Any:
-    """Returns a bound, as the next double above (`sign` 1) or below (-1) that llguidance compiles."""
-    if not _is_big(bound):
-        return bound
-    if bound * sign < -_MAX_INTEGER:
-        return -_MAX_INTEGER * sign
-    nearest = float(bound) if abs(bound) < 2**1000 else math.copysign(2.0**1000, bound)
-    return int(nearest if (int(nearest) - bound) * sign >= 0 else math.nextafter(nearest, math.inf * sign))
-
-
-def _is_big(value: Any) -> bool:
-    return isinstance(value, int) and abs(value) > _EXACT
+    return settled(with_parts(schema, lambda inner, _: _settled(inner)))
 
 
 def _has_big(value: Any) -> bool:
-    """Returns whether a value is or holds an integer that no double keeps."""
+    """Returns whether a value is or holds a number that llguidance would change."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     # Bound: the nesting of the value.
-    return _is_big(value) or any(map(_has_big, inner))
+    return is_long(value) or any(map(_has_big, inner))
 
 
 def _holders_of_big(schema: JsonSchema) -> set[int]:
-    """Returns the identities of the parts that allow such an integer as a value, in them or in what they refer to."""
+    """Returns the identities of the parts that allow such a number as a value, in them or in what they refer to."""
     references, outer = _references(schema), defaultdict[int, list[int]](list)
     unseen: list[Any] = [schema]
     found: list[int] = []
     for part in unseen:
         if not isinstance(part, dict):
             continue
-        if any(map(_has_big, _values(part))):
+        if isinstance(part, RuledNumbers) or any(map(_has_big, _values(part))):
             found.append(id(part))
         if isinstance(reference := part.get("$ref"), str) and reference in references:
             outer[id(references[reference])].append(id(part))
@@ -341,11 +316,13 @@ class _ExactRules:
         # Bound: the nesting of the schema, and no reference gets two rules.
         part: JsonSchema = schema if isinstance(schema, dict) else {}
         holds = id(schema) in self._holders
+        if isinstance(schema, RuledNumbers):
+            return self._numbers(schema, around)
         if "type" in around and isinstance(schema, dict):
             part = {"type": around["type"]} | part
         if not holds:
             whole = part | self._definitions | {"x-guidance": self._options}
-            return self._rule(f"%json {json.dumps(whole, ensure_ascii=False)}")
+            return self._rule(f"%json {schema_text(whole)}")
         keys = {key for key in part if key not in _SAY_NOTHING and (key == "$ref" or key[:1] not in "$x")}
         keys -= {"definitions"}
         if keys == {"$ref"}:
@@ -359,13 +336,30 @@ class _ExactRules:
             return self._object(part)
         if keys <= {"type", "items", "prefixItems", "minItems", "maxItems"} and declared in (None, "array"):
             return self._array(part)
-        raise NotKept("the digits of an integer above 2**53 cannot be guaranteed beside " + ", ".join(sorted(keys)))
+        raise NotKept("the digits of a number cannot be guaranteed beside " + ", ".join(sorted(keys)))
+
+    def _numbers(self, schema: RuledNumbers, around: JsonSchema) -> str:
+        if schema.types is None and "type" in around:
+            raise NotKept("such bounds of a number need a type beside them")
+        if any(key in schema for key in ("$ref", "allOf", "anyOf", "oneOf", "not")):
+            raise NotKept("such bounds of a number cannot be guaranteed beside other schemas")
+        number = self._terminal(schema.rule)
+        if schema.types is not None and {*schema.types} <= {"integer", "number"}:
+            return number
+        others = schema_text({**schema, **self._definitions, "x-guidance": self._options})
+        return f"({number} | {self._rule(f'%json {others}')})"
+
+    def _terminal(self, expression: str) -> str:
+        self._rule(expression)
+        name = f"{self._name}_{len(self.lines) - 1}".upper()
+        self.lines[-1] = f"{name}: {expression}"
+        return name
 
     def _rule(self, expression: str) -> str:
         # The definitions are repeated for each part.
         self._num_chars += len(expression)
         if self._num_chars > MAX_CHARS:
-            raise NotKept(f"the digits of an integer above 2**53 make a grammar of more than {MAX_CHARS} characters")
+            raise NotKept(f"the digits of a number make a grammar of more than {MAX_CHARS} characters")
         name = f"{self._name}_{len(self.lines)}"
         self.lines.append(f"{name}: {expression}")
         return name
@@ -410,7 +404,7 @@ class _ExactRules:
             raise NotKept("items, prefixItems, minItems or maxItems has a value of another type")
         elements = list(map(self.value, prefix))
         if max_items is not None and max_items < max(1, len(elements)):
-            raise NotKept("the digits of an integer above 2**53 cannot be guaranteed with so few maxItems")
+            raise NotKept("the digits of a number cannot be guaranteed with so few maxItems")
         tail = ""
         if items is not False:
             # A rule of its own, because it is written twice.

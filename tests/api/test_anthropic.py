@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from diskprefix.api.anthropic import CountTokensRequest, MessagesRequest
 from diskprefix.api.anthropic_writer import MessageWriter
-from diskprefix.api.dialect import Head, ServerSentEvent
+from diskprefix.api.dialect import Head, ServerSentEvent, json_text
 from diskprefix.api.reply import (
     CallBegin,
     DeltaEvent,
@@ -274,7 +274,9 @@ def streamed(events: Iterable[ReplyEvent], head: Head = HEAD, **options: Any) ->
 
 def whole(events: Iterable[ReplyEvent], head: Head = HEAD, **options: Any) -> dict[str, Any]:
     """The message. The stream of the same reply makes the same, but for the order of text and calls."""
-    message = MessageWriter(head, **options).whole(whole_reply([*(events := [*events])]))
+    message: dict[str, Any] = json.loads(
+        json_text(MessageWriter(head, **options).whole(whole_reply([*(events := [*events])])))
+    )
     SDKMessage.model_validate(message)
     made = assembled(streamed(events, head, **options))
     assert made | {"content": sorted(made["content"], key=lambda block: block["type"])} == message | {

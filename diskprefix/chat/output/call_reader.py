@@ -11,6 +11,7 @@ from diskprefix.chat.output.call_values import OfferedTools, ParsedCall, braces,
 from diskprefix.chat.output.families import Family
 from diskprefix.chat.output.format import OutputDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.output.reader import Parsing, Reader, Take
+from diskprefix.json_values import written
 
 _NAME_KEYS = {"name", "tool_name", "function", "function_name", "tool"}
 _ARGUMENT_KEYS = {"arguments", "parameters", "args", "params", "input"}
@@ -37,7 +38,7 @@ class CallDeltas:
     def whole(self, call: ParsedCall) -> bool:
         """Emits a whole call. Returns False if its arguments are nested too deeply."""
         try:
-            arguments = _json(call.arguments)
+            arguments = written(call.arguments)
         except RecursionError:
             return False
         self.begin(call.name)
@@ -197,7 +198,7 @@ class CallReader:
             if (found := (yield from reader.match(self._patterns.argument))) is None:
                 break
             key = found["key"].strip()
-            self._calls.arguments(f"{before}{_json(key)}: ")
+            self._calls.arguments(f"{before}{written(key)}: ")
             before = ", "
             kind = found.groupdict().get("kind")
             is_text = kind in ("true", "string") or (kind is None and self._tools.is_text(name, key))
@@ -208,7 +209,7 @@ class CallReader:
     def _text_value(self) -> Parsing[bool]:
         """Reads a text with its end tag. Returns whether the tag was there."""
         self._calls.arguments('"')
-        is_complete = yield from self._up_to_end(lambda text: self._calls.arguments(_json(text)[1:-1]))
+        is_complete = yield from self._up_to_end(lambda text: self._calls.arguments(written(text)[1:-1]))
         self._calls.arguments('"' if is_complete else "")
         return is_complete
 
@@ -217,9 +218,9 @@ class CallReader:
         is_complete = yield from self._up_to_end(pieces.append)
         text = "".join(pieces)
         try:
-            self._calls.arguments(_json(value_of(text, self._tools.properties(name).get(key))))
+            self._calls.arguments(written(value_of(text, self._tools.properties(name).get(key))))
         except RecursionError:
-            self._calls.arguments(_json(text))
+            self._calls.arguments(written(text))
         return is_complete
 
     def _up_to_end(self, take: Take) -> Parsing[bool]:
@@ -249,10 +250,6 @@ class CallReader:
 
 def _discard(text: str) -> None:
     """Takes the text of a value that is not used: an id, a type."""
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _text(quoted: str | None) -> str | None:

@@ -14,6 +14,7 @@ from msgspec import Struct, field
 
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.call_patterns import strings_of
+from diskprefix.json_values import values_as_written
 
 _NUMBERS = {"integer", "number"}
 _UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
@@ -60,7 +61,7 @@ def value_of(text: str, schema: object) -> object:
     if types := _types(schema):
         return _typed(text, types)
     with suppress(ValueError, RecursionError):
-        return json.loads(text)
+        return values_as_written(text)
     return text
 
 
@@ -94,7 +95,7 @@ def _typed(text: str, types: set[str]) -> object:
     if "boolean" in types and bare.lower() in ("true", "false"):
         return bare.lower() == "true"
     try:
-        value = json.loads(bare)
+        value = values_as_written(bare)
     except (ValueError, RecursionError):
         return text
     if isinstance(value, bool) or value is None:
@@ -168,6 +169,10 @@ def _literal(node: ast.expr, lines: list[bytes]) -> Any:
         return {_key(key): _literal(value, lines) for key, value in zip(node.keys, node.values, strict=True)}
     value = ast.literal_eval(node)
     json.dumps(value, allow_nan=False)
+    if isinstance(value, float) and node.end_lineno == node.lineno:
+        # In Python, `.5` and `1_000.0` are numbers too.
+        with suppress(ValueError):
+            return values_as_written(lines[node.lineno - 1][node.col_offset : node.end_col_offset])
     return value
 
 
@@ -226,7 +231,7 @@ def braces(text: str, quote: str) -> JsonObject | None:
         for piece in pieces[1::2]
     ]
     try:
-        value = json.loads("".join(pieces))
+        value = values_as_written("".join(pieces))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
