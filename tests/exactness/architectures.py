@@ -222,6 +222,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "ministral": {"head_dim": 16, "layer_types": SLIDING_FULL},
     "nemotron": {"num_key_value_heads": 2},
+    # transformers takes it for a least step, which no other engine does.
+    "nemotron_h": {"time_step_min": 1e-30},
     "olmo3": {"sliding_window": LONG_WINDOW},
     "qwen4_exp": {
         "indexer_n_heads": 16,

@@ -36,7 +36,7 @@ _READ = """
     router_scaling_factor scale_attn_by_inverse_layer_idx scale_attn_weights scale_depth scale_emb scale_embedding
     shared_expert_combination_strategy shared_expert_intermediate_size shared_intermediate_size ssm_in_multiplier
     ssm_multipliers ssm_out_multiplier swiglu_alpha swiglu_limit swiglu_limits swiglu_limits_shared
-    time_step_limit time_step_min top_k_experts topk_group topk_method use_parallel_residual use_post_norm
+    time_step_limit top_k_experts topk_group topk_method use_parallel_residual use_post_norm
     use_qk_norm v_head_dim vocab_size word_embed_proj_dim
 """
 """Options that `of_model`, the rotary positions or `without_plan` read."""
@@ -69,7 +69,7 @@ _WITHOUT_EFFECT = """
     pretraining_tp problem_type reorder_and_upcast_attn rescale_prenorm_residual resid_pdrop residual_dropout
     return_dict router_aux_loss_coef scale_attention_softmax_in_fp32 sep_token_id summary_activation
     summary_first_dropout summary_proj_to_labels summary_type summary_use_proj time_step_floor time_step_max
-    time_step_rank transformers_version use_cache use_mamba_kernels z_loss_coefficient
+    time_step_min time_step_rank transformers_version use_cache use_mamba_kernels z_loss_coefficient
 """
 """Options of training and of text, and those that transformers' modules do not read."""
 KNOWN = frozenset(f"{_READ} {_SEEN}".split())

@@ -173,6 +173,10 @@ def test_the_options_of_the_text_may_stand_among_those_of_the_whole(kind: str) -
         ("qwen2", {"layer_types": ["sliding_attention"] * 32}, "a sliding_window of None"),
         ("gemma3_text", {"rope_parameters": 3}, "not an object or null"),
         ("nemotron_h", {"hybrid_override_pattern": "M?"}, "do not fit together"),
+        ("nemotron_h", {"time_step_limit": [0.1]}, r"time_step_limit is \[0.1\], not a least and a largest step"),
+        ("mamba2", {"time_step_limit": [0.0, "inf"]}, "not a least and a largest step"),
+        ("bamba", {"time_step_limit": [0.1, 0.01]}, "not a least and a largest step"),
+        ("falcon_h1", {"time_step_limit": [float("nan"), 1.0]}, "not a least and a largest step"),
         ("phi3", {"rope_scaling": LINEAR}, "scales positions so: linear"),
     ],
 )

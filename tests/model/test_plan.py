@@ -202,6 +202,26 @@ def test_a_plan_in_bfloat16_errs_no_more_than_transformers_does(name: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("name", "layers"),
+    [("mamba2", {"num_hidden_layers": 24}), ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp"] * 12})],
+)
+def test_sums_of_layers_are_float32_if_the_configuration_says_so(name: str, layers: dict[str, Any]) -> None:
+    """transformers' Nemotron-H does not read this option, which NVIDIA's code obeys."""
+    errors = []
+    for dtype, has_float_residual in ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)):
+        model = tiny_model(name, dtype, residual_in_fp32=has_float_residual, **layers)
+        with torch.no_grad():
+            # Beside large embeddings, bfloat16 keeps a few bits of what layers add.
+            model.get_input_embeddings().weight.mul_(64)
+        ((logits, _),) = computed(model, exact(model), one=[NUM_TOKENS])
+        if dtype == torch.float32:
+            expected = logits
+        else:
+            errors.append(float((logits.float() - expected).square().mean(-1).median()))
+    assert errors[0] < 0.5 * errors[1]
+
+
+@pytest.mark.parametrize(
     ("name", "form"),
     [
         *((name, "bfloat16") for name in FAMILIES),

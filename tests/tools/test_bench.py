@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from diskprefix.model.gguf.known_families import NAMES
+from diskprefix.model.gguf.recurrent_families import RECURRENT
 from tests.closing import needs
 from tests.model import tiny
 from tools.__main__ import TOOLS, main
@@ -60,12 +61,20 @@ def test_each_architecture_of_files_has_a_model() -> None:
 @pytest.mark.slow
 @needs("npm")
 def test_a_file_equals_what_transformers_or_llama_cpp_computes() -> None:
-    command = [sys.executable, "-m", "tools", "files", "qwen3/yarn", "mimo2", "--json"]
+    slow = [name for name in CASES if CASES[name].is_slow]
+    command = [sys.executable, "-m", "tools", "files", "qwen3/yarn", "mimo2", *slow, "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr or ran.stdout
     found = json.loads(ran.stdout)
     assert found["qwen3/yarn"]["f32"]["equal_to"] == ["transformers", "llama.cpp"]
     assert found["mimo2"]["f32"]["equal_to"] == ["transformers"]
+    for name in slow:
+        compared = found[name]["f32"]
+        assert max(compared["errors"]["llama.cpp"], compared["folder_errors"]["llama.cpp"]) < 5e-3, name
+
+
+def test_each_architecture_with_recurrent_layers_has_a_slow_model() -> None:
+    assert {name.partition("/")[0] for name, case in CASES.items() if case.is_slow} == RECURRENT.keys()
 
 
 def test_the_time_of_a_step_is_told_by_operator_and_outside(tmp_path: Path) -> None:

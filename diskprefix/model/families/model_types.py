@@ -20,7 +20,7 @@ from diskprefix.model.config import (
 from diskprefix.model.families.known_options import unknown_option
 from diskprefix.model.families.mixture_types import feed_forward_of, first_of, mixture_of
 from diskprefix.model.families.rotary import KINDS, kinds_of_rotary, rotary_of, scaled_by_yarn
-from diskprefix.model.families.type_table import LATENT
+from diskprefix.model.families.type_table import LATENT, is_declared
 from diskprefix.model.operands import Location, Rotary, StateLocation
 from diskprefix.native import calls
 
@@ -123,9 +123,6 @@ _ROTARY_IN_WINDOWS = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe"
 
 _ONE_PART = ("mamba2", "nemotron_h")
 """Those whose layers have one part each."""
-
-_LEAST_STEPS = ("nemotron_h", "zamba2")
-"""Those whose steps have a least one alone."""
 
 _WITHOUT = {
     "add_cross_attention": False,
@@ -260,7 +257,7 @@ def of_model(
         "has_head_norms": has_norms and config.model_type != "llama4_text",
         "has_unweighted_norms": has_norms and config.model_type == "llama4_text",
         "multipliers": _multipliers(config),
-        "has_float_residual": getattr(config, "residual_in_fp32", False) and config.model_type == "mamba2",
+        "has_float_residual": is_declared(config.model_type, "residual_in_fp32") and config.residual_in_fp32,
         "mixture": mixture_of(config, activation),
         "latent": _latent(config),
         "space": _space(config),
@@ -359,13 +356,12 @@ def _multipliers(config: Any) -> Multipliers:
 
 
 def _space(config: Any) -> SpaceConfig | None:
-    if config.model_type in _LEAST_STEPS:
-        return SpaceConfig((config.time_step_min, float("inf")))
-    limits = getattr(config, "time_step_limit", None)
-    if limits is None:
+    if not is_declared(config.model_type, "time_step_limit"):
         return None
+    # Not `time_step_min`, which is about the biases that training begins with: steps of trained ones are far smaller.
+    least, most = config.time_step_limit or (0.0, float("inf"))
     return SpaceConfig(
-        (limits[0], limits[1]),
+        (least, most),
         gates_first=not getattr(config, "mamba_norm_before_gate", False),
         in_multiplier=getattr(config, "ssm_in_multiplier", 1.0),
         out_multiplier=getattr(config, "ssm_out_multiplier", 1.0),

@@ -128,7 +128,8 @@ class Architecture(Struct, frozen=True, kw_only=True, dict=True):
             stem, end = found[1], found[2].replace("_bias", ".bias")
         missing = ""
         for source in self._sources(stem):
-            names = [_name_in(tensors, f"{block}{tensor}", end) for tensor in source.tensors]
+            at = "" if source.is_of_model else block
+            names = [_name_in(tensors, f"{at}{tensor}", end) for tensor in source.tensors]
             if all(one in tensors for one in names):
                 return SourcedParameter(source, tuple(tensors[one] for one in names), is_bias=end == ".bias")
             missing = missing or next(one for one in names if one not in tensors)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
+from diskprefix.model.families.model_types import OPTIONS
 from diskprefix.model.families.type_table import is_declared
 from diskprefix.model.gguf.metadata import Metadata, shown
 from diskprefix.model.gguf.sources import head_dim
@@ -39,6 +40,7 @@ _COMMON: tuple[tuple[str, str, Any], ...] = (
     ("expert_count", "num_experts num_local_experts n_routed_experts moe_num_experts", _LEFT),
     ("expert_used_count", "num_experts_per_tok top_k_experts num_experts_per_token moe_k moe_topk", _LEFT),
     ("expert_feed_forward_length", "moe_intermediate_size", _LEFT),
+    ("moe_latent_size", "moe_latent_size", _LEFT),
     ("expert_shared_feed_forward_length", "shared_expert_intermediate_size moe_shared_expert_intermediate_size", _LEFT),
     ("expert_shared_count", "n_shared_experts num_shared_experts moe_num_shared_experts", _LEFT),
     ("expert_weights_scale", "routed_scaling_factor", 1.0),
@@ -200,12 +202,15 @@ def _attention(kind: str, metadata: Metadata, found: dict[str, Any]) -> None:
 
 
 def _epsilon(kind: str, metadata: Metadata) -> dict[str, float]:
-    """Returns what is added to variances. A file may have two numbers, of which the class says by its name which."""
+    """Returns what is added to variances. Of two numbers in a file, that of the model's kind of norms counts, as it
+    does in llama.cpp."""
     names = [name for name in _EPSILONS if is_declared(kind, name)]
-    order = _EPSILON_KEYS if any("rms" in name for name in names) else _EPSILON_KEYS[::-1]
+    order = _EPSILON_KEYS[::-1] if str(OPTIONS[kind].get("norm")).startswith("layer") else _EPSILON_KEYS
     key = next((key for key in order if key in metadata), _EPSILON_KEYS[0])
-    if order is not _EPSILON_KEYS:
-        metadata.get(_EPSILON_KEYS[0])
+    if not any("rms" in name for name in names):
+        # Converters write both for a configuration that has both names.
+        for other in _EPSILON_KEYS:
+            metadata.get(other)
     return dict.fromkeys(names, metadata(key))
 
 

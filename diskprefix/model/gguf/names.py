@@ -6,7 +6,15 @@ architecture says so.
 
 from __future__ import annotations
 
-from diskprefix.model.gguf.sources import Sources, attention_part, changed, joined, log_of_negative, of_experts
+from diskprefix.model.gguf.sources import (
+    Sources,
+    TensorSource,
+    attention_part,
+    changed,
+    joined,
+    log_of_negative,
+    of_experts,
+)
 
 
 def _experts(owner: str) -> Sources:
@@ -78,6 +86,8 @@ NAMES: Sources = {
     **_shared_experts("mixer.shared_experts"),
     **_shared_experts("feed_forward.shared_expert"),
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
     "shared_mlp.input_linear": (joined("ffn_gate_shexp", "ffn_up_shexp"), joined("ffn_gate", "ffn_up")),
     "shared_mlp.output_linear": ("ffn_down_shexp", "ffn_down"),
     **_all("mlp.gate.e_score_correction_bias mlp.gate.moe_statics.e_score_correction_bias", "exp_probs_b.bias"),
@@ -101,7 +111,8 @@ NAMES: Sources = {
     "enorm": "nextn.enorm",
     "hnorm": "nextn.hnorm",
     "eh_proj": "nextn.eh_proj",
-    "post_norm": ("nextn.shared_head_norm", "layer_output_norm"),
+    # llama.cpp takes the model's last norm for a missing one.
+    "post_norm": ("nextn.shared_head_norm", "layer_output_norm", TensorSource(("output_norm",), is_of_model=True)),
     # Attention in the layers of Nemotron-H.
     "mixer.q_proj": "attn_q",
     "mixer.k_proj": "attn_k",

@@ -40,7 +40,10 @@ DELTA: Sources = {
     **PLUS_ONE,
     "enorm": changed("nextn.enorm", minus_one),
     "hnorm": changed("nextn.hnorm", minus_one),
-    "post_norm": changed("nextn.shared_head_norm", minus_one),
+    "post_norm": (
+        changed("nextn.shared_head_norm", minus_one),
+        TensorSource(("output_norm",), values=minus_one, is_of_model=True),
+    ),
     "linear_attn.in_proj_qkv": moved("attn_qkv", grouped_behind_keys),
     "linear_attn.in_proj_z": moved("attn_gate", grouped_values),
     "linear_attn.in_proj_a": moved("ssm_alpha", grouped_heads),

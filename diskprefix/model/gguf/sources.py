@@ -38,6 +38,8 @@ class TensorSource(Struct, frozen=True):
     columns: Columns | None = None
     is_of_heads: bool = False
     """True if each tensor has a matrix of each head, which operators may take as it is."""
+    is_of_model: bool = False
+    """True if the tensors are outside of blocks, though the parameter is of a layer."""
 
 
 Sources: TypeAlias = Mapping[str, str | TensorSource | tuple[str | TensorSource, ...]]

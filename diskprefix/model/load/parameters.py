@@ -117,4 +117,16 @@ def load_parameters(
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
         raise ModelError(f"{weights} do not match its config.json: {name} is {tuple(found)}, not {tuple(expected)}")
+    set_step_limits(model)
     return model
+
+
+def set_step_limits(model: PreTrainedModel) -> None:
+    """Sets the limits of the steps of state spaces that the configuration says, or none.
+
+    transformers' modules of Nemotron-H and Zamba2 take `time_step_min` for the least step. It is about the biases that
+    training begins with; with it, heads that should keep their state forget it."""
+    limits = getattr(model.config.get_text_config(decoder=True), "time_step_limit", None) or (0.0, float("inf"))
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = tuple(limits)

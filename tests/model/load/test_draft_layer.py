@@ -194,6 +194,23 @@ def test_a_folder_and_a_file_give_the_same_layer(family: str, tmp_path: Path) ->
         assert one.fit.needs.weights_bytes == pytest.approx(taken, rel=0.01)
 
 
+@pytest.mark.parametrize("weights", ["auto", "native"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_without_the_last_norm_of_the_layer_takes_that_of_the_model(
+    family: str, weights: str, tmp_path: Path
+) -> None:
+    """As llama.cpp does."""
+    folder = write_folder(tmp_path / "tiny", family)
+    norm = "layer_output_norm" if family == "mimo2" else "nextn.shared_head_norm"
+    lacking: dict[str, torch.Tensor | None] = {f"blk.{LAYERS}.{norm}.weight": None}
+    assert lacking.keys() <= tensors_in(folder, family.partition("/")[0]).keys()
+    file = write_file(tmp_path / "tiny.gguf", folder, family, "Q8_0", lacking)
+    found, whole = tensors_of(loaded(file, weights=weights)), tensors_of(loaded(folder))
+    expected = found["norm.weight"]
+    assert torch.equal(found[f"{LAYER}post_norm.weight"], expected)
+    assert not torch.equal(expected, whole[f"{LAYER}post_norm.weight"].to(expected.dtype))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quants_of_the_layer_stay_as_the_file_has_them(family: str, tmp_path: Path) -> None:
     file = write_file(tmp_path / "tiny.gguf", write_folder(tmp_path / "tiny", family), family, "Q8_0")
