@@ -12,6 +12,8 @@ struct QuantForm {
 
   bool is_nested() const { return scales == IN_BYTES || scales == IN_NIBBLES || scales == SHARED; }
   int64_t unit_columns() const { return is_nested() ? 256 : scales == IN_FLOAT8 ? 64 : group > 32 ? group : 32; }
+  // Whether rows of matrices are not of any number of blocks.
+  bool is_wide() const { return unit_columns() > 32; }
   int64_t shared_bytes() const { return is_nested() ? 16 * 2 * (1 + has_zeros) : scales == IN_FLOAT8 ? 16 * 4 : 0; }
   int64_t number_bytes() const {
     const int64_t of_group = scales == IN_FLOAT16 ? 2 : scales == SHARED ? 0 : 1;
