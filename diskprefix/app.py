@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from diskprefix import hooks
 from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.native.compute_threads import limit_libraries
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
 
@@ -38,6 +39,7 @@ def serve(settings: Settings) -> None:
     from diskprefix.model.load.named_model import require_named
     from diskprefix.store.folder import FolderUnavailable, check_folder
 
+    limit_libraries()
     # Before torch loads libgomp. Rounds take other times on other CPUs, and macOS has no libgomp.
     if platform.machine() == "x86_64" and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)

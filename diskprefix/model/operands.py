@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from msgspec import Struct
@@ -45,6 +45,46 @@ class DenseMatrix(Struct, frozen=True, eq=False):
     def part(self, first: int, end: int) -> DenseMatrix:
         """Returns the matrix of the rows from `first` to `end`, in the same memory."""
         return DenseMatrix(self.weight.part(first, end), None if self.bias is None else self.bias.part(first, end))
+
+
+class RowRuns(Struct, frozen=True):
+    """Rows of a matrix, or numbers of its results: `count` runs of `width`, `stride` apart, from `first` on."""
+
+    first: int
+    count: int
+    width: int
+    stride: int
+
+    @classmethod
+    def of(cls, places: np.ndarray) -> RowRuns | None:
+        """Returns ascending row numbers as runs, None if these are not equally long and equally far apart."""
+        ends = np.flatnonzero(np.diff(places) != 1) + 1
+        width = int(ends[0]) if len(ends) else len(places)
+        if len(places) % width:
+            return None
+        runs = places.reshape(-1, width)
+        count, first = len(runs), int(runs[0, 0])
+        stride = int(runs[1, 0]) - first if count > 1 else width
+        expected = first + stride * np.arange(count)[:, None] + np.arange(width)
+        return cls(first, count, width, stride) if np.array_equal(runs, expected) else None
+
+
+class JoinedMatrix(Struct, frozen=True, eq=False):
+    """A matrix whose rows are those of several `parts`, at the places `runs`: each part has a form of its own."""
+
+    parts: Sequence[Matrix | DenseMatrix]
+    runs: Sequence[RowRuns]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def columns(self) -> int:
+        return self.parts[0].columns
+
+
+AnyMatrix: TypeAlias = Matrix | DenseMatrix | JoinedMatrix
 
 
 class PackedExperts(Struct, frozen=True, eq=False):

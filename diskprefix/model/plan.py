@@ -18,6 +18,7 @@ import numpy as np
 
 from diskprefix.model.curves import curve
 from diskprefix.model.operands import (
+    AnyMatrix,
     Buffer,
     DenseExperts,
     DenseMatrix,
@@ -25,6 +26,7 @@ from diskprefix.model.operands import (
     ExpertRoutes,
     Gating,
     HeadMatrices,
+    JoinedMatrix,
     Location,
     PackedExperts,
     PlannedRun,
@@ -173,12 +175,26 @@ class ComputePlan:
         self._add(calls.NORM, out, call, norm)
         return out
 
-    def product(self, rows: Buffer, matrix: Matrix | DenseMatrix) -> Buffer:
+    def product(self, rows: Buffer, matrix: AnyMatrix) -> Buffer:
         """Returns the product of each row with a matrix."""
         return self.products(rows, matrix)[0]
 
-    def products(self, rows: Buffer, *matrices: Matrix | DenseMatrix) -> list[Buffer]:
-        """Returns the products of each row with several matrices: those of packed ones are computed together."""
+    def products(self, rows: Buffer, *matrices: AnyMatrix) -> list[Buffer]:
+        """Returns the products of each row with several matrices: those of packed ones are computed together. The
+        results of a joined matrix's parts are put in order."""
+        outs = self._products(rows, [part for matrix in matrices for part in _parts(matrix)])
+        return [self._joined(matrix, [outs.pop(0) for _ in _parts(matrix)]) for matrix in matrices]
+
+    def _joined(self, matrix: AnyMatrix, parts: Sequence[Buffer]) -> Buffer:
+        if not isinstance(matrix, JoinedMatrix):
+            return parts[0]
+        out = self.rows(matrix.rows, is_of_logits=parts[0].is_of_logits)
+        for part, runs in zip(parts, matrix.runs, strict=True):
+            to = out.part(runs.first, out.width - runs.first)
+            self._copy(part, runs.count, runs.width, to, runs.stride, runs.width)
+        return out
+
+    def _products(self, rows: Buffer, matrices: Sequence[Matrix | DenseMatrix]) -> list[Buffer]:
         for matrix in matrices:
             size = matrix.rows, matrix.columns
             self._require(matrix.columns == rows.width == rows.stride, f"a product of {size} and rows of {rows.width}")
@@ -761,6 +777,10 @@ class ComputePlan:
         """Returns a copy of the first rows of a buffer, uint8 [rows, bytes of a row]."""
         size = num_rows * rows.width * rows.item_bytes
         return np.frombuffer(bytearray(ctypes.string_at(rows.address, size)), np.uint8).reshape(num_rows, -1)
+
+
+def _parts(matrix: AnyMatrix) -> Sequence[Matrix | DenseMatrix]:
+    return matrix.parts if isinstance(matrix, JoinedMatrix) else [matrix]
 
 
 def _operations(made: Sequence[tuple[int, bool, ctypes.Structure]]) -> tuple[Any, calls.Operations]:

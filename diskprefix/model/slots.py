@@ -11,9 +11,18 @@ import numpy as np
 from diskprefix.kv.numbers import converted, dtype_of
 from diskprefix.model.config import NormKind
 from diskprefix.model.families.slot_names import SlotNames
-from diskprefix.model.operands import DenseExperts, DenseMatrix, HeadMatrices, PackedExperts, Weight, WeightedNorm
+from diskprefix.model.operands import (
+    AnyMatrix,
+    DenseExperts,
+    DenseMatrix,
+    HeadMatrices,
+    JoinedMatrix,
+    PackedExperts,
+    Weight,
+    WeightedNorm,
+)
 from diskprefix.model.quants.forms import matrix_of
-from diskprefix.model.weights import Quants, Weights
+from diskprefix.model.weights import MatrixPart, Quants, Weights
 from diskprefix.native import address_of, calls
 from diskprefix.native.matrix import Matrix, fills_blocks
 
@@ -75,10 +84,22 @@ class Slots:
         path = self._path(name)
         return self._weights.has(f"{path}.weight") or self._weights.has(path)
 
-    def matrix(self, name: str, *, is_float: bool = False) -> Matrix | DenseMatrix:
+    def matrix(self, name: str, *, is_float: bool = False) -> AnyMatrix:
         """Returns the matrix of a product, if it is so in float32. Raises `ValueError` for a bias of other rows."""
         dtype = "float32" if is_float else self._weights.dtype
-        return self._matrix(self._path(name), self._bias(name), dtype, is_turned=self._names.has_turned_matrices)
+        path, bias = self._path(name), self._bias(name)
+        if dtype == "bfloat16" and (parts := self._weights.parts(f"{path}.weight")):
+            return self._joined(path, parts, bias)
+        return self._matrix(path, bias, dtype, is_turned=self._names.has_turned_matrices)
+
+    def _joined(self, path: str, parts: Sequence[MatrixPart], bias: np.ndarray | None) -> JoinedMatrix:
+        rows = sum(part.shape[0] for part in parts)
+        self._weights.asked[f"{path}.weight"] = (rows, parts[0].shape[1])
+        if bias is not None and len(bias) != rows:
+            raise ValueError("a bias of other rows")
+        biases = [None if bias is None else np.ascontiguousarray(bias[part.places]) for part in parts]
+        made = [_of_part(part.weights, of_part) for part, of_part in zip(parts, biases, strict=True)]
+        return JoinedMatrix(made, [part.runs for part in parts])
 
     def _matrix(
         self, path: str, bias: np.ndarray | None, dtype: str, *, is_turned: bool = False
@@ -95,7 +116,7 @@ class Slots:
             raise ValueError("a bias of other rows")
         return DenseMatrix(_weight(weight, dtype), None if bias is None else _weight(bias, "float32"))
 
-    def regrouped(self, name: str) -> tuple[Matrix | DenseMatrix, tuple[int, int, int] | None]:
+    def regrouped(self, name: str) -> tuple[AnyMatrix, tuple[int, int, int] | None]:
         """Returns the matrix of a product, and by which sizes its columns are in another order (see `FileMatrix`)."""
         path = self._path(name)
         if (quants := self._quants(path)) is not None:
@@ -251,6 +272,15 @@ def _of_norm(weight: np.ndarray, bias: np.ndarray | None, kind: NormKind) -> np.
         return weight
     weight = converted(weight, "float32") + (1 if kind == "layer_plus_one" else 0)
     return np.concatenate([weight, np.zeros_like(weight) if bias is None else bias], axis=-1).reshape(-1)
+
+
+def _of_part(weights: Quants | np.ndarray, bias: np.ndarray | None) -> Matrix | DenseMatrix:
+    """Returns the matrix of quants or of bfloat16 numbers."""
+    if isinstance(weights, Quants):
+        return matrix_of(weights.packed, weights.form, bias)
+    if fills_blocks(weights):
+        return Matrix(weights, (weights.shape[0], weights.shape[1]), bias=bias)
+    return DenseMatrix(_weight(weights, "bfloat16"), None if bias is None else _weight(bias, "float32"))
 
 
 def _matrices(weight: np.ndarray, bias: np.ndarray | None) -> list[Matrix]:

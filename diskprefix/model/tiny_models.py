@@ -43,9 +43,10 @@ _LATENT = LatentConfig(HEADS, 128, DIM, 32, DIM, has_query_latents=True)
 _FLOATS_AT = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "MXFP4": (),
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,),
-    "TQ1_0": (52,), "TQ2_0": (64,),
+    "TQ1_0": (52,), "TQ2_0": (64,), "NVFP4": (), "Q1_0": (0,), "Q2_0": (0,),
 }  # fmt: skip
 """Where the blocks of a file's quants have float16 numbers."""
+_OF_FEW_BITS = ("NVFP4", "Q1_0", "Q2_0")
 _QUANTS = {
     **{kind: (kind, kind) for kind in _FLOATS_AT},
     **{kind: ("Q3_K", kind) for kind in ("IQ1_M", "IQ2_S")},
@@ -85,10 +86,11 @@ def in_dtype(numbers: np.ndarray, dtype: int) -> np.ndarray:
 
 class TinyModel(Struct, frozen=True):
     """A model: its options without places in memory, and the shapes of its weights. The names of those in layers are
-    without the layer."""
+    without the layer. `kinds` are those of `_QUANTS` that its matrices have."""
 
     config: DecoderConfig
     shapes: Mapping[str, tuple[int, ...]]
+    kinds: Sequence[str] = tuple(sorted(_QUANTS.keys() - {*_OF_FEW_BITS}))
 
     def placed(self, item_bytes: int, kv_type: str = "auto") -> tuple[DecoderConfig, list[int], list[int]]:
         """Returns the options with places, and the bytes of a page of each table and of each group of states. Each
@@ -137,7 +139,7 @@ class TinyWeights(Weights):
     def __init__(self, operators: Operators, model: TinyModel, dtype: int, *, has_quants: bool) -> None:
         super().__init__("float32" if dtype == calls.FLOAT32 else "bfloat16")
         self._operators, self._shapes, self._kind = operators, model.shapes, dtype
-        self._forms = sorted(_QUANTS) if has_quants else []
+        self._forms = model.kinds if has_quants else ()
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
         path = name.removesuffix(".weight").split(".")
@@ -189,10 +191,12 @@ def _made_up_quants(kind: str, rows: int, columns: int, seed: int) -> np.ndarray
     _, weights, num_bytes = TYPES[kind]
     content = made_up((rows, columns // weights, num_bytes), seed, None).copy()
     for place in _FLOATS_AT[kind]:
-        scales = np.abs(made_up(content.shape[:2], seed + place)) * 2.0 ** (-5 if weights == 32 else -9)
+        scales = np.abs(made_up(content.shape[:2], seed + place)) * 2.0 ** (-5 if weights < 256 else -9)
         content[..., place : place + 2] = scales.astype("<f2")[..., None].view(np.uint8)
     if kind == "MXFP4":
         content[..., 0] = 118 + content[..., 0] % 4
+    if kind == "NVFP4":
+        content[..., :4] = 8 + content[..., :4] % 32
     return content.reshape(rows, -1)
 
 
@@ -216,7 +220,7 @@ def _layer(mixer: Any = "attention", **fields: Any) -> LayerConfig:
     return LayerConfig({}, mixer, **fields)
 
 
-def _model(layers: Sequence[LayerConfig], weights: str, **fields: Any) -> TinyModel:
+def _model(layers: Sequence[LayerConfig], weights: str, kinds: Sequence[str] = (), **fields: Any) -> TinyModel:
     """Returns a model with these weights: names with shapes, below the module before them."""
     fields, shapes, within = {"rotary": {"": _ROTARY}, "scale": DIM**-0.5} | fields, dict[str, tuple[int, ...]](), ""
     for word in (_AROUND + weights).split():
@@ -225,7 +229,8 @@ def _model(layers: Sequence[LayerConfig], weights: str, **fields: Any) -> TinyMo
             shapes[within + name] = tuple(map(int, shape.split("x"))) if shape else ()
         else:
             within = word.strip("/")
-    return TinyModel(DecoderConfig(vocab_size=VOCAB, layers=tuple(layers), **fields), shapes)
+    config = DecoderConfig(vocab_size=VOCAB, layers=tuple(layers), **fields)
+    return TinyModel(config, shapes, kinds) if kinds else TinyModel(config, shapes)
 
 
 MODELS: Mapping[str, TinyModel] = {
@@ -234,6 +239,7 @@ MODELS: Mapping[str, TinyModel] = {
         _ATTENTION + _HEAD_NORMS,
         has_head_norms=True,
     ),
+    "dense in few bits": _model([_layer()] * 3, _ATTENTION, kinds=_OF_FEW_BITS),
     "plain": _model(
         [_layer(feed_forward="plain")] * 2,
         """

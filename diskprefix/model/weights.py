@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
+from diskprefix.model.operands import RowRuns
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native import ROWS
 
@@ -29,6 +30,23 @@ class Quants(Struct, frozen=True, eq=False):
         """The shape of the weights."""
         *experts, strips, units, _ = self.packed.shape
         return *experts, strips * ROWS, units * self.form.unit_columns
+
+
+class MatrixPart(Struct, frozen=True, eq=False):
+    """The rows `runs` of a matrix: quants, or bfloat16 numbers [rows, columns] that no operator takes as quants."""
+
+    runs: RowRuns
+    weights: Quants | np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weights.shape
+
+    @property
+    def places(self) -> np.ndarray:
+        """The numbers of the rows."""
+        starts = self.runs.first + self.runs.stride * np.arange(self.runs.count)
+        return (starts[:, None] + np.arange(self.runs.width)).reshape(-1)
 
 
 class ExpertsForm(Struct, frozen=True):
@@ -86,6 +104,10 @@ class Weights(ABC):
     def quants(self, _name: str) -> Quants | None:
         """Returns the quants of a matrix, None if it has none that operators take."""
         return None
+
+    def parts(self, _name: str) -> Sequence[MatrixPart]:
+        """Returns the parts of a matrix whose rows are in several forms, nothing if all are in one."""
+        return ()
 
     def head_quants(self, _name: str) -> Sequence[Quants]:
         """Returns the quants of the matrices of heads that are there instead of a parameter, nothing if there are

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "source"
+_CONTROL_GROUPS = Path(__file__).parent.parent / "control_groups.py"
 LIBRARY = Path(__file__).parent / "_operators.so"
 _DIGEST_AT = b"diskprefix source "
 """The text before the digest in the library."""
@@ -28,6 +31,7 @@ _VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "amx": (*_AVX512, "-mavx512vbmi", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
         "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+        "avx512_vnni": (*_AVX512, "-mavx512vnni"),
         "avx512": _AVX512,
         "avx2_vnni": (*_AVX2, "-mavxvnni"),
         "avx2": _AVX2,
@@ -37,7 +41,7 @@ _VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "neon_dot": ("-march=armv8.2-a+dotprod",),
     },
 }
-"""The variants for each kind of CPU, the best one first, with their flags. All have `baseline` after them."""
+"""The variants for each kind of CPU, with their flags. All have `baseline` after them."""
 
 
 class BuildError(Exception):
@@ -84,19 +88,17 @@ def _compiler() -> list[str]:
 def _compiled(compiler: Sequence[str], folder: Path) -> list[Path]:
     """Returns the object files. A variant that the compiler is too old for is left out, but for the last one."""
     wanted = {**_VARIANTS.get(_target(compiler), {}), "baseline": ()}
-    running = {
-        name: subprocess.Popen(
-            _command(compiler, "variant.cpp", folder / f"{name}.o", [*flags, f"-DVARIANT={name}"]),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        for name, flags in wanted.items()
-    }
-    errors = {name: process.communicate()[1].decode(errors="replace") for name, process in running.items()}
-    names = [name for name, process in running.items() if process.returncode == 0]
+
+    def compile_variant(name: str) -> subprocess.CompletedProcess[bytes]:
+        own = [*wanted[name], f"-DVARIANT={name}"]
+        return _done(_command(compiler, "variant.cpp", folder / f"{name}.o", own))
+
+    # Each takes up to 400 MiB of memory.
+    with ThreadPoolExecutor(runpy.run_path(str(_CONTROL_GROUPS))["num_cpus"]()) as pool:
+        done = dict(zip(wanted, pool.map(compile_variant, wanted), strict=True))
+    names = [name for name, process in done.items() if process.returncode == 0]
     if "baseline" not in names:
-        raise BuildError(_first_error(errors["baseline"]))
+        raise BuildError(_first_error(done["baseline"].stderr.decode(errors="replace")))
     described = "".join(char for char in _first_line_of(compiler, "--version") if char not in '"\\')
     variants = " ".join(f"V({name})" for name in names)
     defined = [f"-DVARIANTS={variants}", f'-DCOMPILER="{described}"', f'-DSOURCE="{_DIGEST_AT.decode()}{digest()}"']
@@ -113,7 +115,7 @@ def _target(compiler: Sequence[str]) -> str:
 
 def _first_line_of(compiler: Sequence[str], question: str) -> str:
     """Returns the first line of the compiler's answer."""
-    done = subprocess.run([*compiler, question], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    done = _done([*compiler, question])
     return done.stdout.decode(errors="replace").partition("\n")[0]
 
 
@@ -121,8 +123,12 @@ def _command(compiler: Sequence[str], source: str, made: Path, flags: Sequence[s
     return [*compiler, *_FLAGS, *flags, "-c", str(SOURCES / source), "-o", str(made)]
 
 
+def _done(command: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+
+
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    done = _done(command)
     if done.returncode:
         raise BuildError(_first_error(done.stderr.decode(errors="replace")))
 

@@ -7,12 +7,14 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from diskprefix.control_groups import cpu_quota
+
 _CPUS = Path("/sys/devices/system/cpu")
 _chosen = 0
 
 
 def num_threads() -> int:
-    """Returns what `use_threads` has set, else OMP_NUM_THREADS, else the number of cores."""
+    """Returns what `use_threads` has set, else OMP_NUM_THREADS, else the number of cores that may be kept busy."""
     return _chosen or _usual()
 
 
@@ -30,8 +32,25 @@ def _usual() -> int:
 
 
 def num_cores(folder: Path = _CPUS) -> int:
-    """Returns the number of cores that this process may run on. The CPUs of one core share its vector units, so they
-    count once, where the kernel tells which they are."""
+    """Returns the number of cores that this process may keep busy: those that it may run on, or the quota of its
+    control groups if that is less. The CPUs of one core share its vector units, so they count once, where the kernel
+    tells which they are."""
+    cores = _allowed_cores(folder)
+    return min(cores, cpu_quota() or cores)
+
+
+def limit_libraries() -> None:
+    """Makes other libraries compute with no more threads than a quota of the control groups allows: torch and BLAS,
+    tokenizers, and programs that this process starts. Call it before they are imported. What the environment names
+    stays."""
+    quota = cpu_quota()
+    if quota is None or quota >= _allowed_cores(_CPUS):
+        return
+    for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ.setdefault(name, str(quota))
+
+
+def _allowed_cores(folder: Path) -> int:
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     return len({_core_of(folder, cpu) for cpu in os.sched_getaffinity(0)})

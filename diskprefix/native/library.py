@@ -15,8 +15,16 @@ from diskprefix.native import build
 
 log = logging.getLogger("diskprefix")
 
-VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2_vnni", "avx2", "neon_bf16", "neon_dot", "baseline")
-"""Kinds of CPU for which there may be operators. `source/library.cpp` says what each needs."""
+VARIANTS = (
+    *("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"),
+    *("neon_bf16", "neon_dot", "baseline"),
+)
+"""Kinds of CPU for which there may be operators, the best one first. `source/library.cpp` says what each needs."""
+_BEST_OF_MAKER: dict[str, tuple[str, ...]] = {
+    "GenuineIntel": ("amx", "avx512_vnni", "avx512"),
+}
+"""The best variants on CPUs whose maker is not served well by the order of `VARIANTS`, as it was measured. The others
+follow in that order."""
 
 _NUM_ARGUMENTS = {
     "require_matrix": 2,
@@ -76,13 +84,29 @@ class _Table(ctypes.Structure):
     )
 
 
-def variants() -> tuple[str, ...]:
-    """Returns those of `VARIANTS` that are there for this CPU, the best one first. Imports no torch."""
+def variants(maker: str | None = None) -> tuple[str, ...]:
+    """Returns those of `VARIANTS` that are there for this CPU, the best one first for its `maker`, as the CPU names it:
+    `GenuineIntel`. Imports no torch."""
     try:
         library = _opened()
     except Unavailable:
         return ()
-    return tuple(name for name in VARIANTS if library.diskprefix_operators(name.encode()))
+    return _there(library, _maker(library) if maker is None else maker)
+
+
+def _there(library: ctypes.CDLL, maker: str) -> tuple[str, ...]:
+    return tuple(name for name in ordered(maker) if library.diskprefix_operators(name.encode()))
+
+
+def ordered(maker: str) -> tuple[str, ...]:
+    """Returns `VARIANTS` with those first that are best on CPUs of a maker."""
+    return tuple(dict.fromkeys((*_BEST_OF_MAKER.get(maker, ()), *VARIANTS)))
+
+
+def _maker(library: ctypes.CDLL) -> str:
+    found = ctypes.create_string_buffer(13)
+    library.diskprefix_maker(found)
+    return found.value.decode("ascii", "replace")
 
 
 def require_kernels(kernels: str) -> None:
@@ -163,9 +187,9 @@ def _load(kernels: str) -> Operators:
 def _table(variant: str | None) -> tuple[ctypes.CDLL, _Table]:
     """Returns the library, and the table of a variant, without `variant` of the best one."""
     library = _opened()
-    table = library.diskprefix_operators(variant.encode() if variant else None)
+    table = library.diskprefix_operators((variant or _there(library, _maker(library))[0]).encode())
     if not table:
-        raise Unavailable(f"there are no operators {variant!r} for this CPU" if variant else "this CPU is too old")
+        raise Unavailable(f"there are no operators {variant!r} for this CPU")
     return library, table.contents
 
 
@@ -181,4 +205,5 @@ def _opened() -> ctypes.CDLL:
     library.diskprefix_operators.argtypes = (ctypes.c_char_p,)
     library.diskprefix_operators.restype = ctypes.POINTER(_Table)
     library.diskprefix_compiler.restype = ctypes.c_char_p
+    library.diskprefix_maker.restype = None
     return library

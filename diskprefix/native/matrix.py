@@ -15,7 +15,7 @@ from diskprefix.native.library import operators
 _MATRIX = struct.Struct("@7q 3P")
 """`Matrix` of `source/interface.h`."""
 
-_SCALES = {"float16": 0, "exponents": 1, "bytes": 2, "nibbles": 3, "shared": 4}
+_SCALES = {"float16": 0, "exponents": 1, "bytes": 2, "nibbles": 3, "shared": 4, "float8": 5}
 _TABLE = 64
 """Numbers in a table. Those of fewer codes stand in it again and again."""
 

@@ -11,7 +11,7 @@ from diskprefix.native import ROWS, address_of, require
 from diskprefix.native.compute_threads import num_threads
 from diskprefix.native.library import Operators
 
-_PACKING = struct.Struct("@5q 4P q")
+_PACKING = struct.Struct("@5q 5P q")
 """`Packing` of `source/interface.h`."""
 
 TYPES = {
@@ -37,24 +37,35 @@ TYPES = {
     "TQ1_0": (34, 256, 54),
     "TQ2_0": (35, 256, 66),
     "MXFP4": (39, 32, 17),
+    "NVFP4": (40, 64, 36),
+    "Q1_0": (41, 128, 18),
+    "Q2_0": (42, 64, 18),
 }
 """The number of a type in the file, and the weights and bytes of a block."""
 _WITH_GRID = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 
 
-def pack(operators: Operators, kind: str, content: np.ndarray, order: np.ndarray | None, out: np.ndarray) -> None:
+def pack(
+    operators: Operators,
+    kind: str,
+    content: np.ndarray,
+    order: np.ndarray | None,
+    out: np.ndarray,
+    factors: np.ndarray | None = None,
+) -> None:
     """Packs rows of a GGUF tensor of the type `kind` into `out`.
 
     These are whole strips of a packed matrix in the form `model.quants.quant_form.FILE_FORMS[kind]`: uint8 [strips,
     units, bytes of a unit]. `content` are the bytes of the file, uint8 [rows, bytes of a row]. Row i of `out` is row
-    `order[i]` (int32) of it, or row i without an order. Raises `MemoryError`.
+    `order[i]` (int32) of it, or row i without an order. Scales of NVFP4 are multiplied by `factors`, float32, one for
+    each row of `out`. Raises `MemoryError`.
     """
     if order is None:
         has_rows = len(content) == out.shape[0] * ROWS
     else:
         has_rows = 0 <= int(order.min()) <= int(order.max()) < len(content)
     require(has_rows and content.dtype == np.uint8 and content.flags.c_contiguous, content, out)
-    _call(operators, kind, content.shape[1], order, out, content=address_of(content))
+    _call(operators, kind, content.shape[1], order, out, factors, content=address_of(content))
 
 
 def pack_file(
@@ -65,10 +76,11 @@ def pack_file(
     row_bytes: int,
     order: np.ndarray | None,
     out: np.ndarray,
+    factors: np.ndarray | None = None,
 ) -> None:
     """Packs rows of a GGUF tensor whose content begins at `offset` of the open `file`, as `pack` does, on the calling
     thread. A piece that was read is packed before the next one is read. Raises `EOFError` if the file is cut short."""
-    _call(operators, kind, row_bytes, order, out, file=file, offset=offset, threads=1)
+    _call(operators, kind, row_bytes, order, out, factors, file=file, offset=offset, threads=1)
 
 
 def _call(
@@ -77,6 +89,7 @@ def _call(
     row_bytes: int,
     order: np.ndarray | None,
     out: np.ndarray,
+    factors: np.ndarray | None,
     *,
     file: int = -1,
     offset: int = 0,
@@ -89,8 +102,11 @@ def _call(
     require(has_units and out.dtype == np.uint8 and out.flags.c_contiguous, out)
     if order is not None:
         require(order.dtype == np.int32 and order.shape == (strips * ROWS,) and order.flags.c_contiguous, order)
+    if factors is not None:
+        is_right = factors.dtype == np.float32 and factors.shape == (strips * ROWS,) and factors.flags.c_contiguous
+        require(is_right, factors)
     grid = _grid_of(kind) if kind in _WITH_GRID else None
-    parts = map(address_of, (grid, order, out))
+    parts = map(address_of, (grid, order, factors, out))
     call = _PACKING.pack(number, strips, columns, file, offset, content, *parts, threads or num_threads())
     match operators.pack(call):
         case 1:

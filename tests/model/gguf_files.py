@@ -113,9 +113,10 @@ def written(
     tensors: Tensors,
     kind: gguf.GGMLQuantizationType = F32,
     more: Sequence[str] = (),
+    raw: Mapping[str, tuple[gguf.GGMLQuantizationType, np.ndarray[Any, Any]]] | None = None,
 ) -> Path:
     """Writes a file whose matrices have this type. `values` replace metadata, or leave them out. `more` are special
-    tokens. An encoder has neither `config` nor tokens."""
+    tokens. `raw` are further tensors by their types and bytes. An encoder has neither `config` nor tokens."""
     writer = gguf.GGUFWriter(path, architecture)
     common: dict[str, Any] = (
         {}
@@ -139,6 +140,8 @@ def written(
         numbers = np.ascontiguousarray(tensor.numpy())
         type_ = kind if is_quantised(name, tensor) else F32
         writer.add_tensor(name, gguf.quantize(numbers, type_), raw_dtype=type_)
+    for name, (type_, content) in (raw or {}).items():
+        writer.add_tensor(name, content, raw_dtype=type_)
     tiny.finish(writer)
     return path
 

@@ -25,7 +25,7 @@ from diskprefix.native import calls, library
 from diskprefix.native.build import LIBRARY
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
-from tests.native.variants import of_this_cpu, print_kept
+from tests.native.variants import SAME_BITS, of_this_cpu, print_kept
 
 KEPT = ("avx512_bf16", "avx512", "avx2", "baseline") if platform.machine() == "x86_64" else ()
 GOLDEN = {
@@ -33,6 +33,10 @@ GOLDEN = {
     "dense in bfloat16": "de46144c926e2ee9 a25c87c0053ab42f a25c87c0053ab42f a25c87c0053ab42f",
     "dense in quants": "2e9357ac19f377ba afdf97e135821d8b afdf97e135821d8b 60aec806cd46244d",
     "dense in q8": "f17e951a80bce163 0189ef6e8b8652be 0189ef6e8b8652be 216734797e65dd3c",
+    "dense in few bits in float32": "c5c4d56008523fcf c5c4d56008523fcf 02b9d4d705472124 8467342ebd294fbb",
+    "dense in few bits in bfloat16": "c0ec4ba9a169d936 ac9d2052beddd74b ac9d2052beddd74b 9ae14204bced29e0",
+    "dense in few bits in quants": "fd0755405c317425 1c220d45f350ae66 1c220d45f350ae66 e4a7c657848eb789",
+    "dense in few bits in q8": "d670bd627b0739d8 181d1d5d3b873327 55ebe5467b7b6c92 181d1d5d3b873327",
     "plain in float32": "2c6d7ed8ea01425f 2c6d7ed8ea01425f f9b92f4c622e1492 2b410b3084623f9c",
     "plain in bfloat16": "62a623680ae40415 ec5a0de07c7d7c05 ec5a0de07c7d7c05 b8d11125534e7333",
     "plain in quants": "12098001e02dd6a1 5534cc35bbf56966 c12b862ed9e71e54 0f8a725ad767da8f",
@@ -66,7 +70,7 @@ GOLDEN = {
     "late gemma in quants": "9661cc4a7f35ac29 838ad2bed90365c5 838ad2bed90365c5 bd5a7e5d73414450",
     "late gemma in q8": "84795304eab33528 8fe3c28e6671541f 61fcbf1687cfb6ac 8fe3c28e6671541f",
 }
-"""Digests, for each of the variants in `KEPT`."""
+"""Digests, for each of the variants in `KEPT`. Those in `SAME_BITS` have the bits of another one."""
 
 
 @pytest.fixture
@@ -77,9 +81,10 @@ def operators(request: pytest.FixtureRequest) -> Operators:
     return found
 
 
-@pytest.mark.parametrize("operators", of_this_cpu(KEPT), indirect=True)
+@pytest.mark.parametrize("operators", of_this_cpu((*KEPT, *SAME_BITS)), indirect=True)
 def test_each_family_computes_the_bits_that_are_kept(operators: Operators) -> None:
-    kept = {name: of_variants.split()[KEPT.index(operators.variant)] for name, of_variants in GOLDEN.items()}
+    column = KEPT.index(SAME_BITS.get(operators.variant, operators.variant))
+    kept = {name: of_variants.split()[column] for name, of_variants in GOLDEN.items()}
     assert measured_bits(operators) == kept
 
 

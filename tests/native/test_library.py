@@ -23,6 +23,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 NEEDED_FLAGS: dict[str, set[str]] = {
     "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
     "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "avx512_vnni": _AVX512 | {"avx512_vnni"},
     "avx512": _AVX512,
     "avx2_vnni": _AVX2 | {"avx_vnni"},
     "avx2": _AVX2,
@@ -44,6 +45,47 @@ def test_the_best_variant_of_this_cpu_is_taken() -> None:
     assert found is not None
     assert library.described() == f"native ({found.variant})"
     assert found.variant == library.variants()[0]
+
+
+MAKERS = {
+    "GenuineIntel": "amx avx512_vnni avx512 avx512_bf16 avx2_vnni avx2",
+    "AuthenticAMD": "amx avx512_bf16 avx512_vnni avx512 avx2_vnni avx2",
+    "": "amx avx512_bf16 avx512_vnni avx512 avx2_vnni avx2",
+}
+"""The order of the variants of x86-64 by the maker of the CPU."""
+
+
+@pytest.mark.parametrize("maker", [*MAKERS, "Made up by us"])
+def test_the_maker_of_the_cpu_decides_which_variant_is_best(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = (*MAKERS.get(maker, MAKERS[""]).split(), "neon_bf16", "neon_dot", "baseline")
+    assert library.ordered(maker) == order
+    assert set(order) == set(library.VARIANTS)
+    there = [name for name in order if name in of_this_cpu()]
+    assert list(library.variants(maker)) == there
+    monkeypatch.setattr(library, "_maker", lambda _: maker)
+    library.choose("auto")
+    found = library.operators()
+    assert found is not None
+    assert found.variant == library.variants()[0] == there[0]
+    # A variant that is named is taken all the same.
+    library.choose(there[-1])
+    assert library.described() == f"native ({there[-1]})"
+
+
+def test_a_made_up_maker_may_have_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(library._BEST_OF_MAKER, "Made up by us", ("baseline",))
+    monkeypatch.setattr(library, "_maker", lambda _: "Made up by us")
+    library.choose("auto")
+    assert library.described() == "native (baseline)"
+    assert library.variants()[0] == "baseline"
+
+
+def test_the_maker_is_the_one_that_the_kernel_names() -> None:
+    cpus = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    named = re.search(r"^vendor_id\s*:\s*(.*)$", cpus, re.MULTILINE)
+    if platform.machine() == "x86_64" and named is None:
+        pytest.skip("the kernel does not tell")
+    assert library._maker(library._opened()) == (named[1] if named else "")
 
 
 def test_each_variant_that_the_cpu_has_is_there() -> None:
@@ -138,7 +180,8 @@ def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, refused: str, cp
 def test_a_variant_that_the_compiler_is_too_old_for_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = use_compiler(folder, monkeypatch, refused="-mamx-tile")
     build.build()
-    expected = '-DVARIANTS=V(avx512_bf16) V(avx512) V(avx2_vnni) V(avx2) V(baseline) -DCOMPILER="an odd compiler 1.0"'
+    left = "V(avx512_bf16) V(avx512_vnni) V(avx512) V(avx2_vnni) V(avx2) V(baseline)"
+    expected = f'-DVARIANTS={left} -DCOMPILER="an odd compiler 1.0"'
     assert expected in calls.read_text()
     assert build.LIBRARY.exists()
     assert {path.name for path in folder.iterdir()} == {"source", "compiler", "calls", "_operators.so"}

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
 
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import library
+from diskprefix.native import packing as native_packing
 from diskprefix.native.compute_threads import use_threads
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, fills_blocks
 from diskprefix.native.packing import TYPES
+from tests.arrays import array_of
+from tests.model.quants import reference
 from tests.native.one_operation import (
     head_products,
     matrix_of,
@@ -108,6 +110,7 @@ _HALVES = {
     "TQ1_0": (52,),
     "TQ2_0": (64,),
     "MXFP4": (),
+    "NVFP4": (),
     "IQ1_M": (),
 }
 """At which bytes of a block there are float16 numbers, where not at the first one alone."""
@@ -115,7 +118,7 @@ _HALVES = {
 
 def content_of(kind: str, rows: int = 16, columns: int = 512, seed: int = 0) -> np.ndarray[Any, Any]:
     rng = np.random.default_rng(len(kind) + 100 * seed)
-    weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    weights, num_bytes = reference.SIZES[kind]
     blocks = rng.integers(0, 256, (rows, columns // weights, num_bytes), dtype=np.uint8)
     for at in _HALVES.get(kind, (0,)):
         numbers = rng.normal(0, 0.01, blocks[..., :1].shape).astype(np.float16)
@@ -129,7 +132,7 @@ def content_of(kind: str, rows: int = 16, columns: int = 512, seed: int = 0) -> 
 
 def dequantised(kind: str, content: np.ndarray[Any, Any]) -> torch.Tensor:
     with np.errstate(all="ignore"):
-        return torch.from_numpy(gguf.dequantize(content, gguf.GGMLQuantizationType[kind])).bfloat16()
+        return torch.from_numpy(reference.dequantised(kind, content)).bfloat16()
 
 
 def packed(
@@ -140,7 +143,7 @@ def packed(
     bias: torch.Tensor | None = None,
 ) -> Matrix:
     form, rows = FILE_FORMS[kind], torch.from_numpy(content)
-    weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    weights, num_bytes = reference.SIZES[kind]
     out = torch.zeros(form.packed_shape(len(content), content.shape[1] // num_bytes * weights), dtype=torch.uint8)
     if order is None:
         pack(operators, kind, rows[:16], None, out[:1])
@@ -189,13 +192,14 @@ def test_what_does_not_fill_whole_blocks_is_told(shape: tuple[int, ...]) -> None
 
 
 def test_memory_is_hardly_more_than_the_file() -> None:
-    """The few that take more are decoded codes of a grid."""
+    """The few that take more are decoded codes of a grid, and one with a factor of each row in each unit."""
     more = {}
     for kind, form in FILE_FORMS.items():
-        weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        weights, num_bytes = reference.SIZES[kind]
         more[kind] = form.weight_bits / (num_bytes * 8 / weights)
     grids = {kind for kind in FILE_FORMS if kind.startswith(("IQ1", "IQ2", "IQ3", "TQ1"))}
-    assert {kind for kind, times in more.items() if times > 1.05} == grids
+    assert {kind for kind, times in more.items() if times > 1.05} == grids | {"NVFP4"}
+    assert more["NVFP4"] < 1.12
     assert "F16" not in FILE_FORMS
 
 
@@ -208,6 +212,25 @@ def test_weights_are_those_of_the_gguf_library(operators: Operators, kind: str) 
     assert torch.equal(product(operators, one_by_one, matrix).t(), expected)
     assert torch.equal(product(operators, one_by_one[-64:-63], matrix)[0], expected[:, -64])
     assert torch.equal(product(operators, one_by_one[100:105], matrix).t(), expected[:, 100:105])
+
+
+def test_rows_have_factors(operators: Operators) -> None:
+    """llama.cpp multiplies the whole product with the factor of a matrix. Powers of 2 round nothing."""
+    content, form = content_of("NVFP4", ROWS, WIDE), FILE_FORMS["NVFP4"]
+    rows, order = torch.from_numpy(content), torch.arange(ROWS - 1, -1, -1, dtype=torch.int32)
+    out = torch.zeros(form.packed_shape(ROWS, WIDE), dtype=torch.uint8)
+    factors = 2.0 ** np.arange(-24, 24, dtype=np.float32)
+    native_packing.pack(operators, "NVFP4", array_of(rows), array_of(order), array_of(out), factors)
+    expected = dequantised("NVFP4", content).flip(0) * torch.from_numpy(factors)[:, None]
+    found = weights_in(operators, matrix_of(out, form, None))
+    assert torch.equal(found.float(), expected)
+    # A single one rounds at most once more than a product does.
+    native_packing.pack(operators, "NVFP4", array_of(rows), None, array_of(out), np.full(ROWS, 0.0123, np.float32))
+    expected = torch.from_numpy(reference.dequantised("NVFP4", content)) * float(np.float32(0.0123))
+    error = (weights_in(operators, matrix_of(out, form, None)).float() - expected).abs()
+    assert (error <= 2.0**-8 * expected.abs()).all()
+    with pytest.raises(ValueError, match="does not take"):
+        native_packing.pack(operators, "NVFP4", array_of(rows), None, array_of(out), factors[1:])
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -11,7 +11,6 @@ one fits into memory at a time (`tests/exactness/forms.py`).
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from typing import Any, NoReturn, TypeAlias
 import click
 from rich.console import Console
 
+from diskprefix.control_groups import num_cpus
 from diskprefix.extras.catalogue.architectures import installed_versions
 from diskprefix.printable import first_line
 from tests.exactness.architectures import ARCHITECTURES, WITH_DRAFT_LAYER
@@ -68,7 +68,7 @@ def real_jobs(names: list[str], dtypes: tuple[str, ...], folder: Path, console: 
             console.print(f"  {name} is left out: it is not there", highlight=False, markup=False)
             continue
         known, lengths = REAL[name]
-        job = Job(name=name, dtype="", folder="", model=str(model), lengths=lengths, threads=os.cpu_count() or 1)
+        job = Job(name=name, dtype="", folder="", model=str(model), lengths=lengths, threads=num_cpus())
         chosen = [dtype for dtype in known if dtype in dtypes]
         jobs += [replace(job, dtype=dtype, folder=str(folder / f"{name}-{dtype}")) for dtype in chosen]
     return jobs
@@ -218,7 +218,7 @@ def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]
 )
 @click.option("--real", is_flag=True, help="The real models too, at real lengths: about fifteen minutes more.")
 @click.option("--reply", type=click.IntRange(min=1), default=64, show_default=True, help="Greedy tokens per prompt.")
-@click.option("--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, help="Tiny models at the same time.")
+@click.option("--jobs", type=click.IntRange(min=1), default=num_cpus(), help="Tiny models at the same time.")
 @click.option(
     "--write-table",
     type=click.Path(dir_okay=False, path_type=Path),

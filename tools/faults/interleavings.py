@@ -30,6 +30,7 @@ from types import FrameType
 import click
 from rich.console import Console
 
+from diskprefix.control_groups import num_cpus
 from tests.faults.interleavings import world
 from tests.faults.interleavings.history import History, Wrong
 from tests.faults.interleavings.mutants import MUTANTS, bad, without_protection
@@ -205,7 +206,7 @@ def _print(result: Result) -> None:
 @click.option("--histories", type=click.IntRange(min=1), default=20_000, show_default=True)
 @click.option("--mutants", is_flag=True, help="Take each protection away once: a history must fail.")
 @click.option("--without", default="", help="Take one protection away.")
-@click.option("--processes", type=click.IntRange(min=1), default=os.cpu_count() or 1, show_default=True)
+@click.option("--processes", type=click.IntRange(min=1), default=num_cpus(), show_default=True)
 @FOLDER
 @JSON
 def main(

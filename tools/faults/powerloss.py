@@ -29,6 +29,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from diskprefix.control_groups import num_cpus
 from tests.faults.isolated import run_isolated
 from tests.faults.power import check, deeds
 from tests.faults.power.check import Promise, Recorded, Wrong
@@ -329,7 +330,7 @@ def summary(results: Sequence[tuple[Part, Result]]) -> Table:
 @click.option("--only", help="One part, by the name of its deed; with --faults, by the call that fails.")
 @click.option("--mutants", is_flag=True, help="Take each protection away once: an image must fail.")
 @click.option("--faults", is_flag=True, help="Let every call fail in turn, and the power fail afterwards.")
-@click.option("--processes", type=click.IntRange(min=1), default=os.cpu_count() or 1, show_default=True)
+@click.option("--processes", type=click.IntRange(min=1), default=num_cpus(), show_default=True)
 @FOLDER
 @JSON
 def main(

@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from diskprefix.control_groups import num_cpus
+
 NATIVE = Path(__file__).resolve().parents[2] / "diskprefix/native"
 TARGETS = Path(__file__).parent / "targets"
 _COMPILERS = ("clang++", *(f"clang++-{version}" for version in range(24, 14, -1)))
@@ -65,7 +67,7 @@ def build(cache: Path, compiler: Sequence[str], flags: Sequence[str], link: Sequ
     jobs = [(source / "library.cpp", ['-DCOMPILER=""', '-DSOURCE=""', f"-DVARIANTS={named}"])]
     jobs += [(source / "variant.cpp", [*own, f"-DVARIANT={name}"]) for name, own in chosen.items()]
     parts = [(TARGETS / f"{name}.cpp", [f"-I{source}"]) for name in names()]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(num_cpus()) as pool:
         objects = list(pool.map(lambda job: _object(cache, [*common, *job[1]], job[0]), [*jobs, *parts]))
         operators, of_targets = objects[: len(jobs)], objects[len(jobs) :]
         folder = cache / hashlib.sha256(repr((link, objects)).encode()).hexdigest()[:16]

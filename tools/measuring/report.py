@@ -15,12 +15,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from diskprefix.control_groups import num_cpus
+
 
 def machine() -> dict[str, Any]:
     """Returns what a figure depends on besides the code: processors, versions and the load of the last minute."""
     return {
         "platform": platform.platform(),
-        "cpus": os.cpu_count(),
+        "cpus": num_cpus(),
         "python": platform.python_version(),
         "torch": version("torch"),
         "load_average_1min": round(os.getloadavg()[0], 2),

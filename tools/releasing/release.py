@@ -52,7 +52,12 @@ class Target:
 
 
 TARGETS = (
-    Target("x86_64", "x86_64-linux-gnu-g++", "g++", ("amx", "avx512_bf16", "avx512", "avx2_vnni", "avx2", "baseline")),
+    Target(
+        "x86_64",
+        "x86_64-linux-gnu-g++",
+        "g++",
+        ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "baseline"),
+    ),
     Target("aarch64", "aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu", ("neon_bf16", "neon_dot", "baseline")),
 )
 

@@ -23,6 +23,7 @@ from diskprefix.model.load.hub import cached_model
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.named_model import own_path, plain_name
 from diskprefix.model.load.proposals import meant_name, proposed, require_repository
+from diskprefix.native.compute_threads import num_cores
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
@@ -133,8 +134,8 @@ def _measured_speed(call: Call, model: str) -> float | None:
 def _guessed_speed(card: dict[str, Any]) -> float | None:
     weights_bytes = sum(num_bytes for part, num_bytes in card.get("needs", {}).items() if part.startswith("weights"))
     with suppress(OSError):
-        is_fast = "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-        return weights_bytes / (os.cpu_count() or 1) / (_FAST_BYTES_A_S if is_fast else _BYTES_A_S) or None
+        is_fast = "avx512_vnni" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+        return weights_bytes / num_cores() / (_FAST_BYTES_A_S if is_fast else _BYTES_A_S) or None
     return None
 
 

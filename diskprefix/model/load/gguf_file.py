@@ -8,12 +8,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader, read_header
 from diskprefix.model.load.manifests import is_blob, manifest_of
 
 _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
-QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4)(?:_[A-Z0-9]+)*)$", re.IGNORECASE)
+QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4|NVFP4)(?:_[A-Z0-9]+)*)$", re.IGNORECASE)
 """The quant at the end of a file's name."""
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 
@@ -85,7 +87,34 @@ def _read_tensors(parts: tuple[Path, ...], _stamps: tuple[Any, ...]) -> tuple[Gg
     tensors = [tensor for header in headers for tensor in header.tensors]
     if len(parts) > 1:
         _require_one_model(parts, headers, len({tensor.name for tensor in tensors}))
-    return headers[0], tensors
+    return headers[0], with_factors(tensors)
+
+
+def with_factors(tensors: Sequence[FileTensor]) -> list[FileTensor]:
+    """Returns tensors in which those of NVFP4 have the factors that a file has beside each, in a tensor `.scale`. A
+    tensor `.input_scale` is for products in 4 bits of GPUs, and is left out. Raises `ModelError` for other factors than
+    one number, or one for each expert."""
+    by_name, found, taken = {tensor.name: tensor for tensor in tensors}, list[FileTensor](), set[str]()
+    for tensor in tensors:
+        stem = tensor.name.removesuffix(".weight")
+        if tensor.kind == "NVFP4" and stem != tensor.name:
+            taken |= {f"{stem}.scale", f"{stem}.input_scale"}
+            tensor = replace(tensor, factors=_factors_of(tensor, by_name.get(f"{stem}.scale")))
+        found.append(tensor)
+    return [tensor for tensor in found if tensor.name not in taken]
+
+
+def _factors_of(tensor: FileTensor, factors: FileTensor | None) -> FileTensor | None:
+    if factors is None:
+        return None
+    allowed = {1, tensor.shape[0]} if len(tensor.shape) > 2 else {1}
+    if factors.kind != "F32" or factors.num_elements not in allowed:
+        wanted = " or ".join(map(str, sorted(allowed)))
+        raise ModelError(
+            f"cannot read {factors.file}: the tensor {factors.name} has {factors.num_elements} numbers of type "
+            f"{factors.kind}; {tensor.name} needs {wanted} of type F32"
+        )
+    return factors
 
 
 def forget_headers() -> None:

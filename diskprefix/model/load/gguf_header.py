@@ -32,11 +32,15 @@ _TABLE = """
     10 Q2_K 256 84, 11 Q3_K 256 110, 12 Q4_K 256 144, 13 Q5_K 256 176, 14 Q6_K 256 210, 15 Q8_K 256 292,
     16 IQ2_XXS 256 66, 17 IQ2_XS 256 74, 18 IQ3_XXS 256 98, 19 IQ1_S 256 50, 20 IQ4_NL 32 18, 21 IQ3_S 256 110,
     22 IQ2_S 256 82, 23 IQ4_XS 256 136, 24 I8 1 1, 25 I16 1 2, 26 I32 1 4, 27 I64 1 8, 28 F64 1 8, 29 IQ1_M 256 56,
-    30 BF16 1 2, 34 TQ1_0 256 54, 35 TQ2_0 256 66, 39 MXFP4 32 17, 40 NVFP4 64 36, 41 Q1_0 128 18
+    30 BF16 1 2, 34 TQ1_0 256 54, 35 TQ2_0 256 66, 39 MXFP4 32 17, 40 NVFP4 64 36, 41 Q1_0 128 18, 42 Q2_0 64 18
 """
 TYPES = {int(row[0]): (row[1], int(row[2]), int(row[3])) for row in map(str.split, _TABLE.split(","))}
 """Types of tensors by their numbers: the name, the numbers of a block and its bytes. The library `gguf` has them too,
 and takes long to import."""
+_BLOCK_BYTES = {name: num_bytes for name, _, num_bytes in TYPES.values()}
+_CODES: dict[str, tuple[int, tuple[int, ...]]] = {"Q1_0": (1, (-1, 1)), "Q2_0": (2, (-1, 0, 1, 2))}
+"""The bits of a code and the numbers of the codes, in blocks that begin with a float16, of types that the library
+`gguf` cannot read."""
 _PLAIN = {"F64": "f8", "F32": "f4", "F16": "f2"} | {f"I{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)}
 """Types of numpy. The content of other types is bytes."""
 _MOST_STRINGS, _STRING_BYTES = 1 << 21, 64
@@ -47,7 +51,8 @@ _FEW, _FEW_NUMBERS = 16, 1024
 
 class FileTensor(Struct, frozen=True):
     """A tensor of type `kind`, and where its content is. `shape` is in torch's order; `stored_shape` and `dtype` are of
-    the content, where the last dimension of a quantised tensor counts bytes."""
+    the content, where the last dimension of a quantised tensor counts bytes. `factors` is the float32 tensor whose
+    number, or whose number for each expert, its numbers are multiplied with (`gguf_file.with_factors`)."""
 
     name: str
     kind: str
@@ -56,15 +61,50 @@ class FileTensor(Struct, frozen=True):
     offset: int
     dtype: np.dtype[Any]
     stored_shape: tuple[int, ...]
+    factors: FileTensor | None = None
 
-    def numbers(self, content: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Returns the numbers in rows of its content, float32."""
-        if self.kind in ("F32", "F16"):
+    def numbers(self, content: np.ndarray[Any, Any], first: int = 0) -> np.ndarray[Any, Any]:
+        """Returns the numbers in rows of its content from row `first` on, float32. Raises `ModelError` for a type that
+        no file has weights of, or if the file is cut short."""
+        if self.kind in _PLAIN:
             return content.view(self.dtype).astype("f4")
+        found = self._dequantised(content)
+        rows = found.reshape(-1, found.shape[-1])
+        factors = self.row_factors(first, first + len(rows))
+        return found if factors is None else (rows * factors[:, None]).reshape(found.shape)
+
+    def _dequantised(self, content: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        import numpy as np
+
+        if self.kind in _CODES:
+            bits, numbers = _CODES[self.kind]
+            blocks = content.reshape(*content.shape[:-1], -1, _BLOCK_BYTES[self.kind])
+            shifts = np.arange(0, 8, bits, dtype=np.uint8)
+            codes = blocks[..., 2:, None] >> shifts & ((1 << bits) - 1)
+            of_codes = np.array(numbers, np.float32)[codes].reshape(*blocks.shape[:-1], -1)
+            scales = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)
+            weights: np.ndarray[Any, Any] = (of_codes * scales).reshape(*content.shape[:-1], -1)
+            return weights
         from gguf import GGMLQuantizationType, dequantize
 
-        found: np.ndarray[Any, Any] = dequantize(content, GGMLQuantizationType[self.kind])
+        try:
+            found: np.ndarray[Any, Any] = dequantize(content, GGMLQuantizationType[self.kind])
+        except NotImplementedError:
+            raise ModelError(
+                f"{self.file}: the tensor {self.name} has the type {self.kind}, which is none of weights"
+            ) from None
         return found
+
+    def row_factors(self, first: int, last: int) -> np.ndarray[Any, Any] | None:
+        """Returns the factors of rows `first` to before `last`, float32, None without. Raises `ModelError` as
+        `content`."""
+        import numpy as np
+
+        if self.factors is None:
+            return None
+        found = self.factors.content().reshape(-1)
+        of_rows = np.arange(first, last) // (self.num_rows // len(found))
+        return np.ascontiguousarray(found[of_rows], np.float32)
 
     @property
     def num_elements(self) -> int:

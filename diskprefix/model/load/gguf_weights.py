@@ -15,10 +15,12 @@ from diskprefix.errors import ModelError
 from diskprefix.kv.numbers import array_dtype, converted
 from diskprefix.model.families.slot_names import kept_in_float32
 from diskprefix.model.gguf.architecture import Architecture, SourcedParameter
+from diskprefix.model.load.gguf_file import within_block
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.memory import LargePages
+from diskprefix.model.operands import RowRuns
 from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking, in_order
-from diskprefix.model.weights import ExpertsForm, Quants, Weights
+from diskprefix.model.weights import ExpertsForm, MatrixPart, Quants, Weights
 
 
 class GgufWeights(Weights):
@@ -64,6 +66,41 @@ class GgufWeights(Weights):
             return None
         matrix = FileMatrix.of(self._rows(part), part.tensors, part.columns(self._config))
         return self._kept(name.removesuffix(".weight"), matrix) if _stays(matrix, 2) else None
+
+    def parts(self, name: str) -> Sequence[MatrixPart]:
+        found = self._matrices_of(name)
+        if not any(_stays(matrix, 2) for _, matrix in found):
+            return ()
+        stem = name.removesuffix(".weight")
+        return [MatrixPart(runs, self._part_of(stem, matrix)) for runs, matrix in found]
+
+    def _matrices_of(self, name: str) -> list[tuple[RowRuns, FileMatrix]]:
+        """Returns the matrix of each tensor whose rows a matrix has; nothing if all have one type, or if the rows of
+        two tensors take turns in no regular way."""
+        part = None if self._packing is None else self._part(name)
+        if part is None or not part.is_matrix or len({tensor.kind for tensor in part.tensors}) < 2:
+            return []
+        rows, found = self._rows(part), []
+        if rows.ndim != 1 or part.columns(self._config) is not None:
+            return []
+        owners = np.searchsorted(np.cumsum([tensor.num_rows for tensor in part.tensors]), rows, side="right")
+        for owner in np.unique(owners):
+            places = np.flatnonzero(owners == owner)
+            if (runs := RowRuns.of(places)) is None:
+                return []
+            found.append((runs, FileMatrix.of(rows[places], part.tensors)))
+        return found
+
+    def _part_of(self, stem: str, matrix: FileMatrix) -> Quants | np.ndarray:
+        """Returns the rows of the matrix `stem` that one tensor has."""
+        name = f"{stem}.{within_block(matrix.tensors[0].name)}"
+        if _stays(matrix, 2):
+            return self._kept(name, matrix)
+        self._used |= {tensor.name for tensor in matrix.tensors}
+        if name not in self._tensors:
+            found = np.empty(matrix.shape, np.uint16) if self._is_unread else matrix.dequantised()
+            self._tensors[name] = found if self._is_unread else self._places.put(found)
+        return self._tensors[name]
 
     def head_quants(self, name: str) -> Sequence[Quants]:
         part = self._part(name)

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diskprefix.control_groups import MOUNTED, PROC, control_groups, read
 from diskprefix.errors import ModelError
 from diskprefix.units import format_size
 
@@ -23,6 +24,12 @@ _LARGE_PAGE = 1 << 21
 LINE_BYTES = 64
 _PIECE_BYTES = 1 << 26
 """The memory that small tensors share."""
+_LIMITS = (
+    ("memory.max", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+"""The files of a control group of version 2 and of version 1: its limit and its usage. In the statistics of version 1,
+the sums with those of inner groups have a prefix."""
 
 
 @contextmanager
@@ -112,7 +119,7 @@ def kv_bytes() -> int:
     return int(available_ram_bytes() * 0.9)
 
 
-def available_ram_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+def available_ram_bytes(proc: Path = PROC, cgroups: Path = MOUNTED) -> int:
     """Returns the RAM that this process can still take, in bytes: MemAvailable of the machine, or what its control
     groups leave, whichever is less. Without /proc (macOS) it is the RAM of the machine."""
     return min([_machine_ram(proc), *_cgroup_rests(proc, cgroups)])
@@ -128,27 +135,18 @@ def resident_bytes() -> int | None:
 
 
 def _machine_ram(proc: Path) -> int:
-    for line in _read(proc / "meminfo").splitlines():
+    for line in read(proc / "meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cgroup_rests(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Yields what is left under each limit from this process's control group (version 2) up to the root."""
-    lines = _read(proc / "self" / "cgroup").splitlines()
-    group = next((cgroups / line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    while group is not None:
-        limit, usage = _read(group / "memory.max").strip(), _read(group / "memory.current").strip()
-        if limit.isdigit() and usage.isdigit():
-            # The kernel counts page cache as usage, but frees it on demand.
-            stat = dict(line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines())
-            yield max(int(limit) - int(usage) + int(stat.get("inactive_file", "0")), 0)
-        group = group.parent if cgroups in group.parents else None
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
+    """Yields what is left under each limit from this process's control group up to the root."""
+    for group in control_groups("memory", proc, cgroups):
+        for limit_file, usage_file, prefix in _LIMITS:
+            limit, usage = read(group / limit_file).strip(), read(group / usage_file).strip()
+            if limit.isdigit() and usage.isdigit():
+                # The kernel counts page cache as usage, but frees it on demand.
+                stat = dict(line.split(maxsplit=1) for line in read(group / "memory.stat").splitlines())
+                yield max(int(limit) - int(usage) + int(stat.get(f"{prefix}inactive_file", "0")), 0)

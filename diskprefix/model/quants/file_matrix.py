@@ -113,7 +113,7 @@ class FileMatrix(Struct, frozen=True, eq=False):
                 own = rows[places] - start
                 lowest = int(own.min())
                 content = tensor.rows(lowest, int(own.max()) + 1)
-                found.append(FileRows(tensor, places, content, (own - lowest).astype(np.int32)))
+                found.append(FileRows(tensor, lowest, places, content, (own - lowest).astype(np.int32)))
             start += tensor.num_rows
         return found
 
@@ -132,11 +132,12 @@ class FileMatrix(Struct, frozen=True, eq=False):
         rows = slice(first * ROWS, (first + len(out)) * ROWS)
         start = tensor.offset + (rows.start * tensor.row_bytes if self.order is None else 0)
         order = None if self.order is None else self.order[rows]
+        factors = self._factors(rows.start, rows.stop)
         with tensor.file.open("rb", buffering=0) as file:
             if self.order is None and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), start, len(out) * ROWS * tensor.row_bytes, os.POSIX_FADV_WILLNEED)
             try:
-                pack_file(operators, tensor.kind, file.fileno(), start, tensor.row_bytes, order, out)
+                pack_file(operators, tensor.kind, file.fileno(), start, tensor.row_bytes, order, out, factors)
             except EOFError as error:
                 raise cut_short(tensor) from error
 
@@ -148,7 +149,19 @@ class FileMatrix(Struct, frozen=True, eq=False):
                 order[part.places] = part.order + at
                 at += len(part.content)
             to = out[first // ROWS : last // ROWS]
-            pack(operators, self.kind, content, order, to)
+            pack(operators, self.kind, content, order, to, self._factors(first, last))
+
+    def _factors(self, first: int, last: int) -> np.ndarray | None:
+        """Returns the factors of rows `first` to before `last`, float32, None if no tensor has any."""
+        if all(tensor.factors is None for tensor in self.tensors):
+            return None
+        of_all = [tensor.row_factors(0, tensor.num_rows) for tensor in self.tensors]
+        ones = [
+            np.ones(tensor.num_rows, np.float32) if found is None else found
+            for tensor, found in zip(self.tensors, of_all, strict=True)
+        ]
+        joined = np.concatenate(ones)
+        return np.ascontiguousarray(joined[first:last] if self.order is None else joined[self.order[first:last]])
 
     def dequantised(self) -> np.ndarray:
         """Returns the weights, bfloat16 of `shape`. Raises `ModelError` if the file is cut short, `OSError`."""
@@ -165,7 +178,7 @@ class FileMatrix(Struct, frozen=True, eq=False):
         for first, last, parts in self.pieces():
             for part in parts:
                 dtype = _FLOATING.get(part.tensor.kind)
-                weights = part.content.view(dtype) if dtype is not None else part.tensor.numbers(part.content)
+                weights = part.numbers() if dtype is None else part.content.view(dtype)
                 found[first:last][part.places] = converted(weights, "bfloat16")[part.order]
         return found.reshape(self.shape)
 
@@ -190,12 +203,18 @@ def regrouped(numbers: np.ndarray, first: int, second: int, width: int) -> np.nd
 
 
 class FileRows(Struct, frozen=True, eq=False):
-    """Rows of a tensor as bytes, uint8 [n, bytes of a row]. Row `order[i]` belongs to `places[i]` of a piece."""
+    """Rows of a tensor from row `first` on as bytes, uint8 [n, bytes of a row]. Row `order[i]` belongs to `places[i]`
+    of a piece."""
 
     tensor: FileTensor
+    first: int
     places: np.ndarray
     content: np.ndarray
     order: np.ndarray
+
+    def numbers(self) -> np.ndarray:
+        """Returns the numbers of the rows, float32."""
+        return self.tensor.numbers(self.content, self.first)
 
 
 class MatrixPacking:

@@ -1,21 +1,22 @@
 """The forms of quantised weights: how many bits codes, scales and zeros have, and how they lie in memory.
 
 A weight is `number × scale + zero`, computed in float32 and rounded to bfloat16. The number belongs to the code of the
-weight, of 2 to 8 bits. Along a row of a matrix, groups of 16 or 32 weights share their scale and zero. Of the compiled
+weight, of 1 to 8 bits. Along a row of a matrix, groups of 16 to 128 weights share their scale and zero. Of the compiled
 products, those of the variant `amx` compute with these bfloat16 numbers; the others do not round them.
 
 In memory, 16 rows are a strip, and 32 columns of a strip are a block. A strip is a row of units: one block or several,
 with the scales of its groups, then the zeros, then the codes of its blocks. Scales and zeros lie group after group, in
 each the 16 rows. A unit is a block, the blocks of a larger group, or eight blocks whose scales (`bytes`, `nibbles`,
 `shared`) are integers, a byte for each group, and begin with a float16 for each row that they are multiplied with.
-Another one is for the zeros, which are then subtracted. Units follow each other, and so do strips, so a product reads
+Another one is for the zeros, which are then subtracted. Two blocks whose scales are `float8` begin with a float32 for
+each row instead. Units follow each other, and so do strips, so a product reads
 from the first to the last byte.
 
 The codes of a block are 16 lines of 32 lanes. For AMX a line is a row of the strip, and its lanes are the 32 columns;
 of two groups they alternate. For the other variants a line is a pair of columns, and its lanes are the two columns of
 the first row, then those of the second. With 8 bits a line is 32 bytes. With fewer there are planes: words of 32 lanes
-of 16 bits. The first words have the low 4 bits (with 2 or 3 bits: the low 2) of consecutive lines, the lowest bits
-those of the first line. The next words have the other bits in the same way.
+of 16 bits. The first words have the low 4 bits (of 2 or 3 bits the low 2, of 1 bit that one) of consecutive lines, the
+lowest bits those of the first line. The next words have the other bits in the same way.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from msgspec import Struct
 from diskprefix.native import COLUMNS, ROWS
 
 _TABLES: dict[str, tuple[float, ...]] = {
+    "binary": (-1, 1),
     "ternary": (-1, 0, 1, 2),
     "iq1": tuple(number + shift for shift in (0.125, -0.125) for number in (-1, 0, 1, 0)),
     "iq2": tuple(sign * number / 8 for sign in (1, -1) for number in (8, 25, 43, 0)),
@@ -35,8 +37,10 @@ _TABLES: dict[str, tuple[float, ...]] = {
 }
 """The numbers of codes that are not integers one after the other."""
 
-_NUMBER_BYTES = {"float16": 2, "exponents": 1, "bytes": 1, "nibbles": 1, "shared": 0}
+_NUMBER_BYTES = {"float16": 2, "exponents": 1, "bytes": 1, "nibbles": 1, "shared": 0, "float8": 1}
 """Bytes of a scale for a group, by how it is stored."""
+_SHARED_BYTES = {"bytes": 2, "nibbles": 2, "shared": 2, "float8": 4}
+"""Bytes of the number for each row of a unit that scales are multiplied with. Zeros have as many."""
 _OF_MANY = ("bytes", "nibbles", "shared")
 
 
@@ -45,7 +49,7 @@ class QuantForm(Struct, frozen=True):
 
     `scales` says how scales and zeros are stored: as `float16` for each group; as `exponents` of 2
     (MXFP4); as `bytes` or as `nibbles` (both in one byte) that are multiplied by a float16 of 256 columns, or as that
-    alone (`shared`).
+    alone (`shared`); as `float8`, 4 bits of exponent and 3 of mantissa, times a float32 of the row (NVFP4).
     """
 
     bits: int
@@ -71,13 +75,15 @@ class QuantForm(Struct, frozen=True):
 
     @property
     def unit_columns(self) -> int:
+        if self.scales == "float8":
+            return 2 * COLUMNS
         return 8 * COLUMNS if self.scales in _OF_MANY else max(COLUMNS, self.group)
 
     @property
     def numbers_bytes(self) -> int:
         """Bytes of scales and zeros in a unit."""
         parts = 2 if self.has_zeros else 1
-        shared = 2 * parts if self.scales in _OF_MANY else 0
+        shared = _SHARED_BYTES.get(self.scales, 0) * parts
         of_group = _NUMBER_BYTES[self.scales] * (1 if self.scales == "nibbles" else parts)
         return ROWS * (shared + self.unit_columns // self.group * of_group)
 
@@ -95,6 +101,8 @@ class QuantForm(Struct, frozen=True):
 
 
 FILE_FORMS = {
+    "Q1_0": QuantForm(1, 128, False, "float16", "binary"),
+    "Q2_0": QuantForm(2, 64, False, "float16", "ternary"),
     "Q4_0": QuantForm(4, 32, False, "float16"),
     "Q4_1": QuantForm(4, 32, True, "float16"),
     "Q5_0": QuantForm(5, 32, False, "float16"),
@@ -117,5 +125,6 @@ FILE_FORMS = {
     "TQ1_0": QuantForm(2, 32, False, "shared", "ternary"),
     "TQ2_0": QuantForm(2, 32, False, "shared", "ternary"),
     "MXFP4": QuantForm(4, 32, False, "exponents", "mxfp4"),
+    "NVFP4": QuantForm(4, 16, False, "float8", "mxfp4"),
 }
 """The form of each type of quants in files, number for number: `native.packing` gives it to them."""

@@ -57,7 +57,7 @@ struct Attention {
 
 // How scales, and zeros where there are some, are stored: numbers of the groups, exponents of 2, or small integers that are
 // multiplied by a float16 of 256 columns: bytes, or the halves of one byte for both. Shared ones are that float16 alone.
-enum Scales : int64_t { IN_FLOAT16 = 0, IN_EXPONENTS = 1, IN_BYTES = 2, IN_NIBBLES = 3, SHARED = 4 };
+enum Scales : int64_t { IN_FLOAT16 = 0, IN_EXPONENTS = 1, IN_BYTES = 2, IN_NIBBLES = 3, SHARED = 4, IN_FLOAT8 = 5 };
 
 // A matrix [rows, columns]: in bfloat16 row after row (`bits` is 16), or in blocks of quants, see
 // model/quants/forms.py. Codes stand for the numbers in `table`, 64 of them; they follow each other without `has_table`.
@@ -81,11 +81,13 @@ struct Lookup {
 
 // Strips of a packed matrix, made of rows of a GGUF tensor. Row i is row `order[i]` of the content, or row i if `order` is
 // null. `type` is the number of the type in the file. Types that choose several weights together have a grid of codes. If
-// `content` is null, it is that of an open file from `offset` on.
+// `content` is null, it is that of an open file from `offset` on. Scales in 8 bits are multiplied by `factors`, one for each
+// packed row, or by 1 if it is null.
 struct Packing {
   int64_t type, strips, columns, file, offset;
   const void *content, *grid;
   const int32_t* order;
+  const float* factors;
   void* out;
   int64_t num_threads;
 };

@@ -1,5 +1,5 @@
-// The functions that Python calls. Compiled for the oldest CPU. VARIANTS lists the variants that were compiled, the
-// best one first: V(amx) V(avx512_bf16) ... SOURCE is the digest of the sources, and COMPILER names the compiler.
+// The functions that Python calls. Compiled for the oldest CPU. VARIANTS lists the variants that were compiled: V(amx)
+// V(avx512_bf16) ... SOURCE is the digest of the sources, and COMPILER names the compiler.
 
 #include <cstring>
 
@@ -25,7 +25,15 @@ VARIANTS
 namespace {
 
 enum Level {
-  baseline_level, avx2_level, avx2_vnni_level, avx512_level, avx512_bf16_level, amx_level, neon_dot_level, neon_bf16_level
+  baseline_level,
+  avx2_level,
+  avx2_vnni_level,
+  avx512_level,
+  avx512_vnni_level,
+  avx512_bf16_level,
+  amx_level,
+  neon_dot_level,
+  neon_bf16_level
 };
 
 #if defined(__x86_64__)
@@ -52,6 +60,12 @@ bool has_avx_vnni() {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1 << 4;
 }
 
+// Cascade Lake and Ice Lake have it without bfloat16, Skylake has neither.
+bool has_avx512_vnni() {
+  uint32_t a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && c & 1 << 11;
+}
+
 Level level_of_cpu() {
   uint32_t a, b, c, d, b7, c7, d7, a71 = 0;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return baseline_level;
@@ -65,7 +79,7 @@ Level level_of_cpu() {
   if ((saved & ZMM) != ZMM || (b7 & wide) != wide) return has_avx_vnni() ? avx2_vnni_level : avx2_level;
   if (last >= 1) __get_cpuid_count(7, 1, &a71, &b, &c, &d);
   const uint32_t HAS_BFLOAT16 = 1 << 5, HAS_TILES = 1 << 24, HAS_TILES_OF_BFLOAT16 = 1 << 22;
-  if (!(a71 & HAS_BFLOAT16)) return avx512_level;
+  if (!(a71 & HAS_BFLOAT16)) return has_avx512_vnni() ? avx512_vnni_level : avx512_level;
   const bool has_amx = (c7 & bit_AVX512VBMI) && (d7 & HAS_TILES) && (d7 & HAS_TILES_OF_BFLOAT16) && (saved & TILES) == TILES;
   return has_amx && may_use_tiles() ? amx_level : avx512_bf16_level;
 }
@@ -100,6 +114,7 @@ Level level_of_cpu() { return baseline_level; }
 bool can_run(Level wanted) {
 #if defined(__x86_64__)
   if (wanted == avx2_vnni_level && !has_avx_vnni()) return false;
+  if (wanted == avx512_vnni_level && !has_avx512_vnni()) return false;
 #endif
   return level_of_cpu() >= wanted;
 }
@@ -115,10 +130,19 @@ EXPORTED const char* diskprefix_source() { return SOURCE; }
 
 EXPORTED const char* diskprefix_compiler() { return COMPILER; }
 
-// Returns the operators of this name, or the best ones if it is null. Null if this CPU cannot compute them.
+// Writes the maker of the CPU as it names itself ("GenuineIntel", "AuthenticAMD"); nothing where CPUs do not.
+EXPORTED void diskprefix_maker(char (*to)[13]) {
+  memset(to, 0, sizeof *to);
+#if defined(__x86_64__)
+  uint32_t a, parts[3];
+  if (__get_cpuid(0, &a, &parts[0], &parts[2], &parts[1])) memcpy(to, parts, sizeof parts);
+#endif
+}
+
+// Returns the operators of this name. Null if this CPU cannot compute them.
 EXPORTED const diskprefix::Operators* diskprefix_operators(const char* name) {
-#define V(variant)                                                                                           \
-  if ((!name || !strcmp(name, diskprefix::variant.name)) && diskprefix::can_run(diskprefix::variant##_level)) \
+#define V(variant)                                                                                \
+  if (!strcmp(name, diskprefix::variant.name) && diskprefix::can_run(diskprefix::variant##_level)) \
     return &diskprefix::variant;
   VARIANTS
 #undef V

@@ -22,6 +22,7 @@ constexpr int64_t MOST_WEIGHTS = 256, MOST_GROUPS = 16;
 // all rows.
 struct Decoded {
   uint8_t codes[STRIP][MOST_WEIGHTS];
+  float factors[STRIP];
   uint16_t scales[STRIP], zeros[STRIP];
   uint8_t scales_of_groups[MOST_GROUPS][STRIP], zeros_of_groups[MOST_GROUPS][STRIP];
 };
@@ -145,6 +146,40 @@ struct MXFP4 : Kept<4, 32, false, IN_EXPONENTS> {
   static void decode(const uint8_t* from, const Row& row) {
     row.scale(0, from[0]);
     halves(from + 1, 16, row.codes);
+  }
+};
+
+// The lowest quarter of each byte comes first.
+struct Q2_0 : Kept<2, 64, false, IN_FLOAT16> {
+  static constexpr int BYTES = 18;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from);
+    for (int i = 0; i < 64; ++i) row.codes[i] = from[2 + i / 4] >> 2 * (i % 4) & 3;
+  }
+};
+
+struct Q1_0 : Kept<1, 128, false, IN_FLOAT16> {
+  static constexpr int BYTES = 18;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from);
+    for (int i = 0; i < 128; ++i) row.codes[i] = from[2 + i / 8] >> i % 8 & 1;
+  }
+};
+
+// llama.cpp takes the scale that is none for 0, and ignores the sign.
+struct NVFP4 : Kept<4, 16, false, IN_FLOAT8> {
+  static constexpr int BYTES = 36;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    for (int group = 0; group < 4; ++group) {
+      row.scale(group, from[group] == 127 ? 0 : from[group] & 127);
+      for (int i = 0; i < 8; ++i) {
+        row.codes[16 * group + i] = from[4 + 8 * group + i] & 15;
+        row.codes[16 * group + 8 + i] = from[4 + 8 * group + i] >> 4;
+      }
+    }
   }
 };
 
@@ -424,6 +459,7 @@ template <class Form>
 inline uint8_t* put_unit(const Decoded& decoded, uint8_t* to) {
   typedef typename Form::Numbers Numbers;
   const auto put = [&to](const void* from, int64_t bytes) { memcpy(to, from, bytes), to += bytes; };
+  if (Numbers::HAS_FACTORS) put(decoded.factors, sizeof decoded.factors);
   if (Numbers::IS_NESTED || Numbers::OF_GROUP == 32) {
     put(decoded.scales, sizeof decoded.scales);
     if (Form::ZEROS) put(decoded.zeros, sizeof decoded.zeros);
@@ -451,9 +487,9 @@ inline bool read_all(int file, uint8_t* to, int64_t bytes, int64_t offset) {
   return true;
 }
 
-// Packs `strips` strips of rows that begin at `from`, in their order or in that of `order`.
+// Packs `strips` strips of rows that begin at `from`, in their order or in that of `order`. `factors` are those of the rows.
 template <class Type>
-void pack_strips(const Packing& call, int64_t strips, const uint8_t* from, const int32_t* order, uint8_t* to) {
+void pack_strips(const Packing& call, int64_t strips, const uint8_t* from, const int32_t* order, const float* factors, uint8_t* to) {
   typedef typename Type::Form Form;
   const int64_t units = call.columns / (Form::BLOCKS * INNER);
   Decoded decoded = {};
@@ -462,6 +498,8 @@ void pack_strips(const Packing& call, int64_t strips, const uint8_t* from, const
     for (int64_t row = 0; row < STRIP; ++row) {
       const int64_t place = strip * STRIP + row;
       rows[row] = from + (order ? order[place] : place) * units * Type::BYTES;
+      // The numbers of the codes are twice those of the format.
+      decoded.factors[row] = 0.5f * (factors ? factors[place] : 1.0f);
     }
     for (int64_t unit = 0; unit < units; ++unit) {
       for (int64_t row = 0; row < STRIP; ++row)
@@ -482,9 +520,10 @@ int32_t pack_of(const Packing& call) {
   const auto pack_part = [&](int64_t begin, int64_t end) {
     uint8_t* out = (uint8_t*)call.out + begin * units * Form::BYTES;
     const int32_t* order = call.order ? call.order + begin * STRIP : nullptr;
+    const auto factors_from = [&](int64_t strip) { return call.factors ? call.factors + strip * STRIP : nullptr; };
     if (call.content) {
       const int64_t before = order ? 0 : begin * STRIP * row_bytes;
-      return pack_strips<Type>(call, end - begin, (const uint8_t*)call.content + before, order, out);
+      return pack_strips<Type>(call, end - begin, (const uint8_t*)call.content + before, order, factors_from(begin), out);
     }
     static thread_local Memory memory;
     if (!memory.reserve(many * STRIP * row_bytes)) return failure.store(NO_MEMORY);
@@ -498,7 +537,7 @@ int32_t pack_of(const Packing& call) {
         if (!read_all(call.file, read + row * row_bytes, together * row_bytes, call.offset + place * row_bytes))
           return failure.store(CUT_SHORT);
       }
-      pack_strips<Type>(call, strips, read, nullptr, out);
+      pack_strips<Type>(call, strips, read, nullptr, factors_from(strip), out);
     }
   };
   spread(call.num_threads, call.strips, 1 + 65536 / call.columns, pack_part);
@@ -535,6 +574,9 @@ int32_t pack(const Packing* call) {
     TYPE(34, TQ1_0)
     TYPE(35, TQ2_0)
     TYPE(39, MXFP4)
+    TYPE(40, NVFP4)
+    TYPE(41, Q1_0)
+    TYPE(42, Q2_0)
 #undef TYPE
   }
   return 1;

@@ -55,6 +55,13 @@ INLINE Floats exponents_at(const uint8_t* from, int part) {
   return (Floats)(is_small & (exponents + 1) * 0x200000u | ~is_small & exponents - 1 << 23);
 }
 
+// A float of 4 bits of exponent and 3 of mantissa, without a sign. Small ones have no leading 1.
+INLINE Floats floats8_at(const uint8_t* from, int part) {
+  const Words bits = words_at(from + part * LANES);
+  const Words is_small = (Words)(bits < 8);
+  return (Floats)((bits << 20) + 0x3c000000u + (is_small & 0x800000u)) - (Floats)(is_small & 0x3c800000u);
+}
+
 #if defined(__AVX512BF16__)
 
 INLINE __m512i pair_of(Floats low, Floats high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
@@ -172,13 +179,16 @@ INLINE Lanes down(Lanes from, int by) { return by < 0 ? from << (uint16_t)-by : 
 
 #endif
 
-// The scales and zeros of the groups of a unit, in front of its codes. A unit is one block, or eight whose groups' numbers
-// are small integers times those of the unit.
+// The scales and zeros of the groups of a unit, in front of its codes. A unit is one block, the blocks of a larger group,
+// eight whose groups' numbers are small integers times those of the unit, or two whose scales in 8 bits are multiplied by a
+// float32 of the unit.
 template <int SCALES, int GROUP, bool HAS_ZEROS>
 struct Numbers {
   static constexpr bool IS_NESTED = SCALES == IN_BYTES || SCALES == IN_NIBBLES || SCALES == SHARED;
-  static constexpr int BLOCKS = IS_NESTED ? 8 : 1, GROUPS = INNER / GROUP, OF_UNIT = BLOCKS * GROUPS;
-  static constexpr int64_t SHARED_BYTES = IS_NESTED ? STRIP * 2 * (1 + HAS_ZEROS) : 0;
+  static constexpr bool IS_LARGE = GROUP > INNER, HAS_FACTORS = SCALES == IN_FLOAT8;
+  static constexpr int BLOCKS = IS_NESTED ? 8 : HAS_FACTORS ? 2 : IS_LARGE ? GROUP / INNER : 1;
+  static constexpr int GROUPS = IS_LARGE ? 1 : INNER / GROUP, OF_UNIT = BLOCKS * INNER / GROUP;
+  static constexpr int64_t SHARED_BYTES = IS_NESTED ? STRIP * 2 * (1 + HAS_ZEROS) : HAS_FACTORS ? STRIP * 4 : 0;
   static constexpr int64_t OF_GROUP = SCALES == IN_FLOAT16 ? 32 : SCALES == SHARED ? 0 : 16;
   static constexpr int64_t KINDS = HAS_ZEROS && SCALES != IN_NIBBLES ? 2 : 1;
   static constexpr int64_t BYTES = SHARED_BYTES + OF_UNIT * OF_GROUP * KINDS;
@@ -187,23 +197,27 @@ struct Numbers {
   Floats scale_of_unit[PARTS], zero_of_unit[PARTS];
 
   INLINE explicit Numbers(const uint8_t* unit) : from(unit + SHARED_BYTES) {
+    for (int part = 0; HAS_FACTORS && part < PARTS; ++part) scale_of_unit[part] = loaded<Floats>(unit + part * sizeof(Floats));
     for (int part = 0; IS_NESTED && part < PARTS; ++part) {
       scale_of_unit[part] = halves_at(unit, part);
       if (HAS_ZEROS) zero_of_unit[part] = halves_at(unit + STRIP * 2, part);
     }
   }
 
+  // Of group number `group`, `GROUPS` of each block.
   INLINE Floats scale(int64_t group, int part = 0) const {
-    const uint8_t* at = from + group * OF_GROUP;
+    const uint8_t* at = from + (IS_LARGE ? 0 : group * OF_GROUP);
     if constexpr (SCALES == IN_FLOAT16) return halves_at(at, part);
     if constexpr (SCALES == IN_EXPONENTS) return exponents_at(at, part);
     if constexpr (SCALES == IN_BYTES) return scale_of_unit[part] * bytes_at(at, part);
+    if constexpr (SCALES == IN_FLOAT8) return scale_of_unit[part] * floats8_at(at, part);
     if constexpr (SCALES == IN_NIBBLES) return scale_of_unit[part] * nibbles_at(at, part, 0);
     return scale_of_unit[part];
   }
 
   // Nested ones are stored as what is subtracted.
   INLINE Floats zero(int64_t group, int part = 0) const {
+    static_assert(!IS_LARGE || !HAS_ZEROS);
     if constexpr (SCALES == IN_NIBBLES) return -(zero_of_unit[part] * nibbles_at(from + group * OF_GROUP, part, 4));
     const uint8_t* at = from + (OF_UNIT + group) * OF_GROUP;
     if constexpr (SCALES == IN_FLOAT16) return halves_at(at, part);
@@ -218,7 +232,7 @@ struct Numbers {
 
 // 32 columns of a strip: 16 lines of 32 lanes. A line is a row of the strip and a lane one of its columns, or a line is a
 // pair of columns and a lane one of them in a row. Codes of less than 8 bits lie in planes: words of 32 lanes of 16 bits, in
-// each the low 4 or 2 bits of some of the lines; then words with the bits above. The number of a code is that in a table of
+// each the low 4, 2 or 1 bits of some of the lines; then words with the bits above. The number of a code is that in a table of
 // 64, where the numbers of fewer codes stand again and again. With 8 bits a code is its own number.
 template <int BITS, int GROUP, bool HAS_ZEROS, int SCALES, bool HAS_TABLE>
 struct Block {
@@ -227,7 +241,7 @@ struct Block {
   static constexpr int BLOCKS = Numbers::BLOCKS, GROUPS = Numbers::GROUPS;
   static constexpr bool ZEROS = HAS_ZEROS;
   static constexpr int64_t BYTES = Numbers::BYTES + BLOCKS * CODES;  // of a unit
-  static constexpr int LOW = BITS >= 4 ? 4 : 2, HIGH = BITS - LOW, OF_LOW = 16 / LOW, OF_HIGH = HIGH ? 16 / HIGH : 1;
+  static constexpr int LOW = BITS >= 4 ? 4 : BITS > 1 ? 2 : 1, HIGH = BITS - LOW, OF_LOW = 16 / LOW, OF_HIGH = HIGH ? 16 / HIGH : 1;
   static constexpr uint32_t LOW_MASK = (1 << LOW) - 1, HIGH_MASK = (1 << BITS) - 1 - LOW_MASK;
 
   static void look_up(const uint8_t* strip, int64_t blocks, int64_t row, const float* table, uint16_t* to) {
@@ -239,7 +253,7 @@ struct Block {
           const auto of_row = [row](Floats numbers) { return numbers[row % LANES]; };
           const float scale = of_row(numbers.scale(i * GROUPS + group, row / LANES));
           const float zero = HAS_ZEROS ? of_row(numbers.zero(i * GROUPS + group, row / LANES)) : 0;
-          for (int column = group * GROUP; column < (group + 1) * GROUP; ++column) {
+          for (int column = group * INNER / GROUPS; column < (group + 1) * INNER / GROUPS; ++column) {
             found[column] = number_of(strip + Numbers::BYTES + i * CODES, row, column, table) * scale;
             if (HAS_ZEROS) found[column] += zero;
           }
@@ -629,7 +643,9 @@ struct Sums {
 
   INLINE void add(Factors factors, const Integers& row, int pair) {
     const Ints numbers = all_ints(loaded<int32_t>(row.whole + 2 * pair));
-#if defined(__AVX512BW__)
+#if defined(__AVX512VNNI__)
+    sums = (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)factors, (__m512i)numbers);
+#elif defined(__AVX512BW__)
     sums += (Ints)_mm512_madd_epi16((__m512i)factors, (__m512i)numbers);
 #elif defined(__AVXVNNI__)
     sums = (Ints)_mm256_dpwssd_avx_epi32((__m256i)sums, (__m256i)factors, (__m256i)numbers);
@@ -767,7 +783,9 @@ inline Form form_of(const Matrix& matrix) {
       matrix.has_table == has_table_)                                                                                 \
     return form_of_blocks<bits_, group_, has_zeros_, scales_, has_table_>(matrix);
   FORM(2, 16, true, IN_NIBBLES, false)
+  FORM(1, 128, false, IN_FLOAT16, true)
   FORM(2, 32, false, SHARED, true)
+  FORM(2, 64, false, IN_FLOAT16, true)
   FORM(3, 16, false, IN_BYTES, false)
   FORM(3, 16, false, IN_BYTES, true)
   FORM(3, 32, false, IN_BYTES, true)
@@ -777,6 +795,7 @@ inline Form form_of(const Matrix& matrix) {
   FORM(4, 32, false, IN_FLOAT16, true)
   FORM(4, 32, false, IN_BYTES, true)
   FORM(4, 32, false, IN_EXPONENTS, true)
+  FORM(4, 16, false, IN_FLOAT8, true)
   FORM(5, 32, true, IN_FLOAT16, false)
   FORM(5, 32, true, IN_BYTES, false)
   FORM(5, 32, false, IN_FLOAT16, false)

@@ -180,6 +180,21 @@ def resident_bytes() -> int:
             },
             2 * MIB,
         ),
+        # Version 1, in a container that sees its own group as the root. Without a limit it has nearly 2^63.
+        (
+            "4:cpu,cpuacct:/docker/1\n2:memory:/docker/1\n0::/",
+            {
+                "memory/memory.limit_in_bytes": 5 * MIB,
+                "memory/memory.usage_in_bytes": 4 * MIB,
+                "memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {2 * MIB}",
+            },
+            3 * MIB,
+        ),
+        (
+            "2:memory:/",
+            {"memory/memory.limit_in_bytes": 9223372036854771712, "memory/memory.usage_in_bytes": MIB},
+            8 * MIB,
+        ),
         # A group that is over its limit.
         ("0::/", {"memory.max": MIB, "memory.current": 2 * MIB}, 0),
     ],

@@ -19,7 +19,7 @@ from tests.exactness.architectures import quantised_tiny_model
 from tests.model import tiny
 from tests.model.plans import logits_of
 from tests.model.tensor_weights import TensorWeights, tensors_of
-from tests.native.variants import of_this_cpu
+from tests.native.variants import SAME_BITS, of_this_cpu
 
 
 @pytest.fixture(params=of_this_cpu())
@@ -45,7 +45,7 @@ def test_the_form_of_the_weights_and_the_kernels_are_part_of_the_identity(file: 
 
     forms = [("native", "auto"), ("auto", "auto")]
     # Integers are summed up without rounding, with these instructions and with others.
-    own = [("native", kernels, "strict") for kernels in ("torch", *of_this_cpu()) if kernels != "avx2_vnni"]
+    own = [("native", kernels, "strict") for kernels in ("torch", *of_this_cpu()) if kernels not in SAME_BITS]
     assert len({root(*one) for one in [*forms, *own]}) == len(forms) + len(own)
     assert root("auto", of_this_cpu()[-1]) == root("auto", "auto")
 

@@ -9,8 +9,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   const QuantForm &first = FORMS[input.number(0, FORMS.size() - 1)], &second = FORMS[input.number(0, FORMS.size() - 1)];
   const int64_t odd = input.number(0, 7);  // an expert that is not there: below all of them, or above
   const bool wild = input.number(0, 3) == 3, has_up = input.flag(), has_up_curve = input.flag();
-  const int64_t width = first.is_nested() || input.flag() ? 256 : 32 * input.number(1, 3);
-  const int64_t inner = second.is_nested() ? 256 : 32 * input.number(1, 3), seed = input.number(0, 255);
+  const int64_t width = first.is_wide() || input.flag() ? 256 : 32 * input.number(1, 3);
+  const int64_t inner = second.is_wide() ? 256 : 32 * input.number(1, 3), seed = input.number(0, 255);
   const int64_t begin = input.number(0, num_rows - 1), end = input.number(begin + 1, num_rows);
   std::vector<std::unique_ptr<TestMatrix>> kept;
   std::vector<const Matrix*> gate, up, down;

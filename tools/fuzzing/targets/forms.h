@@ -11,8 +11,10 @@ struct QuantForm {
   std::vector<float> numbers;  // without any, those that follow each other
 
   bool is_nested() const { return scales == IN_BYTES || scales == IN_NIBBLES || scales == SHARED; }
-  int64_t unit_columns() const { return is_nested() ? 256 : 32; }
-  int64_t shared_bytes() const { return is_nested() ? 16 * 2 * (1 + has_zeros) : 0; }
+  int64_t unit_columns() const { return is_nested() ? 256 : scales == IN_FLOAT8 ? 64 : group > 32 ? group : 32; }
+  // Whether rows of matrices are not of any number of blocks.
+  bool is_wide() const { return unit_columns() > 32; }
+  int64_t shared_bytes() const { return is_nested() ? 16 * 2 * (1 + has_zeros) : scales == IN_FLOAT8 ? 16 * 4 : 0; }
   int64_t number_bytes() const {
     const int64_t of_group = scales == IN_FLOAT16 ? 2 : scales == SHARED ? 0 : 1;
     return 16 * (unit_columns() / group) * of_group * (has_zeros && scales != IN_NIBBLES ? 2 : 1);
@@ -28,7 +30,7 @@ struct QuantForm {
   }
 };
 
-inline const std::vector<float> TERNARY = {-1, 0, 1, 2}, IQ1 = {-.875f, .125f, 1.125f, .125f, -1.125f, -.125f, .875f, -.125f},
+inline const std::vector<float> BINARY = {-1, 1}, TERNARY = {-1, 0, 1, 2}, IQ1 = {-.875f, .125f, 1.125f, .125f, -1.125f, -.125f, .875f, -.125f},
                                 IQ2 = {1, 3.125f, 5.375f, 0, -1, -3.125f, -5.375f, 0},
                                 IQ3_SMALL = {1, 3, 5, 7, 9, 11, 13, 15.5f, -1, -3, -5, -7, -9, -11, -13, -15.5f},
                                 IQ3 = {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15},
@@ -41,7 +43,8 @@ inline const std::vector<QuantForm> FORMS = {
     {3, 16, 0, IN_BYTES, {}},     {6, 16, 0, IN_BYTES, {}},        {4, 32, 1, IN_BYTES, {}},   {5, 32, 1, IN_BYTES, {}},
     {2, 32, 0, SHARED, TERNARY},  {3, 16, 0, IN_BYTES, IQ1},       {3, 32, 0, IN_BYTES, IQ1},  {3, 16, 0, IN_BYTES, IQ2},
     {3, 32, 0, IN_BYTES, IQ2},    {4, 32, 0, IN_BYTES, IQ3_SMALL}, {4, 32, 0, IN_BYTES, IQ3},  {4, 32, 0, IN_BYTES, IQ4},
-    {4, 32, 0, IN_FLOAT16, IQ4},  {4, 32, 0, IN_EXPONENTS, FP4}};
+    {4, 32, 0, IN_FLOAT16, IQ4},  {4, 32, 0, IN_EXPONENTS, FP4},   {4, 16, 0, IN_FLOAT8, FP4}, {2, 64, 0, IN_FLOAT16, TERNARY},
+    {1, 128, 0, IN_FLOAT16, BINARY}};
 
 // A matrix with its memory.
 class TestMatrix {
@@ -59,7 +62,8 @@ class TestMatrix {
     Guarded weights(form.bytes(rows, columns));
     weights.filled(input);
     for (uint8_t* unit = weights.as<uint8_t>(); !wild && unit < weights.as<uint8_t>() + weights.size(); unit += form.unit_bytes()) {
-      for (int64_t i = 0; i < form.shared_bytes() / 2; ++i) put(unit + 2 * i, small_half(input));
+      for (int64_t i = 0; form.is_nested() && i < form.shared_bytes() / 2; ++i) put(unit + 2 * i, small_half(input));
+      for (int64_t i = 0; form.scales == IN_FLOAT8 && i < 16; ++i) put(unit + 4 * i, 0.01f * (i + 1));
       uint8_t* numbers = unit + form.shared_bytes();
       for (int64_t i = 0; i < form.number_bytes(); ++i) {
         if (form.scales == IN_FLOAT16 && i % 2 == 0) put(numbers + i, small_half(input));

@@ -21,7 +21,9 @@ const std::vector<FileType> TYPES = {
     {20, 18, 0, {4, 32, 0, IN_FLOAT16, IQ4}}, {21, 110, 2048, {4, 32, 0, IN_BYTES, IQ3}},
     {22, 82, 8192, {3, 16, 0, IN_BYTES, IQ2}}, {23, 136, 0, {4, 32, 0, IN_BYTES, IQ4}},
     {29, 56, 16384, {3, 16, 0, IN_BYTES, IQ1}}, {34, 54, 0, {2, 32, 0, SHARED, TERNARY}},
-    {35, 66, 0, {2, 32, 0, SHARED, TERNARY}}, {39, 17, 0, {4, 32, 0, IN_EXPONENTS, FP4}}};
+    {35, 66, 0, {2, 32, 0, SHARED, TERNARY}}, {39, 17, 0, {4, 32, 0, IN_EXPONENTS, FP4}},
+    {40, 36, 0, {4, 16, 0, IN_FLOAT8, FP4}},  {41, 18, 0, {1, 128, 0, IN_FLOAT16, BINARY}},
+    {42, 18, 0, {2, 64, 0, IN_FLOAT16, TERNARY}}};
 
 int file_with(const void* content, size_t bytes, int64_t offset) {
   static const int file = memfd_create("weights", 0);
@@ -40,12 +42,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   const bool has_order = rows != strips * 16 || input.flag(), is_cut_short = input.number(0, 7) == 7;
   const int64_t offset = input.number(0, 300), threads = input.number(1, 3), parted = input.number(0, strips);
   Guarded content(rows * of_row), grid(type.grid_bytes), order(has_order ? strips * 16 * sizeof(int32_t) : 0);
+  const bool has_factors = type.form.scales == IN_FLOAT8 && input.flag();
+  Guarded factors(has_factors ? strips * 16 * sizeof(float) : 0);
+  for (int64_t i = 0; has_factors && i < strips * 16; ++i) factors.as<float>()[i] = 0.01f * (i + 1);
   for (int64_t i = 0; i < type.grid_bytes; ++i) grid.as<uint8_t>()[i] = input.random() % (type.form.bits == 4 ? 8 : 4);
   for (int64_t i = 0; has_order && i < strips * 16; ++i) order.as<int32_t>()[i] = input.random() % rows;
   content.filled(input);
   std::copy_n(input.rest(), std::min(input.left(), content.size()), content.as<uint8_t>());
   Packing call = {type.number, strips, columns, -1, 0, content.as<void>(), grid.as<void>(),
-                  has_order ? order.as<int32_t>() : nullptr, nullptr, threads};
+                  has_order ? order.as<int32_t>() : nullptr, has_factors ? factors.as<float>() : nullptr, nullptr, threads};
   const int64_t of_strip = units * type.form.unit_bytes();
   std::vector<uint8_t> first_rows, first_packed;
   for (const Operators* operators : variants()) {
@@ -59,6 +64,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       Guarded again((end - begin) * of_strip);
       Packing some = call;
       some.strips = end - begin, some.num_threads = 1, some.out = again.marked().as<void>();
+      if (has_factors) some.factors += begin * 16;
       if (has_order) some.order += begin * 16;
       else some.content = (const char*)call.content + begin * 16 * of_row;
       if (operators->pack(&some)) fail("packing a part fails", operators->name);

@@ -11,12 +11,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   const bool wild = input.number(0, 3) == 3, is_plain = input.number(0, 7) == 7;
   const int64_t seed = input.number(0, 255);
   std::vector<const QuantForm*> forms;
-  bool is_nested = false;
+  bool is_wide = false;
   for (int64_t i = 0; i < num_matrices; ++i) {
     forms.push_back(&FORMS[input.number(0, FORMS.size() - 1)]);
-    is_nested |= forms.back()->is_nested();
+    is_wide |= forms.back()->is_wide();
   }
-  const int64_t columns = is_nested && !is_plain ? 256 * input.number(1, 2) : 32 * input.number(1, 12);
+  const int64_t columns = is_wide && !is_plain ? 256 * input.number(1, 2) : 32 * input.number(1, 12);
   std::vector<std::unique_ptr<TestMatrix>> matrices;
   for (const QuantForm* form : forms) {
     const int64_t rows = 16 * input.number(1, 5);
