@@ -65,7 +65,7 @@ def _mimo_2(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     """A window has so many tokens before the present one. transformers counts that one, too (`MiMoV2FlashConfig`)."""
     kinds, heads = kinds_of_layers(metadata), metadata.each_layer("attention.head_count_kv")
     if "full_attention" not in kinds:
-        raise ModelError("MiMo 2 has layers without a window")
+        raise metadata.fault("attention.sliding_window_pattern", "that of MiMo 2, of which some layers have no window")
     full = found["rope_parameters"]
     return {
         "layer_types": kinds,
@@ -86,8 +86,10 @@ def _mimo_2(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
 def latent_sizes(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     """Newer files have the sizes of heads under names with `mla`, and those of the latents under the older ones."""
     rotary_dim = metadata("rope.dimension_count")
-    for key in ("attention.key_length", "attention.value_length", "attention.head_count_kv"):
-        metadata.of_any_kind(key)
+    for key in ("attention.key_length", "attention.value_length"):
+        metadata.get(key)
+    if not metadata.varies("attention.head_count_kv"):
+        metadata.get("attention.head_count_kv")
     key_dim = metadata.get("attention.key_length_mla") or metadata("attention.key_length")
     own = {
         "num_key_value_heads": found["num_attention_heads"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
@@ -77,13 +77,13 @@ def scale_positions(config: Any, metadata: Metadata, tensors: Sequence[FileTenso
     return {_SHORT, _LONG} if is_long else {_DIVISORS} & divisors.keys()
 
 
-def _require_read(metadata: Metadata, read: set[str]) -> None:
+def _require_read(metadata: Metadata, read: Collection[str]) -> None:
     """Raises `ModelError` for a key that is not `read` and changes numbers, and for a value of another type."""
     harmless = {"finetuned", "original_context_length", *_YARN}
     for name, value in metadata.scaling().items():
         neutral = ("none", "linear") if name == "type" else (0, 1) if name == "factor" else _NEUTRAL.get(name, ())
         is_known = isinstance(value, str) if name == "type" else is_finite(value)
-        if not is_known or (name not in read | harmless and value not in neutral):
+        if not is_known or (name not in read and name not in harmless and value not in neutral):
             key = f"{metadata.architecture}.{SCALING}{name}"
             raise ModelError(f"the file's {key} is {shown(value)}, and nothing here reads it")
 
@@ -93,6 +93,7 @@ def _scaling(metadata: Metadata, *, is_long: bool) -> dict[str, Any]:
     values = metadata.scaling()
     kind, times = values.get("type", "linear"), _MSCALES.get(metadata.architecture, 0)
     if kind == "none":
+        _require_read(metadata, values.keys())
         return {}
     read = {"factor"} | ({"type"} if kind in ("linear", "yarn") or (kind == "longrope" and is_long) else set())
     read |= {"attn_factor"} if is_long and kind != "yarn" else set()
