@@ -236,7 +236,8 @@ def require_rotary(config: Any, found: Collection[int], architecture: Architectu
     heads = getattr(config, "num_attention_heads", 0)
     plain = config.hidden_size // heads if heads else 0
     expected = metadata.get(_ROTARY, metadata.get("attention.key_length", plain))
-    of_windows = metadata.get(_ROTARY_OF_WINDOWS, expected)
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    of_windows = metadata.get(_ROTARY_OF_WINDOWS, expected) if "sliding_attention" in kinds else expected
     if {*found} != {expected, of_windows}:
         key, value = (_ROTARY, expected) if expected not in found else (_ROTARY_OF_WINDOWS, of_windows)
         rotated = " and ".join(map(str, sorted(found))) or "nothing"

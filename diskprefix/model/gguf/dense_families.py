@@ -78,10 +78,15 @@ def kinds_of_layers(metadata: Metadata, every: int = 0) -> list[str]:
     return ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
 
 
-def _windows(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+def windows_of_layers(metadata: Metadata, found: dict[str, Any]) -> list[str]:
+    """Returns which layers have a window, if the file has one: as it says, or else all but each fourth."""
     if not found.get("sliding_window"):
-        return {"layer_types": ["full_attention"] * metadata.num_layers}
-    return {"layer_types": kinds_of_layers(metadata, 4)}
+        return ["full_attention"] * metadata.num_layers
+    return kinds_of_layers(metadata, 4)
+
+
+def _windows(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    return {"layer_types": windows_of_layers(metadata, found)}
 
 
 def of_text(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:

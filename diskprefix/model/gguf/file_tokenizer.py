@@ -81,6 +81,8 @@ _CUTS: Sequence[tuple[str, tuple[str, ...]]] = (
     (f"{_LLAMA_3} dbrx smaug-bpe chatglm-bpe glm4 glm5", (_words(r"\p{N}{1,3}"),)),
     ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", (_words(r"\p{N}"),)),
     ("qwen35", (_QWEN_35,)),
+    # Line ends are apart, whatever stands before them.
+    ("laguna", (r"[^\n]+|[\n]+", _words(r"\p{N}"))),
     ("minicpm5", (r"\p{N}{1,3}", _words(r"\p{N}+"))),
     ("tekken", (_cased("", r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*"),)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", (_GPT_4O,)),

@@ -24,10 +24,14 @@ _HIGH_FACTORS = (4.0, 1.0)
 """Llama 3's `high_freq_factor`, and that of Llama 4, which has no frequencies between the high and the low ones."""
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 _MSCALE = "yarn_log_multiplier"
+_FACTOR = "yarn_attn_factor"
+_HAVE_FACTOR = ("laguna", "mellum")
+"""Architectures whose models say what cosines are multiplied with. The converter copies it, and llama.cpp ignores it:
+in Laguna it is 1, where llama.cpp computes with the usual one."""
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "alpha": (0, 1),
     "attn_factor": (0, 1),
-    "yarn_attn_factor": (0, 1),
+    _FACTOR: (0, 1),
     "yarn_ext_factor": (-1, 1),
     _MSCALE: (0,),
 }
@@ -97,11 +101,18 @@ def _scaling(metadata: Metadata, *, is_long: bool) -> dict[str, Any]:
         return {}
     read = {"factor"} | ({"type"} if kind in ("linear", "yarn") or (kind == "longrope" and is_long) else set())
     read |= {"attn_factor"} if is_long and kind != "yarn" else set()
+    factor: Any = values.get("factor")
+    usual = 0.1 * math.log(factor) + 1 if kind == "yarn" and is_finite(factor) and factor > 1 else 1.0
+    own: Any = values.get(_FACTOR) if kind == "yarn" else None
+    has_own = is_finite(own) and own > 0 and metadata.architecture in _HAVE_FACTOR
+    if has_own or (is_finite(own) and math.isclose(own, usual, rel_tol=1e-5)):
+        read |= {_FACTOR}
     _require_read(metadata, read | ({_MSCALE} if times and kind == "yarn" else set()))
     found: dict[str, Any] = {}
     if "original_context_length" in values:
         found["original_max_position_embeddings"] = int(values["original_context_length"])
     if kind == "yarn":
+        found |= {"attention_factor": float(own)} if has_own else {}
         found |= {known: float(values[name]) for name, known in _YARN.items() if name in values}
         if _MSCALE in values and times:
             # The file has it in float32.

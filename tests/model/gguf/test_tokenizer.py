@@ -32,6 +32,7 @@ PIECES = {
     "llama-bpe": "Don|'t| count| |123|45| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|90|s|/\n| q|̂| iPHone| | |7",
     "qwen2": "Don|'t| count| |1|2|3|4|5| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/\n| q|̂| iPHone| | |7",
     "qwen35": "Don|'t| count| |1|2|3|4|5| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/\n| q̂| iPHone| | |7",
+    "laguna": "Don|'t| count| |1|2|3|4|5| café|!|\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/|\n| q|̂| iPHone| | |7",
     "minicpm5": "Don|'t| count| |123|45| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|90|s|/\n| q|̂| iPHone|  |7",
     "tekken": "Don|'t| count| |1|2|3|4|5| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/\n| q̂| i|PHone| | |7",
     "gpt-4o": "Don't| count| |123|45| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|90|s|/\n| q̂| i|PHone| | |7",
