@@ -119,6 +119,8 @@ class Metadata:
             raise self.fault(key, "a number")
         if key in _WIDTHS and found > _MOST_WIDTH:
             raise self.fault(key, "the width of any model's heads")
+        if key.startswith("rope.freq_base") and found <= 0:
+            raise self.fault(key, "above zero")
         return found
 
     def text(self, key: str, default: str = "") -> str:

@@ -38,6 +38,7 @@ OF_KEYS: list[tuple[str, Any, str]] = [
     ("attention.head_count_kv", [2, 4], r"llama.attention.head_count_kv is \(2, 4\), and nothing here"),
     ("attention.causal", [False, True], r"llama.attention.causal is \(False, True\), which is not a number"),
     ("rope.freq_base", [1e4, 1e5], r"llama.rope.freq_base is \(1.*\), which is not a number"),
+    ("rope.freq_base", -1e4, "llama.rope.freq_base is -10000, which is not above zero"),
     ("rope.scaling.factor", [2.0, 4.0], r"rope.scaling.factor is \(2.0, 4.0\), and nothing"),
     ("rope.scaling.factor", "2", "rope.scaling.factor is '2', and nothing here reads it"),
     ("block_count", [2], r"llama.block_count is \(2,\), which is not a number"),
