@@ -65,8 +65,13 @@ def paired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 names_of = cache(gguf.get_tensor_name_map)
 
 
+NAMED_AS = {"mellum": "qwen3moe"}
+"""Architectures that the library does not know, and those whose tensors have the same names."""
+
+
 def kind_of(architecture: str) -> gguf.MODEL_ARCH:
-    return next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    wanted = NAMED_AS.get(architecture, architecture)
+    return next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == wanted)
 
 
 def tensors_of(model: PreTrainedModel, architecture: str, *, is_split: bool = True) -> Tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -106,6 +107,26 @@ def kimi_names(state: State) -> State:
     return {re.sub(r"block_sparse_moe\.((gate|up|down)_proj)", r"mlp.\1", name): state[name] for name in state}
 
 
+def hy_names(state: State) -> State:
+    """What the hub calls otherwise than transformers."""
+    found = {
+        name.replace(".mlp.gate.weight", ".mlp.router.gate.weight")
+        .replace("mlp.e_score_correction_bias", "mlp.expert_bias")
+        .replace("mlp.shared_experts.", "mlp.shared_mlp."): tensor
+        for name, tensor in state.items()
+    }
+    return {name.replace(".shared_head.norm.", ".final_layernorm."): tensor for name, tensor in found.items()}
+
+
+def laguna_names(state: State) -> State:
+    return {
+        name.replace("mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias").replace(
+            "mlp.shared_experts.", "mlp.shared_expert."
+        ): tensor
+        for name, tensor in state.items()
+    }
+
+
 DENSE: Values = {
     "vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
     "hidden_size": HIDDEN, "intermediate_size": 256, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
@@ -122,6 +143,7 @@ SHARED = {"shared_expert_intermediate_size": 256}
 _LATENT_HEADS = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
 LATENT = ROUTED | _LATENT_HEADS | {"num_key_value_heads": HEADS, "n_shared_experts": 1, "first_k_dense_replace": 1}
 SLIDING = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": WINDOW}
+SLIDING_FIRST_FULL = ["full_attention"] + ["sliding_attention"] * 3
 HYBRID = ["linear_attention"] * 3 + ["full_attention"]
 DELTA = {
     "num_hidden_layers": 8, "head_dim": 64, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 32,
@@ -238,6 +260,11 @@ CASES: dict[str, Case] = {
         "num_experts": 8, "moe_topk": 3, "max_position_embeddings": 32768, "rope_parameters": HUNYUAN_ROPE},
         hub={name: [value] * LAYERS for name, value in _HUNYUAN_EACH.items()} | {"attention_head_dim": 128,
         "use_qk_norm": True, "rope_theta": 10000.0}),
+    "hy_v3": Case("hy_v3", WIDE | EXPERTS | {"num_shared_experts": 1, "router_scaling_factor": 2.5,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}, change=hy_names),
+    "hy_v3/further": Case("hy_v3", WIDE | EXPERTS | {"num_shared_experts": 2, "router_scaling_factor": 1.5,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}, hub={"num_nextn_predict_layers": 1},
+        change=lambda state: hy_names(further_layer(state))),
     "kimi-linear": Case("kimi_linear", _LATENT_HEADS | {"num_key_value_heads": HEADS,
         "moe_intermediate_size": EXPERT_SIZE, "num_experts": 8, "num_experts_per_token": 3, "num_shared_experts": 1,
         "linear_head_dim": 32, "linear_num_heads": HEADS, "layer_types": HYBRID,
@@ -245,6 +272,19 @@ CASES: dict[str, Case] = {
         "routed_scaling_factor": 2.446},
         hub={"linear_attn_config": _KIMI_ATTENTION, "first_k_dense_replace": 1, "moe_router_activation_func": "sigmoid",
         "rope_theta": 10000.0}, change=kimi_names),
+    "laguna/xs": Case("laguna", EXPERTS | SHARED | {"head_dim": 64, "sliding_window": WINDOW, "gating": "per-head",
+        "layer_types": SLIDING_FIRST_FULL, "num_attention_heads_per_layer": [4, 6, 6, 6],
+        "moe_routed_scaling_factor": 2.5, "rope_parameters": {"full_attention": yarn(partial_rotary_factor=0.5),
+        "sliding_attention": rope(10000.0, partial_rotary_factor=1.0)}}, change=laguna_names),
+    # As published. llama.cpp ignores the factor.
+    "laguna/factor": Case("laguna", EXPERTS | SHARED | {"head_dim": 64, "sliding_window": WINDOW, "gating": "per-head",
+        "layer_types": SLIDING_FIRST_FULL, "num_attention_heads_per_layer": [4, 6, 6, 6],
+        "moe_routed_scaling_factor": 2.5, "rope_parameters": {"full_attention": yarn(partial_rotary_factor=0.5,
+        attention_factor=1.0), "sliding_attention": rope(10000.0, partial_rotary_factor=1.0)}}, change=laguna_names),
+    "laguna/m": Case("laguna", EXPERTS | SHARED | {"head_dim": 64, "gating": "per-element", "sliding_window": 512,
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "rope_parameters": {"full_attention": rope(
+        partial_rotary_factor=0.5), "sliding_attention": rope(10000.0, partial_rotary_factor=1.0)}},
+        hub={"sliding_window": None, "num_attention_heads_per_layer": None}, change=laguna_names),
     "lfm2": Case("lfm2", CONVOLUTIONS | TIED | {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False}),
     "lfm2moe": Case("lfm2_moe", EXPERTS | CONVOLUTIONS | TIED | {"num_dense_layers": 1, "norm_topk_prob": True,
         "use_expert_bias": True}),
@@ -260,6 +300,13 @@ CASES: dict[str, Case] = {
         "rope_parameters": rope(500000.0)}),
     "mamba2": Case("mamba2", {"num_heads": 8, "head_dim": 64, "state_size": 32, "n_groups": 2, "expand": 2,
         "chunk_size": 16, "layer_norm_epsilon": 3e-6}, hub={"intermediate_size": None}),
+    # The base of layers with a window is another one than that of llama.cpp, which takes that of all layers.
+    "mellum": Case("mellum", WIDE | SLIDING | {"num_local_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": EXPERT_SIZE, "rope_parameters": {"full_attention": yarn(),
+        "sliding_attention": rope(10000.0)}}),
+    "mellum/one-base": Case("mellum", WIDE | SLIDING | {"num_local_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": EXPERT_SIZE, "rope_parameters": {"full_attention": yarn(
+        attention_factor=0.1 * math.log(8) + 1), "sliding_attention": rope()}}),
     "mimo2": Case("mimo_v2_flash", MIMO_2 | ROUTED, hub=MIMO_2_HUB, change=mimo_predictors),
     "minimax-m2": Case("minimax_m2", WIDE | LOCAL | {"rope_parameters": rope(partial_rotary_factor=0.5)},
         hub={"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True, "rope_theta": 250000.0}),

@@ -23,7 +23,7 @@ from diskprefix.model.gguf.names import NAMES
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
 from diskprefix.model.load.gguf_rope import scale_positions
 
-_SOUND: dict[str, Any] = {
+SOUND: dict[str, Any] = {
     "block_count": 2,
     "embedding_length": 64,
     "context_length": 512,
@@ -42,6 +42,7 @@ _SOUND: dict[str, Any] = {
     "attention.sliding_window_pattern": (True, False),
     "attention.value_length": 16,
     "rope.dimension_count": 16,
+    "rope.dimension_sections": (3, 3, 2, 0),
     "expert_count": 4,
     "expert_used_count": 2,
     "expert_feed_forward_length": 32,
@@ -61,7 +62,7 @@ _SOUND: dict[str, Any] = {
     "embedding_length_per_layer_input": 16,
 }
 """What small models have. They lack other keys."""
-_OF_SOME: dict[str, tuple[str, ...]] = {
+OF_SOME: dict[str, tuple[str, ...]] = {
     "attention.scale": ("granite", "granitehybrid", "granitemoe"),
     "attention.sliding_window": ("gemma3n", "gemma4", "mimo2"),
     "attention.sliding_window_pattern": ("gemma3n", "gemma4", "mimo2"),
@@ -94,7 +95,7 @@ class _Chosen(dict[str, Any]):
     """Values by key, each of which is chosen when it is asked for."""
 
     def __init__(self, name: str, choices: Iterator[int]) -> None:
-        self._sound = {key: value for key, value in _SOUND.items() if name in _OF_SOME.get(key, (name,))}
+        self._sound = {key: value for key, value in SOUND.items() if name in OF_SOME.get(key, (name,))}
         self._choices, self._asked = choices, set[str]()
 
     def choose(self, key: str) -> None:

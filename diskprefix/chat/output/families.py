@@ -34,6 +34,8 @@ class Channels(Struct, frozen=True):
     end: str
     tags: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
+    begun: str = ""
+    """The beginning of a header that a prompt may end with. The reply then begins with the rest."""
 
 
 class Family(Struct, frozen=True):
@@ -129,6 +131,7 @@ THOUGHTS = (
     ("<|inner_prefix|>", "<|inner_suffix|>"),
     ("<|channel>thought", "<channel|>"),
     ("<think:opensource>", "</think:opensource>"),
+    ("<longcat_think>", "</longcat_think>"),
     ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     ("<|think|>", "<|end|>"),
 )
@@ -142,7 +145,8 @@ def _family(name: str, entry: dict[str, Any]) -> Family:
         fields["thought"] = ThoughtTags(None, *thought)
     if channels := fields.pop("channels", None):
         header, tags, shown = channels["header"], channels.get("tags", ()), channels.get("shown", ())
-        fields["channels"] = Channels("".join(header), channels["end"], tuple(tags), tuple(shown))
+        begun = channels.get("begun", "")
+        fields["channels"] = Channels("".join(header), channels["end"], tuple(tags), tuple(shown), begun)
     return Family(name, **fields)
 
 

@@ -186,7 +186,8 @@ class ChannelParser(StreamParser):
         super().__init__()
         self._channels = channels
         self._tools = tools
-        self._has_tags = family.body == "parameters"
+        self._names_call = family.body == "json"
+        self._has_begin = bool(family.begins)
         self._made = CallDeltas(self.emit)
         self._calls = CallReader(self.reader, family, tools, self._made)
         self._begin = any_of(family.begins)
@@ -195,10 +196,18 @@ class ChannelParser(StreamParser):
         self._end = compiled_for(owner, channels.end.replace("NAMES", names))
         self._tag = any_of(channels.tags) if channels.tags else self._end
         # The prompt may end with the header of the first message.
-        self._begun_header = prompt_end[max(0, prompt_end.rfind("<|start|>")) :]
+        start = channels.tags[0] if channels.tags else "<|start|>"
+        self._begun_header = prompt_end[max(0, prompt_end.rfind(start)) :]
+        self._num_begun = len(channels.begun) if channels.begun and prompt_end.endswith(channels.begun) else 0
+        if self._num_begun:
+            self.reader.add(channels.begun)
 
     def reply(self) -> Parsing[None]:
-        header = self._header.fullmatch(self._begun_header) or (yield from self.reader.match(self._header))
+        header = self._header.fullmatch(self._begun_header)
+        if header is None or self._channels.begun:
+            header = (yield from self.reader.match(self._header)) or header
+        if header is None:
+            self.reader.at += self._num_begun
         while True:
             if header is not None:
                 self.space.clear()
@@ -216,14 +225,15 @@ class ChannelParser(StreamParser):
     def _message(self, header: dict[str, str | None]) -> Parsing[None]:
         if (name := header["name"]) is None or not self._tools:
             yield from self._body(self.reasoning if header.get("thought") else self.content)
-        elif self._has_tags:
+        elif self._names_call:
+            yield from self._call(name)
+        else:
             yield from self.reader.space()
             at = self.reader.at
-            if not (yield from self.reader.match(self._begin)) or not (yield from self._calls.group()):
+            has_begun = not self._has_begin or (yield from self.reader.match(self._begin)) is not None
+            if not has_begun or not (yield from self._calls.group()):
                 self.reader.at = at
             yield from self._body(self.content)
-        else:
-            yield from self._call(name)
 
     def _call(self, name: str) -> Parsing[None]:
         """Reads a message that is the JSON of a call's arguments. Text after the JSON is content."""

@@ -73,7 +73,7 @@ def verified_of(path: Path) -> str:
 def _architecture_of(path: Path) -> tuple[str, Sequence[str]]:
     """Returns the name of a model's architecture, and the names that transformers may have for it or its text part."""
     if path.is_file():
-        name = str(read_header(path).values.get("general.architecture"))
+        name = read_header(path).shown("general.architecture")
         return name, MODEL_TYPES.get(name, ())
     file = path / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -243,7 +243,7 @@ def file_bytes(path: Path) -> int:
 def template_of(path: Path) -> str:
     """Returns a text with the chat template of a model, "" if it has none. Raises `ModelError`, `OSError`."""
     if path.is_file():
-        return str(read_tensors([path])[0].values.get("tokenizer.chat_template") or "")
+        return read_tensors([path])[0].shown("tokenizer.chat_template")
     in_file, in_config = (
         (path / name).read_text(encoding="utf-8", errors="replace") if (path / name).is_file() else ""
         for name in ("chat_template.jinja", "tokenizer_config.json")

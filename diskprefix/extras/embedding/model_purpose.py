@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from diskprefix.errors import InvalidRequest, ModelError
+from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.printable import first_line
 
@@ -46,12 +47,11 @@ def read_purpose(origin: Path) -> Purpose:
 
 
 def _of_file(file: Path) -> Purpose:
-    header = read_header(file)
-    values, architecture = header.values, header.values.get("general.architecture")
-    number = values.get(f"{architecture}.pooling_type", 0)
+    metadata = Metadata(read_header(file), ())
+    number = metadata.get("pooling_type", 0)
     problem = f"its file asks for pooling of type {number}" if number and number not in _OF_GGUF else None
-    end_id = values.get("tokenizer.ggml.eos_token_id") if values.get("tokenizer.ggml.add_eos_token") else None
-    return Purpose(_OF_GGUF.get(number, "last"), end_id if isinstance(end_id, int) else None, problem)
+    end_id = metadata.token("eos") if metadata.tokenizer_flag("add_eos_token", default=False) else None
+    return Purpose(_OF_GGUF.get(number, "last"), end_id, problem)
 
 
 def _of_folder(folder: Path) -> Purpose:

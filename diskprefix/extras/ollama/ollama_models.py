@@ -70,8 +70,8 @@ def facts_of(path: Path | None) -> Json:
             raise FileNotFoundError
         written_at = path.stat().st_mtime
         if is_file:
-            values, form = read_tensors([path])[0].values, QUANT.search(model_stem(path))
-            family, label = str(values.get("general.architecture", "")), str(values.get("general.size_label", ""))
+            header, form = read_tensors([path])[0], QUANT.search(model_stem(path))
+            family, label = header.shown("general.architecture"), header.shown("general.size_label")
             quant = form[1].upper() if form else ""
         else:
             family = str(json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type", ""))

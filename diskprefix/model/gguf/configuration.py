@@ -150,6 +150,8 @@ def _tokens(metadata: Metadata) -> dict[str, Any]:
     embeddings = metadata.tensors.get("token_embd.weight")
     if embeddings is None:
         raise ModelError("the file lacks the tensor token_embd.weight")
+    if (width := metadata("embedding_length")) != embeddings.shape[-1]:
+        raise _differs(metadata, "embedding_length", width, embeddings.shape[-1])
     tokens = metadata.header.arrays.get("tokenizer.ggml.tokens")
     if tokens is not None and embeddings.shape[0] < tokens.count:
         raise ModelError(
@@ -188,7 +190,7 @@ def _attention(kind: str, metadata: Metadata, found: dict[str, Any]) -> None:
         raise ModelError(
             f"the file's {metadata.architecture}.attention.head_count is {heads}, of a width of {found['hidden_size']}"
         )
-    if is_declared(kind, "num_key_value_heads") and not metadata.is_list(keys):
+    if is_declared(kind, "num_key_value_heads") and not metadata.varies(keys):
         found["num_key_value_heads"] = metadata.get(keys, heads)
         if found["num_key_value_heads"] <= 0:
             raise ModelError(f"the file's {metadata.architecture}.{keys} is {found['num_key_value_heads']}")
@@ -233,13 +235,14 @@ def _is_same(expected: Any, found: Any) -> bool:
 def require_rotary(config: Any, found: Collection[int], architecture: Architecture, metadata: Metadata) -> None:
     """Raises `ModelError` if the model, whose heads turn in `found` of their numbers, turns another part of them than
     the file says. `config` is that of its decoder."""
-    has_none = not architecture.is_rotary or metadata.scaling().get("finetuned") is False
+    has_none = not architecture.is_rotary or not metadata.scaling().get("finetuned", True)
     if not found and (has_none or _ROTARY not in metadata):
         return
     heads = getattr(config, "num_attention_heads", 0)
     plain = config.hidden_size // heads if heads else 0
     expected = metadata.get(_ROTARY, metadata.get("attention.key_length", plain))
-    of_windows = metadata.get(_ROTARY_OF_WINDOWS, expected)
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    of_windows = metadata.get(_ROTARY_OF_WINDOWS, expected) if "sliding_attention" in kinds else expected
     if {*found} != {expected, of_windows}:
         key, value = (_ROTARY, expected) if expected not in found else (_ROTARY_OF_WINDOWS, of_windows)
         rotated = " and ".join(map(str, sorted(found))) or "nothing"

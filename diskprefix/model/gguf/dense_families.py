@@ -69,17 +69,24 @@ def _gemma_3(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
 
 def kinds_of_layers(metadata: Metadata, every: int = 0) -> list[str]:
     """Returns which layers have a window: those that the file says, or else all but each `every`th."""
-    pattern = metadata.of_any_kind("attention.sliding_window_pattern", every)
-    if not isinstance(pattern, tuple):
-        step = int(pattern)
+    key = "attention.sliding_window_pattern"
+    if metadata.is_array(key):
+        pattern = metadata.each_layer(key)
+    else:
+        step = int(metadata.get(key, every))
         pattern = tuple(bool(step) and (i + 1) % step != 0 for i in range(metadata.num_layers))
-    return ["sliding_attention" if has_window else "full_attention" for has_window in pattern[: metadata.num_layers]]
+    return ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
+
+
+def windows_of_layers(metadata: Metadata, found: dict[str, Any]) -> list[str]:
+    """Returns which layers have a window, if the file has one: as it says, or else all but each fourth."""
+    if not found.get("sliding_window"):
+        return ["full_attention"] * metadata.num_layers
+    return kinds_of_layers(metadata, 4)
 
 
 def _windows(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    if not found.get("sliding_window"):
-        return {"layer_types": ["full_attention"] * metadata.num_layers}
-    return {"layer_types": kinds_of_layers(metadata, 4)}
+    return {"layer_types": windows_of_layers(metadata, found)}
 
 
 def of_text(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:

@@ -132,15 +132,15 @@ def make_composite(
         said = " ".join(str(error).split())
         raise ModelError(f"the metadata of the mmproj file are not those of {encoder.model_type}: {said}") from error
     for key in _CHECKED:
-        metadata.of_any_kind(key)
+        metadata.mark_read(key)
     metadata.require_read()
     return found, settings
 
 
 def _normalised(metadata: Metadata) -> Values:
-    found = {name: metadata.of_any_kind(f"vision.{name}") for name in ("image_mean", "image_std")}
+    found = {name: metadata.numbers(f"vision.{name}") for name in ("image_mean", "image_std")}
     for name, values in found.items():
-        if not isinstance(values, tuple) or len(values) < 3:
+        if len(values) < 3:
             raise ModelError(f"the file's clip.vision.{name} is {shown(values)}, which is not three numbers")
     return {name: list(values[:3]) for name, values in found.items()}
 
@@ -244,8 +244,7 @@ _QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"} 
 
 
 def _deep_layers(metadata: Metadata) -> list[int]:
-    flags = metadata.of_any_kind("vision.is_deepstack_layers")
-    return [layer for layer, is_deep in enumerate(flags if isinstance(flags, tuple) else ()) if is_deep]
+    return [layer for layer, is_deep in enumerate(metadata.numbers("vision.is_deepstack_layers")) if is_deep]
 
 
 def _deepstack(metadata: Metadata) -> Sources:
@@ -288,11 +287,8 @@ def _qwen_3(metadata: Metadata) -> EncoderParts:
 
 def _in_sections(metadata: Metadata, found: Values) -> Values:
     """Returns the positions, of which tokens of pictures have three."""
-    sections = [section for section in metadata.of_any_kind("rope.dimension_sections", ()) if section]
-    if not sections:
-        raise ModelError(f"the file lacks {metadata.architecture}.rope.dimension_sections")
     interleaved = {} if metadata.architecture == "qwen2vl" else {"mrope_interleaved": True}
-    return {"rope_parameters": found["rope_parameters"] | {"mrope_section": sections} | interleaved}
+    return {"rope_parameters": found["rope_parameters"] | {"mrope_section": metadata.sections()} | interleaved}
 
 
 # -- Mistral 3 -------------------------------------------------------------------------------------------------------
@@ -497,7 +493,7 @@ def projector_type(metadata: Metadata) -> str:
     """Returns the type of a file's projector of pictures, empty if it has none."""
     if metadata.architecture != CLIP or not metadata.get("has_vision_encoder", True):
         return ""
-    return str(metadata.of_any_kind("projector_type") or metadata.of_any_kind("vision.projector_type", ""))
+    return metadata.text("projector_type") or metadata.text("vision.projector_type")
 
 
 def encoder_for(text: str, projector: str) -> PictureEncoder | None:

@@ -81,6 +81,8 @@ _CUTS: Sequence[tuple[str, tuple[str, ...]]] = (
     (f"{_LLAMA_3} dbrx smaug-bpe chatglm-bpe glm4 glm5", (_words(r"\p{N}{1,3}"),)),
     ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", (_words(r"\p{N}"),)),
     ("qwen35", (_QWEN_35,)),
+    # Line ends are apart, whatever stands before them.
+    ("laguna", (r"[^\n]+|[\n]+", _words(r"\p{N}"))),
     ("minicpm5", (r"\p{N}{1,3}", _words(r"\p{N}+"))),
     ("tekken", (_cased("", r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*"),)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", (_GPT_4O,)),
@@ -109,12 +111,19 @@ class _Keys:
     def __init__(self, header: GgufHeader) -> None:
         self.architecture = header.values.get("general.architecture")
         self._values, self._arrays = header.values, header.arrays
+        self._metadata = Metadata(header, ())
 
     def __contains__(self, name: str) -> bool:
         return _PREFIX + name in self._arrays
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Returns a number or a string, or `default`. Raises `ModelError` for an array."""
+        if name in self:
+            raise ModelError(f"the file's {_PREFIX}{name} is an array")
         return self._values.get(_PREFIX + name, default)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        return self._metadata.tokenizer_flag(name, default=default)
 
     def array(self, name: str, count: int | None = None) -> Any:
         """Reads strings, or `count` numbers. Raises `ModelError` if the file has something else."""
@@ -151,9 +160,9 @@ def make_tokenizer(header: GgufHeader) -> Tokenizer:
     backend.decoder = decoders.Sequence(decoded) if len(decoded) > 1 else decoded[0]
     ends = (token for token in ENDS_OF_TURN if token in vocabulary)
     backend.add_tokens(_found_first(keys, tokens, [*special.values(), *ends]))
-    made = Tokenizer(backend, special, chat_template=_templates(header.values))
-    adds_bos = keys.get("add_bos_token", kind != "gpt2" or keys.get("pre") in _ADDS_BOS)
-    made.add_ends(bos=bool(adds_bos), eos=bool(keys.get("add_eos_token", False)))
+    made = Tokenizer(backend, special, chat_template=_templates(header))
+    adds_bos = keys.flag("add_bos_token", default=kind != "gpt2" or keys.get("pre") in _ADDS_BOS)
+    made.add_ends(bos=adds_bos, eos=keys.flag("add_eos_token", default=False))
     return made
 
 
@@ -194,7 +203,7 @@ def _sentence_pieces(made: Backend, keys: _Keys, vocabulary: dict[str, int], unk
     made.model = _merging(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
     normal: list[Any] = [normalizers.Replace(" ", "▁")]
     decoded: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if keys.get("add_space_prefix", keys.get("model") == "llama"):
+    if keys.flag("add_space_prefix", default=keys.get("model") == "llama"):
         normal.insert(0, normalizers.Prepend("▁"))
         decoded.append(decoders.Strip(" ", left=1))
     made.normalizer = normalizers.Sequence(normal)
@@ -281,14 +290,16 @@ def _found_first(keys: _Keys, tokens: Sequence[str], special: Collection[str]) -
     ]
 
 
-def _templates(values: Mapping[str, Any]) -> str | dict[str, str] | None:
+def _templates(header: GgufHeader) -> str | dict[str, str] | None:
     """Returns the chat template. Some files have another one for tools. Raises `ModelError` for one that does not
     parse."""
     found: dict[str, str] = {}
     for name, key in _TEMPLATES.items():
-        if (template := values.get(key)) is None:
+        template: Any = header.arrays.get(key) or header.values.get(key)
+        if template is None:
             continue
-        if fault := fault_of_template(template) if isinstance(template, str) else "it is not text":
+        not_text = "it is not UTF-8" if isinstance(template, bytes) else "it is not text"
+        if fault := fault_of_template(template) if isinstance(template, str) else not_text:
             raise ModelError(f"the file's {key}: {fault}")
         found[name] = template
     return found if len(found) > 1 else next(iter(found.values()), None)

@@ -9,6 +9,7 @@ from diskprefix.model.gguf.architecture import Architecture
 from diskprefix.model.gguf.dense_families import DENSE, OLMO_3
 from diskprefix.model.gguf.late_gemmas import GEMMA_3N, GEMMA_4
 from diskprefix.model.gguf.metadata import Metadata
+from diskprefix.model.gguf.metadata import shown as shown_value
 from diskprefix.model.gguf.mixture_families import MIXTRAL, MIXTURES, deepseek
 from diskprefix.model.gguf.recurrent_families import RECURRENT
 from diskprefix.printable import shown
@@ -26,6 +27,8 @@ NAMES = MODEL_TYPES.keys()
 def architecture_of(metadata: Metadata) -> Architecture:
     """Returns the architecture of a file. Raises `ModelError` for one that is not read."""
     name = metadata.architecture
+    if not isinstance(said := metadata.header.values.get("general.architecture"), str):
+        raise ModelError(f"the file's general.architecture is {'missing' if said is None else shown_value(said)}")
     if name == "deepseek2":
         return deepseek(metadata)
     if name == "llama" and metadata.get("expert_count"):

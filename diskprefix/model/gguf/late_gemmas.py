@@ -40,6 +40,8 @@ def _gemma_4(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     heads, widths = metadata.each_layer("attention.head_count_kv"), metadata.each_layer("feed_forward_length")
     if not full or not windowed:
         raise ModelError("Gemma 4 has layers with a window and layers without one")
+    if not {*widths} <= {widths[0], 2 * widths[0]}:
+        raise metadata.fault("feed_forward_length", "one width, and twice as much")
     own_values = f"blk.{full[0]}.attn_v.weight" in metadata.tensors
     metadata.get("attention.value_length_swa")
     return {

@@ -43,6 +43,20 @@ _OF_ENCODERS = ("mm.", "vision.", "audio.")
 """What some files of text models say of the encoders of pictures and sound, which are other files."""
 _OF_SOUND = ("audio.", "has_audio_encoder")
 """What files of encoders say of sound, which is not read."""
+_WIDTHS = frozenset(
+    f"{name}{ending}"
+    for name in ("attention.key_length", "attention.value_length", "rope.dimension_count", "kda.head_dim")
+    for ending in ("", "_mla", "_swa")
+)
+_MOST_WIDTH = 1 << 16
+"""Of heads, for each of whose numbers something is computed before a tensor of another shape is refused."""
+_NUMBERS_OF_BLOCKS = ("block_count", "nextn_predict_layers")
+_TEXTS = (
+    *(f"tokenizer.ggml.{name}" for name in ("model", "pre", "tokens", "merges")),
+    *("tokenizer.chat_template", "tokenizer.chat_template.tool_use"),
+)
+_UNNEEDED = ("padding", "unknown")
+"""Special tokens that no prompt and no reply has."""
 MOST_LAYERS = 512
 """Those of llama.cpp (`LLAMA_MAX_LAYERS`). To make a model of many more takes minutes, before any tensor is missed."""
 SCALING = "rope.scaling."
@@ -66,7 +80,7 @@ class Metadata:
     """
 
     def __init__(self, header: GgufHeader, tensors: Sequence[FileTensor]) -> None:
-        self.architecture = str(header.values.get("general.architecture"))
+        self.architecture = header.shown("general.architecture")
         self.header = header
         prefix = f"{self.architecture}."
         found = {**header.values, **header.lists}
@@ -95,29 +109,87 @@ class Metadata:
         return key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns a finite number, or `default`. Raises `ModelError` for anything else."""
-        found = self.of_any_kind(key, default)
-        if key in self and not is_finite(found):
-            raise ModelError(f"the file's {self.architecture}.{key} is {shown(found)}, which is not a number")
+        """Returns a finite number, or `default`. An array of equal numbers, one for each block, is the number. Raises
+        `ModelError` for anything else."""
+        self._read.add(key)
+        if key not in self:
+            return default
+        found = self._one_number(key, self._values[key])
+        if not is_finite(found):
+            raise self.fault(key, "a number")
+        if key in _WIDTHS and found > _MOST_WIDTH:
+            raise self.fault(key, "the width of any model's heads")
+        if key.startswith("rope.freq_base") and found <= 0:
+            raise self.fault(key, "above zero")
         return found
 
-    def of_any_kind(self, key: str, default: Any = None) -> Any:
-        """Returns a number, a string or a tuple, or `default`."""
+    def text(self, key: str, default: str = "") -> str:
+        """Returns a text, or `default`. Raises `ModelError` for anything else."""
         self._read.add(key)
-        return self._values.get(key, default)
+        found = self._values[key] if key in self else default
+        if not isinstance(found, str):
+            raise self.fault(key, "a text")
+        return found
 
-    def is_list(self, key: str) -> bool:
-        return key in self and not isinstance(self._values[key], int | float | str)
+    def numbers(self, key: str) -> tuple[Any, ...]:
+        """Returns the numbers of an array, () without one. Raises `ModelError` for anything else."""
+        self._read.add(key)
+        found = self._values[key] if key in self else ()
+        if not isinstance(found, tuple) or not all(map(is_finite, found)):
+            raise self.fault(key, "an array of numbers")
+        return found
+
+    def sections(self) -> list[int]:
+        """Returns how many frequencies count the text, the rows and the columns of a picture. Raises `ModelError` for
+        other sections."""
+        key = "rope.dimension_sections"
+        found = [section for section in self.numbers(key) if section]
+        if key not in self:
+            raise ModelError(f"the file lacks {self.architecture}.{key}")
+        if len(found) != 3 or not all(isinstance(one, int) and one > 0 for one in found):
+            raise self.fault(key, "three numbers")
+        return found
+
+    def mark_read(self, key: str) -> None:
+        """Notes that a value was read, whatever it is."""
+        self._read.add(key)
+
+    def fault(self, key: str, wanted: str) -> ModelError:
+        """Returns the error of a value that is not what is `wanted`."""
+        return ModelError(f"the file's {self.architecture}.{key} is {shown(self._values[key])}, which is not {wanted}")
+
+    def is_array(self, key: str) -> bool:
+        """Returns whether a value is an array, of whatever."""
+        return key in self and not isinstance(self._values[key], int | float | str | bytes)
+
+    def varies(self, key: str) -> bool:
+        """Returns whether a value is an array that is not one number for all blocks."""
+        return self.is_array(key) and not is_finite(self._one_number(key, self._values[key]))
 
     def each_layer(self, key: str) -> tuple[Any, ...]:
-        """Returns a value for each block. Raises `ModelError` if the file has another number of them."""
-        found, count = self.of_any_kind(key), self.num_layers
-        if found is None:
+        """Returns a number for each block. Raises `ModelError` if the file has another number of them, or anything
+        else."""
+        self._read.add(key)
+        if key not in self:
             raise ModelError(f"the file lacks {self.architecture}.{key}")
+        found, count = self._values[key], self.num_layers
         values = found if isinstance(found, tuple) else (found,) * count
-        if len(values) < count:
+        if not all(map(is_finite, values)):
+            raise self.fault(key, "a number for each block")
+        if len(values) not in (count, self("block_count")):
             raise ModelError(f"the file's {self.architecture}.{key} has {len(values)} values for {count} blocks")
         return values[:count]
+
+    def _one_number(self, key: str, value: Any) -> Any:
+        """Returns the number of an array that has it for each block, and other values as they are. Programs that prune
+        or merge models write such arrays."""
+        owner = "vision." if self.architecture == "clip" else ""
+        blocks, predictors = (self._values.get(owner + name) for name in _NUMBERS_OF_BLOCKS)
+        if not isinstance(value, tuple) or key.removeprefix(owner) in _NUMBERS_OF_BLOCKS or not isinstance(blocks, int):
+            return value
+        counts = {blocks, blocks - predictors} if isinstance(predictors, int) else {blocks}
+        is_one = bool(value) and len(value) in counts and all(is_finite(one) and one == value[0] for one in value)
+        return value[0] if is_one else value
 
     @property
     def num_layers(self) -> int:
@@ -130,15 +202,52 @@ class Metadata:
 
     def token(self, kind: str, default: int | None = None) -> int | None:
         """Returns the number of a special token, or `default`. The one that ends a turn is found by its text if the
-        file does not say it. Raises `ModelError` for a value that is no number of a token."""
+        file does not say it. A value that is no number of a token is `default` for those that nothing needs
+        (`unusable_tokens`). Raises `ModelError` for that of another."""
         tokens, key = self.header.arrays.get("tokenizer.ggml.tokens"), f"tokenizer.ggml.{kind}_token_id"
+        if fault := self._fault_of_token(key):
+            if kind not in _UNNEEDED:
+                raise ModelError(fault)
+            return default
         found = self.header.values.get(key, default)
         if found is None:
             return self._end_of_turn(tokens.content) if tokens is not None and kind == "eot" else None
-        if not isinstance(found, int) or (tokens is not None and not 0 <= found < tokens.count):
-            of_them = f", and it has {tokens.count} tokens" if tokens is not None else ", which is not a number"
-            raise ModelError(f"the file's {key} is {shown(found)}{of_them}")
-        return found
+        return int(found)
+
+    def tokenizer_flag(self, name: str, *, default: bool) -> bool:
+        """Returns an option of the tokenizer. Raises `ModelError` for a value that is neither true nor false."""
+        key = f"tokenizer.ggml.{name}"
+        found = self.header.values.get(key, default)
+        if key in self.header.arrays or not isinstance(found, int) or found not in (0, 1):
+            said = "an array" if key in self.header.arrays else shown(found)
+            raise ModelError(f"the file's {key} is {said}, which is neither true nor false")
+        return bool(found)
+
+    def require_texts(self) -> None:
+        """Raises `ModelError` if a text on which a prompt depends is not UTF-8."""
+        for key in _TEXTS:
+            array = self.header.arrays.get(key)
+            if isinstance(value := self.header.values.get(key), bytes):
+                raise ModelError(f"the file's {key} is {shown(value)}")
+            if array is not None and array.undecoded is not None:
+                # It says which element.
+                _ = array.content
+
+    def unusable_tokens(self) -> list[str]:
+        """Returns what is wrong with the numbers of special tokens that nothing needs."""
+        faults = (self._fault_of_token(f"tokenizer.ggml.{kind}_token_id") for kind in _UNNEEDED)
+        return [fault for fault in faults if fault]
+
+    def _fault_of_token(self, key: str) -> str:
+        """Returns why a value is no number of a token, "" if it is one or is not there."""
+        tokens, found = self.header.arrays.get("tokenizer.ggml.tokens"), self.header.values.get(key)
+        if key in self.header.arrays:
+            return f"the file's {key} is an array, which is not a number"
+        is_number = isinstance(found, int) and not isinstance(found, bool)
+        if found is None or (is_number and (tokens is None or 0 <= found < tokens.count)):
+            return ""
+        of_them = f", and it has {tokens.count} tokens" if tokens is not None else ", which is not a number"
+        return f"the file's {key} is {shown(found)}{of_them}"
 
     def _end_of_turn(self, tokens: Any) -> int | None:
         """Returns the likeliest new one. Messages within a reply end with `<|end|>` where calls have their own end."""
@@ -159,14 +268,17 @@ class Metadata:
 
     def scaling(self) -> dict[str, Any]:
         """Returns what the file says of the scaling of positions."""
-        return {key.removeprefix(SCALING): value for key, value in self._values.items() if key.startswith(SCALING)}
+        values = {key: value for key, value in self._values.items() if key.startswith(SCALING)}
+        return {key.removeprefix(SCALING): self._one_number(key, value) for key, value in values.items()}
 
     def require_read(self) -> None:
         """Raises `ModelError` with the name of a key that changes numbers and that nothing has read."""
         has_experts = bool(self._values.get("expert_count"))
-        for key, value in self._values.items():
-            descriptive = _DESCRIPTIVE_LISTS if self.is_list(key) else _DESCRIPTIVE
-            is_known = key in self._read or key in descriptive or key.startswith((*self._of_others, SCALING))
+        for key, found in self._values.items():
+            value = self._one_number(key, found)
+            is_described = key in _DESCRIPTIVE_LISTS if self.is_array(key) else key in _DESCRIPTIVE
+            is_described |= key in _DESCRIPTIVE and not self.varies(key)
+            is_known = key in self._read or is_described or key.startswith((*self._of_others, SCALING))
             if is_known or value in _NEUTRAL.get(key, ()) or (key.startswith("expert_") and not has_experts):
                 continue
             raise ModelError(f"the file's {self.architecture}.{key} is {shown(value)}, and nothing here reads it")
@@ -180,5 +292,7 @@ def is_finite(value: Any) -> bool:
 def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, bytes):
+        return f"not UTF-8 ({value[:20]!r})"
     found = "an array" if value is None else repr(value)
     return found if len(found) <= 60 else f"{found[:57]}..."

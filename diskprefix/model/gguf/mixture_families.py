@@ -9,7 +9,14 @@ import numpy as np
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.architecture import Architecture
 from diskprefix.model.gguf.configuration import BASE
-from diskprefix.model.gguf.dense_families import PAIRED, granite_factors, kinds_of_layers, of_text, scaled_by_position
+from diskprefix.model.gguf.dense_families import (
+    PAIRED,
+    granite_factors,
+    kinds_of_layers,
+    of_text,
+    scaled_by_position,
+    windows_of_layers,
+)
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.sources import Array, Sources, TensorSource, expansion_of_latents, same
 
@@ -65,13 +72,11 @@ def _mimo_2(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     """A window has so many tokens before the present one. transformers counts that one, too (`MiMoV2FlashConfig`)."""
     kinds, heads = kinds_of_layers(metadata), metadata.each_layer("attention.head_count_kv")
     if "full_attention" not in kinds:
-        raise ModelError("MiMo 2 has layers without a window")
+        raise metadata.fault("attention.sliding_window_pattern", "that of MiMo 2, of which some layers have no window")
     full = found["rope_parameters"]
     return {
         "layer_types": kinds,
-        "mlp_layer_types": [
-            "sparse" if f"blk.{i}.ffn_gate_inp.weight" in metadata.tensors else "dense" for i in range(len(kinds))
-        ],
+        "mlp_layer_types": _kinds_of_feed_forward(metadata),
         "num_key_value_heads": heads[kinds.index("full_attention")],
         "v_head_dim": metadata("attention.value_length"),
         "attention_value_scale": metadata.get("attention.value_scale", 1.0),
@@ -83,11 +88,78 @@ def _mimo_2(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _mellum(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    """Layers with a window have the base of the others unless the file has another one."""
+    full = found["rope_parameters"]
+    theta = metadata.get("rope.freq_base_swa", full["rope_theta"])
+    return {
+        "layer_types": windows_of_layers(metadata, found),
+        "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": theta}},
+    }
+
+
+def _hy_3(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    """A layer without a router has no experts. Shared experts are one of their joined width."""
+    if not metadata.get("expert_weights_norm", False):
+        raise ModelError("experts that are weighted so are not served: hy_v3.expert_weights_norm is false")
+    width = metadata("expert_feed_forward_length")
+    return {
+        "num_shared_experts": (metadata.get("expert_shared_feed_forward_length", 0) or width) // width,
+        "router_scaling_factor": metadata.get("expert_weights_scale", 1.0),
+        "mlp_layer_types": _kinds_of_feed_forward(metadata),
+    }
+
+
+def _kinds_of_feed_forward(metadata: Metadata) -> list[str]:
+    routers = [f"blk.{i}.ffn_gate_inp.weight" in metadata.tensors for i in range(metadata.num_layers)]
+    return ["sparse" if has_router else "dense" for has_router in routers]
+
+
+def _laguna(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    """Layers with a window may have more heads than those without, and other positions. The first of each few layers
+    has none. A gate has a number for each head, or for each of their numbers."""
+    if not metadata.get("expert_weights_norm", True):
+        raise ModelError("experts that are weighted so are not served: laguna.expert_weights_norm is false")
+    heads, window = metadata.each_layer("attention.head_count"), metadata.get("attention.sliding_window", 0)
+    width, key = metadata("attention.key_length"), "attention.sliding_window_pattern"
+    if metadata.get("attention.value_length", width) != width:
+        raise metadata.fault("attention.value_length", f"the {width} of attention.key_length")
+    gates = {heads[0]: "per-head", heads[0] * width: "per-element"}
+    if (rows := metadata.num_rows("blk.0.attn_gate.weight")) not in gates:
+        raise ModelError(f"the file's blk.0.attn_gate.weight has {rows} rows, for {heads[0]} heads of {width}")
+    step = 0 if metadata.is_array(key) else metadata.get(key, 4)
+    has_window = [bool(not step or i % step) for i in range(metadata.num_layers)]
+    if metadata.is_array(key):
+        has_window = [bool(flag) for flag in metadata.each_layer(key)]
+    rotated = metadata.get("rope.dimension_count", width)
+    base = metadata.get("rope.freq_base", BASE)
+    bases = {"full_attention": base, "sliding_attention": metadata.get("rope.freq_base_swa", base)}
+    parts = {"full_attention": rotated, "sliding_attention": metadata.get("rope.dimension_count_swa", rotated)}
+    return {
+        "num_attention_heads": max(heads),
+        "num_attention_heads_per_layer": list(heads),
+        "num_key_value_heads": metadata("attention.head_count_kv"),
+        "head_dim": width,
+        "gating": gates[rows],
+        # Without a window the configuration has a number for it all the same.
+        "sliding_window": window or found["max_position_embeddings"],
+        "layer_types": ["sliding_attention" if window and flag else "full_attention" for flag in has_window],
+        "mlp_layer_types": _kinds_of_feed_forward(metadata),
+        "moe_routed_scaling_factor": metadata.get("expert_weights_scale", 1.0),
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": bases[kind], "partial_rotary_factor": part / width}
+            for kind, part in parts.items()
+        },
+    }
+
+
 def latent_sizes(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     """Newer files have the sizes of heads under names with `mla`, and those of the latents under the older ones."""
     rotary_dim = metadata("rope.dimension_count")
-    for key in ("attention.key_length", "attention.value_length", "attention.head_count_kv"):
-        metadata.of_any_kind(key)
+    for key in ("attention.key_length", "attention.value_length"):
+        metadata.get(key)
+    if not metadata.varies("attention.head_count_kv"):
+        metadata.get("attention.head_count_kv")
     key_dim = metadata.get("attention.key_length_mla") or metadata("attention.key_length")
     own = {
         "num_key_value_heads": found["num_attention_heads"],
@@ -190,6 +262,20 @@ MIXTURES: dict[str, Architecture] = {
         # For a file whose heads are rotated whole: transformers would rotate half of each.
         config=lambda metadata, _: {"use_qk_norm": metadata.has("attn_q_norm.weight"), "partial_rotary_factor": 1.0},
         gate=SIGMOID,
+    ),
+    "mellum": Architecture(model_type="mellum", config=_mellum, gate=SOFTMAX, fixed={"norm_topk_prob": True}),
+    "hy_v3": Architecture(
+        model_type="hy_v3",
+        sources={"mlp.e_score_correction_bias": ("exp_probs_b", "exp_probs_b.bias")},
+        config=_hy_3,
+        gate=SIGMOID,
+    ),
+    "laguna": Architecture(
+        model_type="laguna",
+        sources={"self_attn.g_proj": "attn_gate"},
+        config=_laguna,
+        gate=SIGMOID,
+        own=("attention.head_count", "attention.sliding_window"),
     ),
     "ernie4_5-moe": Architecture(model_type="ernie4_5_moe", config=_ernie_moe, gate=SOFTMAX),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,11 +28,18 @@ from diskprefix.model.gguf.sources import (
 )
 
 
+def _most_heads(metadata: Metadata, heads: Sequence[int]) -> int:
+    """Returns the heads of the layers with attention, which have as many. Raises `ModelError` for others."""
+    if len({*heads} - {0}) > 1:
+        raise metadata.fault("attention.head_count_kv", "one number and zeros")
+    return max(heads)
+
+
 def _heads_by_layer(metadata: Metadata, _: dict[str, Any], other: str) -> dict[str, Any]:
     """Returns the kinds of layers of files that count no heads in those without attention."""
     heads = metadata.each_layer("attention.head_count_kv")
     return {
-        "num_key_value_heads": max(heads),
+        "num_key_value_heads": _most_heads(metadata, heads),
         "layer_types": ["full_attention" if number else other for number in heads],
     }
 
@@ -67,11 +75,10 @@ NEXT: Sources = {
 
 def _delta(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     """The layers with attention are those that are not recurrent, or each one of an interval."""
-    every = metadata.get("full_attention_interval", 4)
-    flags = metadata.of_any_kind("attention.recurrent_layers")
-    recurrent = flags if isinstance(flags, tuple) else [(i + 1) % every != 0 for i in range(metadata.num_layers)]
-    kinds = ["linear_attention" if is_so else "full_attention" for is_so in recurrent[: metadata.num_layers]]
-    return {"layer_types": kinds}
+    every, key = metadata.get("full_attention_interval", 4), "attention.recurrent_layers"
+    plain = [(i + 1) % every != 0 for i in range(metadata.num_layers)]
+    recurrent = metadata.each_layer(key) if key in metadata else plain
+    return {"layer_types": ["linear_attention" if is_so else "full_attention" for is_so in recurrent]}
 
 
 def _by_key_head(config: Any, both: Array, gates: Array) -> Array:
@@ -84,10 +91,8 @@ def _by_key_head(config: Any, both: Array, gates: Array) -> Array:
 
 
 def _qwen_3_5(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    sections = [section for section in metadata.of_any_kind("rope.dimension_sections", ()) if section]
-    return _delta(metadata, found) | {
-        "rope_parameters": found["rope_parameters"] | {"mrope_section": sections, "mrope_interleaved": True}
-    }
+    positions = {"mrope_section": metadata.sections(), "mrope_interleaved": True}
+    return _delta(metadata, found) | {"rope_parameters": found["rope_parameters"] | positions}
 
 
 def _granite_hybrid(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +120,7 @@ def _nemotron_h(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     plain = [width for width, is_mixture in zip(widths, has_experts, strict=True) if not is_mixture]
     return {
         "layers_block_type": kinds,
-        "num_key_value_heads": max(heads),
+        "num_key_value_heads": _most_heads(metadata, heads),
         "intermediate_size": max(plain, default=0) or max(widths),
     }
 

@@ -54,7 +54,7 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
 
         parts = part_paths(gguf)
         metadata = Metadata(*read_tensors(parts))
-        if metadata.of_any_kind("attention.causal", True) is False:
+        if not metadata.get("attention.causal", True):
             # Such as EmbeddingGemma or GTE-Qwen2.
             raise not_served(gguf, metadata.architecture, LATER_TOKENS)
         architecture = architecture_of(metadata)
@@ -62,6 +62,9 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
         if projector is not None:
             architecture = with_encoder(architecture, metadata.architecture, projector.encoder)
         draft_layer = metadata.draft_layer if uses_draft_layer and architecture.model_type in HAVE_DRAFT_LAYER else []
+        metadata.require_texts()
+        for fault in metadata.unusable_tokens():
+            report(f"warning: {gguf.name}: {fault}; it is not used")
         if (unused := metadata.get("nextn_predict_layers", 0) - bool(draft_layer)) > 0:
             report(f"{gguf.name}: {unused} of its blocks predict further tokens, which is not used")
         config, pictures = make_configuration(architecture, metadata), None
@@ -73,7 +76,7 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
             kind = ModelKind("AutoModelForMultimodalLM", is_multimodal=True, has_own_generate=False)
             parts, tensors = [*parts, projector.path], [*tensors, *projector.metadata.tensors.values()]
         text = config.get_text_config(decoder=True)
-        require_rotary(text, _turned(text), architecture, metadata)
+        require_rotary(text, rotated_of(text), architecture, metadata)
         return cls(
             parts=parts,
             architecture=architecture,
@@ -127,8 +130,8 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
         return weights_digest([], self.parts)
 
 
-def _turned(config: Any) -> set[int]:
-    """Returns how many numbers of a head turn, of heads of each kind."""
+def rotated_of(config: Any) -> set[int]:
+    """Returns how many numbers of a head are rotated, of heads of each kind."""
     if kinds_of_rotary(config) <= KINDS.keys():
         return {2 * len(one.frequencies) for one in rotary_of(config).values()}
     return {int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))}

@@ -23,6 +23,8 @@ _MOST_HEADER_BYTES = 1 << 28
 _MOST_VALUES, _MOST_TENSORS = 1 << 16, 1 << 17
 """Several times what the largest models have. Larger counts would make many small objects of few bytes."""
 _MOST_NAME_BYTES, _MOST_DIMENSIONS = 65535, 4
+_MOST_DEPTH = 8
+"""Of arrays within arrays, which the format allows and no key needs."""
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 """Formats of `struct`, by the number of the type in the file."""
@@ -150,21 +152,29 @@ def cut_short(tensor: FileTensor) -> ModelError:
 
 
 class FileArray(Struct, frozen=True):
-    """An array of `count` elements of the type `kind`: `strings`, or numbers that are the bytes from `begin` to before
-    `end` of a file."""
+    """The array `key` of `count` elements of the type `kind`: `strings`, or numbers or arrays that are the bytes from
+    `begin` to before `end` of a file. `undecoded` is the number of the first element that is not UTF-8, None without;
+    such elements are not in `strings`."""
 
     file: Path
+    key: str
     kind: int
     count: int
     begin: int
     end: int
     strings: list[str] | None
+    undecoded: int | None = None
 
     @property
     def content(self) -> list[str] | np.ndarray[Any, Any]:
-        """The strings, or the numbers. Raises `ModelError` if the file is not what it was."""
+        """The strings, or the numbers. Raises `ModelError` for strings that are not UTF-8, for arrays, and if the file
+        is not what it was."""
         import numpy as np
 
+        if self.undecoded is not None:
+            raise ModelError(f"the file's {self.key} is not UTF-8 in element {self.undecoded}")
+        if self.kind == _ARRAY:
+            raise ModelError(f"the file's {self.key} has arrays within it, which nothing here reads")
         if self.strings is not None:
             return self.strings
         with self.file.open("rb") as file:
@@ -203,13 +213,18 @@ def _split(data: bytes, count: int) -> list[bytes] | None:
 
 
 class GgufHeader(Struct, frozen=True):
-    """`values` has the metadata that are numbers or strings, `lists` the short arrays, and None for long ones, such
-    as the vocabulary. `arrays` has all of them."""
+    """`values` has the metadata that are numbers or strings; a string that is not UTF-8 is bytes. `lists` has the short
+    arrays, and None for long ones, such as the vocabulary, and for arrays of arrays. `arrays` has all of them."""
 
     values: Mapping[str, Any]
     lists: Mapping[str, tuple[Any, ...] | None]
     arrays: Mapping[str, FileArray]
     tensors: tuple[FileTensor, ...]
+
+    def shown(self, key: str) -> str:
+        """Returns a value for people, "" without one. Bytes that are not UTF-8 are replaced."""
+        value = self.values.get(key, "")
+        return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 class _Reading:
@@ -219,6 +234,7 @@ class _Reading:
         self._file = file
         self._left = min(num_bytes, _MOST_HEADER_BYTES)
         self._is_all = num_bytes <= _MOST_HEADER_BYTES
+        self._num_inner_arrays = 0
         self.at = 0
 
     def _advance(self, count: int) -> None:
@@ -241,19 +257,23 @@ class _Reading:
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
-    def text(self, most_bytes: int = _MOST_HEADER_BYTES) -> str:
-        length = self.number("<Q")
-        if length > most_bytes:
-            raise ValueError(f"a name in it has {length} bytes")
-        return self.take(length).decode()
+    def text(self) -> str | bytes:
+        """Reads a string. Returns its bytes if it is not UTF-8: most strings change no result."""
+        return _decoded(self.take(self.number("<Q")))
 
     def name(self) -> str:
         """Reads a name, which messages may quote."""
-        if not (found := self.text(_MOST_NAME_BYTES)).isprintable():
+        length = self.number("<Q")
+        if length > _MOST_NAME_BYTES:
+            raise ValueError(f"a name in it has {length} bytes")
+        found = _decoded(self.take(length))
+        if isinstance(found, bytes):
+            raise ValueError(f"a name in it is not UTF-8: {found[:100]!r}")
+        if not found.isprintable():
             raise ValueError(f"a name in it is {found[:100]!r}")
         return found
 
-    def _strings(self, count: int) -> list[str]:
+    def _strings(self, count: int) -> list[str | bytes]:
         if count > _MOST_STRINGS:
             raise ValueError(f"an array in it counts {count} strings")
         begin = self._file.tell()
@@ -263,22 +283,47 @@ class _Reading:
         if found is None:
             return [self.text() for _ in range(count)]
         self.skip(8 * count + sum(map(len, found)))
-        joined = b"\0".join(found).decode().split("\0")
-        return joined if len(joined) == count else [string.decode() for string in found]
+        joined = _decoded(b"\0".join(found))
+        strings = joined.split("\0") if isinstance(joined, str) else []
+        return list(strings) if len(strings) == count else list(map(_decoded, found))
 
-    def array(self, path: Path) -> tuple[FileArray, tuple[Any, ...] | None]:
-        """Returns an array of the file `path`, and its few strings or numbers."""
+    def array(self, path: Path, key: str) -> tuple[FileArray, tuple[Any, ...] | None]:
+        """Returns the array `key` of the file `path`, and its few strings or numbers."""
         kind, count, begin = self.number("<I"), self.number("<Q"), self.at
-        strings, few = self._strings(count) if kind == _STRING else None, None
-        if strings is not None:
-            few = tuple(strings) if count <= _FEW else None
-        elif kind not in _SCALARS:
-            raise ValueError(f"an array in it has elements of the type {kind}")
-        elif count <= _FEW_NUMBERS:
+        strings, undecoded, few = None, None, None
+        if kind == _STRING:
+            found = self._strings(count)
+            strings = [one for one in found if isinstance(one, str)]
+            undecoded = next((number for number, one in enumerate(found) if isinstance(one, bytes)), None)
+            few = tuple(found) if count <= _FEW else None
+        elif kind in _SCALARS and count <= _FEW_NUMBERS:
             few = tuple(self.number(_SCALARS[kind]) for _ in range(count))
         else:
+            self._skip_elements(kind, count, 1)
+        return FileArray(path, key, kind, count, begin, self.at, strings, undecoded), few
+
+    def _skip_elements(self, kind: int, count: int, depth: int) -> None:
+        """Skips the elements of an array, which is in `depth` - 1 others."""
+        if kind == _STRING:
+            self._strings(count)
+        elif kind in _SCALARS:
             self.skip(count * struct.calcsize(_SCALARS[kind]))
-        return FileArray(path, kind, count, begin, self.at, strings), few
+        elif kind != _ARRAY:
+            raise ValueError(f"an array in it has elements of the type {kind}")
+        else:
+            self._num_inner_arrays += count
+            if depth > _MOST_DEPTH or self._num_inner_arrays > _MOST_VALUES:
+                raise ValueError("it has too many arrays within arrays")
+            for _ in range(count):
+                self._skip_elements(self.number("<I"), self.number("<Q"), depth + 1)
+
+
+def _decoded(data: bytes) -> str | bytes:
+    """Returns a string, or its bytes if it is not UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -288,8 +333,6 @@ def read_header(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file:
             return _read(path, _Reading(file, num_bytes), num_bytes)
-    except UnicodeDecodeError:
-        raise ModelError(f"cannot read {path}: a name in it is not UTF-8") from None
     except ValueError as error:
         raise ModelError(f"cannot read {path}: {first_line(error)}") from error
 
@@ -314,7 +357,7 @@ def _read(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
             raise ValueError(f"{key!r} is in it twice")
         seen.add(key)
         if kind == _ARRAY:
-            arrays[key], lists[key] = reading.array(path)
+            arrays[key], lists[key] = reading.array(path, key)
         elif kind == _STRING:
             values[key] = reading.text()
         elif kind in _SCALARS:

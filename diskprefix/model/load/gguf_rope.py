@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
@@ -24,10 +24,14 @@ _HIGH_FACTORS = (4.0, 1.0)
 """Llama 3's `high_freq_factor`, and that of Llama 4, which has no frequencies between the high and the low ones."""
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 _MSCALE = "yarn_log_multiplier"
+_FACTOR = "yarn_attn_factor"
+_HAVE_FACTOR = ("laguna", "mellum")
+"""Architectures whose models say what cosines are multiplied with. The converter copies it, and llama.cpp ignores it:
+in Laguna it is 1, where llama.cpp computes with the usual one."""
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "alpha": (0, 1),
     "attn_factor": (0, 1),
-    "yarn_attn_factor": (0, 1),
+    _FACTOR: (0, 1),
     "yarn_ext_factor": (-1, 1),
     _MSCALE: (0,),
 }
@@ -77,13 +81,13 @@ def scale_positions(config: Any, metadata: Metadata, tensors: Sequence[FileTenso
     return {_SHORT, _LONG} if is_long else {_DIVISORS} & divisors.keys()
 
 
-def _require_read(metadata: Metadata, read: set[str]) -> None:
+def _require_read(metadata: Metadata, read: Collection[str]) -> None:
     """Raises `ModelError` for a key that is not `read` and changes numbers, and for a value of another type."""
     harmless = {"finetuned", "original_context_length", *_YARN}
     for name, value in metadata.scaling().items():
         neutral = ("none", "linear") if name == "type" else (0, 1) if name == "factor" else _NEUTRAL.get(name, ())
         is_known = isinstance(value, str) if name == "type" else is_finite(value)
-        if not is_known or (name not in read | harmless and value not in neutral):
+        if not is_known or (name not in read and name not in harmless and value not in neutral):
             key = f"{metadata.architecture}.{SCALING}{name}"
             raise ModelError(f"the file's {key} is {shown(value)}, and nothing here reads it")
 
@@ -93,14 +97,22 @@ def _scaling(metadata: Metadata, *, is_long: bool) -> dict[str, Any]:
     values = metadata.scaling()
     kind, times = values.get("type", "linear"), _MSCALES.get(metadata.architecture, 0)
     if kind == "none":
+        _require_read(metadata, values.keys())
         return {}
     read = {"factor"} | ({"type"} if kind in ("linear", "yarn") or (kind == "longrope" and is_long) else set())
     read |= {"attn_factor"} if is_long and kind != "yarn" else set()
+    factor: Any = values.get("factor")
+    usual = 0.1 * math.log(factor) + 1 if kind == "yarn" and is_finite(factor) and factor > 1 else 1.0
+    own: Any = values.get(_FACTOR) if kind == "yarn" else None
+    has_own = is_finite(own) and own > 0 and metadata.architecture in _HAVE_FACTOR
+    if has_own or (is_finite(own) and math.isclose(own, usual, rel_tol=1e-5)):
+        read |= {_FACTOR}
     _require_read(metadata, read | ({_MSCALE} if times and kind == "yarn" else set()))
     found: dict[str, Any] = {}
     if "original_context_length" in values:
         found["original_max_position_embeddings"] = int(values["original_context_length"])
     if kind == "yarn":
+        found |= {"attention_factor": float(own)} if has_own else {}
         found |= {known: float(values[name]) for name, known in _YARN.items() if name in values}
         if _MSCALE in values and times:
             # The file has it in float32.

@@ -145,9 +145,10 @@ def one_call(name: str, called: dict[str, Any], format: OutputFormat | None = No
 
 FOUND: dict[str, list[bool | None]] = {
     **{name: [None, None, None] for name in ("functionary-3.2", "pythonic")},
-    **{name: [True, False, None] for name in ("llama-3", "json", "none")},
+    **{name: [True, False, None] for name in ("llama-3", "json", "none", "hyperclova")},
 }
-"""What is found in formats in which nothing but the name tells a call from text: objects."""
+"""What is found in formats in which nothing but the name tells a call from text: objects. In that of HyperCLOVA X, the
+header of a message does too, which is no text of a grammar."""
 
 
 def follows(format: OutputFormat, text: str) -> bool | None:

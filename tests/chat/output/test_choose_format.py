@@ -161,6 +161,30 @@ OTHERS = {
         '"</function_calls>"',
         "message.content",
     ),
+    "longcat": (
+        '""',
+        """'<longcat_tool_call>\\n{"name": "' ~ call.name ~ '", "arguments": ' ~ json ~ "}\\n</longcat_tool_call>\"""",
+        '""',
+        "message.content",
+    ),
+    "longcat-2": (
+        '""',
+        '"<longcat_tool_call>" ~ call.name ~ "\\n<longcat_arg_key>text</longcat_arg_key>\\n<longcat_arg_value>" '
+        '~ call.arguments.text ~ "</longcat_arg_value>\\n<longcat_arg_key>count</longcat_arg_key>" '
+        '~ "\\n<longcat_arg_value>" '
+        '~ call.arguments.count ~ "</longcat_arg_value>\\n</longcat_tool_call>"',
+        '""',
+        "message.content",
+    ),
+    "step-3": (
+        '"<｜tool_calls_begin｜>\\n"',
+        """'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="' ~ call.name"""
+        """ ~ '">\\n<steptml:parameter name="text">' ~ call.arguments.text ~ '</steptml:parameter>\\n'"""
+        """ ~ '<steptml:parameter name="count">'"""
+        """ ~ call.arguments.count ~ '</steptml:parameter>\\n</steptml:invoke><｜tool_call_end｜>'""",
+        '"\\n<｜tool_calls_end｜>"',
+        "message.content",
+    ),
     # Llama 4.
     "llama-3": (
         '"<|start|><|end|>"',
@@ -188,6 +212,34 @@ def of_no_package(format: str) -> str:
 @pytest.mark.parametrize("format", OTHERS)
 def test_a_template_of_no_package_writes_the_format_that_is_chosen_for_it(format: str) -> None:
     assert chosen(of_no_package(format), ["<|start|>", "<|end|>"]).format.name == format
+
+
+HYPERCLOVA = """{%- if tools %}<|im_start|>tool_list\n{{ tools | map(attribute="function") | list | tojson }}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+    {%- if message.tool_calls %}{{ "<|im_start|>assistant -> tool/function_call\\n[" }}
+        {%- for call in message.tool_calls | map(attribute="function") %}
+            {{- '{"name": "' ~ call.name ~ '", "arguments": ' ~ (call.arguments | tojson) ~ "}" }}
+            {{- ", " if not loop.last }}
+        {%- endfor %}{{ "]<|im_end|><|stop|>\\n" }}
+    {%- else %}{% set role = "tool/function_call" if message.role == "tool" else message.role %}
+        {{- "<|im_start|>" ~ role ~ "\\n" ~ message.content ~ "<|im_end|>\\n" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant" }}{% endif %}"""
+"""As the page of HyperCLOVA X SEED Think 14B describes it."""
+
+
+def test_the_header_of_a_message_that_the_prompt_begins_is_read_to_its_end() -> None:
+    special = ["<|im_start|>", "<|im_end|>", "<|stop|>", "<|endofturn|>"]
+    format = chosen(HYPERCLOVA, special).format
+    assert (format.name, format.holds_calls, format.special_tokens) == ("hyperclova", True, frozenset(special))
+    prompt = renderer_of(HYPERCLOVA)([{"role": "user", "content": "A question"}], [], True)
+    reply = "/think\nI must look.<|im_end|>\n<|im_start|>assistant -> tool/function_call\n"
+    found = read(
+        format, f'{reply}[{{"name": "get_weather", "arguments": {{"city": "Oslo"}}}}]', [tool("get_weather")], prompt
+    )
+    assert (found.reasoning, found.parsed_calls) == ("I must look.", [("get_weather", {"city": "Oslo"})])
 
 
 def test_tags_around_each_answer_of_a_template_are_left_out() -> None:

@@ -54,15 +54,16 @@ def loaded(arguments: str) -> Any:
 # The formats in which models write calls whose files are read, by the architectures of their files.
 OF_FILES = {
     "hermes": "qwen2 qwen2vl qwen3 qwen3moe qwen3next qwen3vl qwen3vlmoe granitehybrid exaone4 ernie4_5 ernie4_5-moe "
-    "smollm3 falcon-h1 llama",
+    "smollm3 falcon-h1 llama mellum",
     "qwen3-coder": "qwen35 qwen35moe qwen3moe qwen3next nemotron_h_moe mimo2",
     "llama-3": "llama llama4",
     "mistral": "llama mistral3 mistral4",
     "deepseek": "deepseek2 llama qwen2",
     "deepseek-v3.1": "deepseek2",
     "kimi": "deepseek2 kimi-linear",
-    "glm": "glm4moe",
-    "glm-4.7": "glm4moe deepseek2",
+    "glm": "glm4moe laguna",
+    "glm-4.7": "glm4moe deepseek2 laguna",
+    "hunyuan-3": "hy_v3",
     "gemma-3": "gemma3 gemma3n",
     "gemma-4": "gemma4",
     "harmony": "gpt-oss",

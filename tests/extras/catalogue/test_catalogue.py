@@ -7,8 +7,6 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,9 @@ from diskprefix.extras.catalogue.catalogue import Catalogue, needs, open_catalog
 from diskprefix.extras.front.listing import Listing
 from diskprefix.model.families.model_types import OPTIONS
 from diskprefix.model.gguf.known_families import NAMES, architecture_of
+from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.fit import fitted, needs_of_folder, needs_of_gguf
+from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
@@ -422,10 +422,9 @@ def test_the_columns_of_folders_and_files_are_those_of_the_tables_and_the_pages_
     types = {name: {row["model_type"] for row in rows if name in row["files"]} for name in NAMES}
 
     def served_as(name: str, **values: int) -> str:
-        metadata: Any = SimpleNamespace(
-            architecture=name, get=lambda *asked: values.get(*asked), has=lambda _ending: False
-        )
-        return architecture_of(metadata).model_type
+        own = {f"{name}.{key}": value for key, value in values.items()}
+        header = GgufHeader({"general.architecture": name} | own, {}, {}, ())
+        return architecture_of(Metadata(header, ())).model_type
 
     each: tuple[dict[str, int], ...] = ({}, {"expert_count": 8}, {"attention.sliding_window": 9})
     assert types == {name: {served_as(name, **values) for values in each} for name in NAMES}
@@ -447,6 +446,6 @@ def test_a_model_is_shown_with_what_was_verified_of_its_architecture(
     assert verified_of(readable / "made").startswith("mistral3: restored anywhere, exact at token, ")
     config.unlink()
     assert verified_of(readable / "made") == f"not known: {unknown}"
-    header = SimpleNamespace(values={"general.architecture": "deepseek2"})
+    header = GgufHeader({"general.architecture": "deepseek2"}, {}, {}, ())
     monkeypatch.setattr(architectures, "read_header", lambda _path: header)
     assert verified_of(readable / "bad.gguf").startswith("deepseek2: restored anywhere, exact at token, ")

@@ -32,17 +32,20 @@ OF_TENSORS: list[tuple[str, tuple[int, ...] | None, str]] = [
 ]
 # A key of the metadata with another value or (None) without one, and what is said.
 OF_KEYS: list[tuple[str, Any, str]] = [
-    ("feed_forward_length", [96, 96], r"llama.feed_forward_length is \(96, 96\), which is not a number"),
-    ("attention.head_count", [4, 4], r"llama.attention.head_count is \(4, 4\), which is not a number"),
-    ("attention.head_count_kv", [2, 2], r"llama.attention.head_count_kv is \(2, 2\), and nothing here"),
-    ("rope.freq_base", [1e4, 1e4], r"llama.rope.freq_base is \(1.*\), which is not a number"),
-    ("rope.scaling.factor", [2.0, 2.0], r"rope.scaling.factor is \(2.0, 2.0\), and nothing"),
+    ("feed_forward_length", [96, 64], r"llama.feed_forward_length is \(96, 64\), which is not a number"),
+    ("feed_forward_length", [96, 96, 96], r"llama.feed_forward_length is \(96, 96, 96\), which is not a number"),
+    ("attention.head_count", [4, 2], r"llama.attention.head_count is \(4, 2\), which is not a number"),
+    ("attention.head_count_kv", [2, 4], r"llama.attention.head_count_kv is \(2, 4\), and nothing here"),
+    ("attention.causal", [False, True], r"llama.attention.causal is \(False, True\), which is not a number"),
+    ("rope.freq_base", [1e4, 1e5], r"llama.rope.freq_base is \(1.*\), which is not a number"),
+    ("rope.freq_base", -1e4, "llama.rope.freq_base is -10000, which is not above zero"),
+    ("rope.scaling.factor", [2.0, 4.0], r"rope.scaling.factor is \(2.0, 4.0\), and nothing"),
     ("rope.scaling.factor", "2", "rope.scaling.factor is '2', and nothing here reads it"),
     ("block_count", [2], r"llama.block_count is \(2,\), which is not a number"),
     ("embedding_length", "64", "llama.embedding_length is '64', which is not a number"),
     ("embedding_length", None, "the file lacks llama.embedding_length"),
-    ("embedding_length", 96, "llama.rope.dimension_count is 16, and the model would rotate 24"),
-    ("embedding_length", 0, "llama.attention.head_count is 4, of a width of 0"),
+    ("embedding_length", 96, "llama.embedding_length is 96, and the model would have 64"),
+    ("embedding_length", 0, "llama.embedding_length is 0, and the model would have 64"),
     ("block_count", 0, "llama.block_count is 0: no model has so many"),
     ("block_count", 10_000, "llama.block_count is 10000: no model has so many"),
     ("nextn_predict_layers", 2, "llama.block_count is 2, of which 2 predict further tokens: no model has so many"),
@@ -83,7 +86,7 @@ def test_metadata_of_no_model_are_refused_by_name(key: str, value: Any, message:
         ({"expert_count": 4}, "mlp.experts.down_proj is .8,"),
         ({"expert_used_count": 0}, "deepseek2.expert_used_count is 0, of 8 experts"),
         ({"expert_used_count": 9}, "deepseek2.expert_used_count is 9, of 8 experts"),
-        ({"expert_count": [8, 8, 8]}, r"deepseek2.expert_count is \(8, 8, 8\), which is not a number"),
+        ({"expert_count": [8, 8, 4]}, r"deepseek2.expert_count is \(8, 8, 4\), which is not a number"),
     ],
 )
 def test_a_mixture_with_other_experts_is_refused_by_name(values: dict[str, Any], message: str, tmp_path: Path) -> None:

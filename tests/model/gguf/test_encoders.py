@@ -18,9 +18,14 @@ import transformers
 from transformers import AutoModelForMultimodalLM
 
 from diskprefix.errors import ModelError
+from diskprefix.model.gguf.encoders import make_composite
+from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.fit import needs_of_gguf
+from diskprefix.model.load.gguf import GgufModel
+from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.load.projector import preferred_projectors
+from diskprefix.model.load.projector import preferred_projectors, projector_beside
+from diskprefix.model.model_config import ModelConfig
 from diskprefix.settings import Settings
 from tests.model import tiny
 from tests.model.gguf_files import BASE, EPSILON, RMS, filled, names_of, paired, rope, stored, written
@@ -376,7 +381,7 @@ Change = Callable[[dict[str, torch.Tensor]], Any]
         (lambda _: None, {"use_gelu": False, "use_silu": True}, "computes with silu, and the model with gelu"),
         (lambda _: None, {"vision__block_count": 9999}, r"vision\.block_count is 9999: no encoder has so many"),
         (lambda _: None, {"vision__patch_size": 0}, "the metadata of the mmproj file are not those of idefics3"),
-        (lambda _: None, {"vision__image_mean": 1.0}, r"image_mean is 1, which is not three numbers"),
+        (lambda _: None, {"vision__image_mean": 1.0}, r"image_mean is 1, which is not an array of numbers"),
         (lambda _: None, {"vision__attention.head_count": None}, r"lacks clip\.vision\.attention\.head_count"),
     ],
 )
@@ -417,3 +422,46 @@ def test_an_encoder_that_is_cut_short_and_a_vocabulary_without_its_token_are_ref
     file.write_bytes(file.read_bytes().replace(b"<image>", b"<imago>"))
     with pytest.raises(ModelError, match="the file has no token <image>, which models with pictures have"):
         loaded(file)
+
+
+ODD = ((1, 2), (8, 8, 8, 8), "é".encode("latin-1"), 2**32 - 1, None, ("a", "b"))
+"""Different numbers, those of more blocks, what is not UTF-8, the largest unsigned number, arrays of arrays, texts."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_odd_value_of_an_encoder_is_ignored_that_changes_a_result(family: str, tmp_path: Path) -> None:
+    """As of files of text (`test_odd_metadata.py`)."""
+    one = FAMILIES[family]
+    model = made(one)
+    file = write_model(tmp_path, one, model)
+    read = GgufModel.read(file, print)
+    projector = projector_beside(file, read.metadata)
+    assert projector is not None
+    plain, values = projector.metadata, projector.metadata._values
+
+    def outcome(changed: Values) -> str:
+        prefixed = {f"clip.{key}": value for key, value in changed.items()}
+        lists = {key: value for key, value in prefixed.items() if isinstance(value, tuple | None)}
+        header = GgufHeader({"general.architecture": "clip"} | prefixed, lists, {}, ())
+        try:
+            metadata = Metadata(header, list(plain.tensors.values()))
+            encoder = projector.encoder.of_file(metadata)
+            text = ModelConfig.of(read.config.get_text_config().to_dict())
+            config, settings = make_composite(encoder, metadata, text, read.metadata)
+        except ModelError as error:
+            return f"refused: {error.message}".replace("\n", "of two lines")
+        return f"{config.to_dict()} {settings.images} {settings.settings} {encoder.sources}"
+
+    for key, number in values.items():
+        without = outcome({name: value for name, value in values.items() if name != key})
+        usual = [outcome(values | {key: other}) for other in (number, 2 * number)]
+        depends = len({without, *usual}) > 1 or without.startswith("refused")
+        if isinstance(number, int | float):
+            blocks = int(values["vision.block_count"])
+            listed = outcome(values | {key: (number,) * blocks})
+            assert listed == usual[0] or key == "vision.block_count", key
+        for odd in ODD:
+            said = outcome(values | {key: odd})
+            is_refused = said.startswith("refused")
+            assert is_refused or not depends or said not in {without, usual[0]}, (key, odd)
+            assert not is_refused or "two lines" not in said, (key, odd, said)

@@ -32,6 +32,7 @@ PIECES = {
     "llama-bpe": "Don|'t| count| |123|45| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|90|s|/\n| q|̂| iPHone| | |7",
     "qwen2": "Don|'t| count| |1|2|3|4|5| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/\n| q|̂| iPHone| | |7",
     "qwen35": "Don|'t| count| |1|2|3|4|5| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/\n| q̂| iPHone| | |7",
+    "laguna": "Don|'t| count| |1|2|3|4|5| café|!|\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/|\n| q|̂| iPHone| | |7",
     "minicpm5": "Don|'t| count| |123|45| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|90|s|/\n| q|̂| iPHone|  |7",
     "tekken": "Don|'t| count| |1|2|3|4|5| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/\n| q̂| i|PHone| | |7",
     "gpt-4o": "Don't| count| |123|45| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|90|s|/\n| q̂| i|PHone| | |7",
@@ -307,7 +308,12 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"merges": None}, {}, "lacks the array tokenizer.ggml.merges"),
     ({"merges": ["h e", "xy z"]}, {}, "tokenizer.ggml.merges: "),
     ({"eos_token_id": 267}, {}, "tokenizer.ggml.eos_token_id is 267, and it has 267 tokens"),
-    ({"padding_token_id": "2"}, {}, "tokenizer.ggml.padding_token_id is '2', and"),
+    ({"eos_token_id": [2]}, {}, "tokenizer.ggml.eos_token_id is an array"),
+    ({"model": ["gpt2"]}, {}, "tokenizer.ggml.model is an array"),
+    ({"pre": ["smollm"]}, {}, "tokenizer.ggml.pre is an array"),
+    ({"add_bos_token": "false"}, {}, "tokenizer.ggml.add_bos_token is 'false', which is neither true nor false"),
+    ({"add_eos_token": [True]}, {}, "tokenizer.ggml.add_eos_token is an array, which is neither"),
+    ({}, {"tokenizer.chat_template": ["a"]}, "tokenizer.chat_template: it is not text"),
     ({"model": "llama", "merges": None}, {}, "lacks the array tokenizer.ggml.scores"),
 ]
 

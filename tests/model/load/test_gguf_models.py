@@ -120,6 +120,18 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         EPSILON | {"rope_parameters": rope(10000.0)},
         RMS | {"rope.dimension_count": 16},
     ),
+    "Mellum 2": (
+        "mellum",
+        "mellum",
+        EPSILON
+        | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"rope_parameters": {"sliding_attention": rope(20000.0), "full_attention": rope()}},
+        RMS
+        | {"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": WINDOW}
+        | {"attention.sliding_window_pattern": [True, False], "expert_feed_forward_length": 32}
+        | {"expert_count": 4, "expert_used_count": 2, "rope.freq_base": 250000.0, "rope.freq_base_swa": 20000.0},
+    ),
     "Qwen 3 with biases": (
         "qwen3",
         "qwen3",
