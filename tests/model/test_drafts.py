@@ -215,7 +215,7 @@ def hidden_of_module(model: PreTrainedModel, token_ids: torch.Tensor, before: to
     embedded, positions = model.get_input_embeddings()(token_ids), torch.arange(count)[None]
     by_kind = isinstance(decoder.rotary_emb.rope_type, dict)
     angles = decoder.rotary_emb(embedded, positions, *(["sliding_attention" if window else "full_attention"] * by_kind))
-    its = {"position_embeddings": angles, "attention_mask": mask, "position_ids": positions, "past_key_values": None}
+    its = {"position_embeddings": angles, "attention_mask": mask, "position_ids": positions}
     hidden: torch.Tensor = layer(embedded, before, **its)
     return hidden
 
