@@ -38,7 +38,7 @@ def with_name(name: str | None) -> PreTrainedModel:
         return LlamaForCausalLM.forward(self, input_ids=input_ids, **{theirs: cache}, **others)
 
     taken = [parameter for parameter in ("self", "input_ids", name, "logits_to_keep") if parameter]
-    kinds = {parameter: inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in taken}
+    kinds = dict.fromkeys(taken, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     members = [inspect.Parameter(parameter, kind) for parameter, kind in kinds.items()]
     rest = inspect.Parameter("given", inspect.Parameter.VAR_KEYWORD)
     forward.__signature__ = inspect.Signature([*members, rest])  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ def test_a_forward_that_ignores_every_cache_is_an_error() -> None:
     first, then, *_ = ids()
     with torch.inference_mode():
         state.forward(first)
-        with pytest.raises(RuntimeError, match="^LlamaForCausalLM takes no cache$"):
+        with pytest.raises(RuntimeError, match=r"^LlamaForCausalLM takes no cache$"):
             state.forward(then)
 
 

@@ -133,7 +133,11 @@ def failing(patch: Patch) -> PreTrainedModel:
 def forgetful(patch: Patch) -> PreTrainedModel:
     model = tiny_llama()
     forward = model.model.forward
-    patch.setattr(model.model, "forward", lambda *args, **more: forward(*args, **(more | dict.fromkeys(CACHE_ARGUMENTS & more.keys()))))
+    patch.setattr(
+        model.model,
+        "forward",
+        lambda *args, **more: forward(*args, **(more | dict.fromkeys(CACHE_ARGUMENTS & more.keys()))),
+    )
     return model
 
 

@@ -111,8 +111,8 @@ class PrefixCacheSession:
         """Restores or computes a prompt's state up to the last grid point before its end, and saves it.
 
         Returns a new cache, to be passed to the model as `cache_argument`, and how many of its tokens were restored.
-        `model.generate(input_ids, **{session.cache_argument: cache})` continues from there; at least one token is left. The cache
-        is empty for a prompt of one block or less. It is None for a model that is not supported.
+        `model.generate(input_ids, **{session.cache_argument: cache})` continues from there; at least one token is left.
+        The cache is empty for a prompt of one block or less. It is None for a model that is not supported.
 
         Raises `InvalidRequest` if `input_ids` is not one prompt, `ContextTooLong` if there is too little memory.
         """
@@ -124,7 +124,6 @@ class PrefixCacheSession:
             return None, 0
         stop = floor_to_grid(len(prompt.token_ids) - 1, self.settings.block_size)
         config, argument = self.model.config, self.cache_argument
-        assert argument is not None, "a model without one is not supported"
         has_rows = bool(self._cache.layout.groups)
         cache = DynamicCache(config=config) if has_rows else StateSpaceCache(config, stop, argument)
         if not stop:
@@ -188,10 +187,13 @@ class PrefixCacheSession:
         self.close()
 
     @property
-    def cache_argument(self) -> str | None:
+    def cache_argument(self) -> str:
         """The name of the cache in the model's forward: `cache` since transformers 5.24, `past_key_values` or
-        `cache_params` before. None if the forward takes no cache."""
-        return cache_argument(type(self.model).forward)
+        `cache_params` before. Raises `ModelError` if the forward takes no cache."""
+        argument = cache_argument(type(self.model).forward)
+        if argument is None:
+            raise ModelError(f"{type(self.model).__name__} takes no cache")
+        return argument
 
     def stats(self) -> dict[str, Any]:
         """Returns the counts of this session and the sizes of its store, as the daemon's `/props` shows them."""
