@@ -174,7 +174,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         tests = [test.removeprefix("tests/").removesuffix(".py") for test in one["tests"]]
         result = one["result"] if one["passed"] else f"✗ {one['result']}"
         table.add_row(one["package"], one["pinned"], one["newest"] or "?", "\n".join(tests), result)
-    # A table of a page is not cut at the width of a terminal.
+    # A narrow terminal cuts no error.
+    console.width = 240
     console.print(table, soft_wrap=True)
 
 
