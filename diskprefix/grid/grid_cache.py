@@ -76,6 +76,11 @@ def filled(cache: DynamicCache, sequence: KVSequence, device: torch.device) -> D
     num_tokens, layers = sequence.num_tokens, sequence.layout.layers
     if not num_tokens:
         return cache
+    # Before the rows, as in a forward: the first of both decides what a layer with both notes of itself.
+    for page, group in zip(sequence.states, sequence.layout.states, strict=True):
+        for of_state, state in zip(group.specs, _tensor(page.tensor, group.dtype).to(device), strict=True):
+            update = cache.update_conv_state if of_state.part == "conv" else cache.update_recurrent_state
+            update(state, of_state.layer, of_state.index)
     rows: dict[int, dict[str, torch.Tensor]] = {}
     for table in sequence.tables:
         # A layer with a window keeps a view of its arguments, so it does not get all tokens.
@@ -89,10 +94,6 @@ def filled(cache: DynamicCache, sequence: KVSequence, device: torch.device) -> D
         cache.update(parts["keys"], parts["values"], number)
         if layers[number].window is not None:
             cache.layers[number].cumulative_length = num_tokens
-    for page, group in zip(sequence.states, sequence.layout.states, strict=True):
-        for of_state, state in zip(group.specs, _tensor(page.tensor, group.dtype).to(device), strict=True):
-            update = cache.update_conv_state if of_state.part == "conv" else cache.update_recurrent_state
-            update(state, of_state.layer, of_state.index)
     if isinstance(cache, GridCache):
         cache.num_tokens, cache._added = num_tokens, {}
     return cache

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from diskprefix.grid.cache_argument import cache_argument
 from diskprefix.grid.grid_cache import GridCache, filled
 from diskprefix.grid.uncached import TransformersState
 from diskprefix.kv.layout import Layout
@@ -35,6 +36,7 @@ class GridRuntime:
     def __init__(self, model: PreTrainedModel, layout: Layout) -> None:
         self.layout, self._model = layout, model
         self.vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+        self._cache_argument = cache_argument(type(model).forward)
         self._cache: GridCache | None = None
         self._mark = object()
         """The sequence whose state the cache has bears this mark."""
@@ -83,9 +85,10 @@ class GridRuntime:
 
     def _forward(self, rows: Rows, run: Run, cache: GridCache) -> torch.Tensor:
         """Returns the logits of the last rows, [num_logits, vocab]."""
-        layout, device = self.layout, self._model.device
+        layout, device, argument = self.layout, self._model.device, self._cache_argument
+        assert argument is not None, "a model whose forward takes no cache has no sequences"
         input_ids = torch.from_numpy(rows.token_ids)[None].to(device)
-        call: dict[str, Any] = {layout.cache_argument: cache, "use_cache": True}
+        call: dict[str, Any] = {argument: cache, "use_cache": True}
         if "position_ids" in layout.options:
             # Not every model counts positions from its cache.
             call["position_ids"] = torch.arange(run.start, run.end, device=device)[None]

@@ -17,8 +17,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from diskprefix.grid.cache_argument import cache_argument
 from diskprefix.kv.layout import (
-    CacheArgument,
     Group,
     LayerKind,
     LayerSpec,
@@ -91,18 +91,12 @@ def _check_outside(model: PreTrainedModel) -> None:
     # Dynamic frequencies depend on earlier runs. Those of longrope change for all positions when a sequence outgrows
     # the original length.
     found = sorted(f"{kind} RoPE" for kind in kinds if "dynamic" in kind or kind == "longrope")
-    if _cache_argument(model) is None:
-        found.append(f"{name} takes no past_key_values")
+    if cache_argument(type(model).forward) is None:
+        found.append(f"{name} takes no cache")
     elif not model._supports_default_dynamic_cache():
         found.append(f"{name} has a cache of its own")
     if found:
         raise Unsupported(*found)
-
-
-def _cache_argument(model: PreTrainedModel) -> CacheArgument | None:
-    accepted = inspect.signature(type(model).forward).parameters
-    known: tuple[CacheArgument, ...] = ("past_key_values", "cache_params")
-    return next((argument for argument in known if argument in accepted), None)
 
 
 def made_up_tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.Tensor:
@@ -113,8 +107,8 @@ def made_up_tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.
 
 
 def _read_layout(model: PreTrainedModel) -> Layout:
-    argument, cache = _cache_argument(model), DynamicCache(config=model.config)
-    assert argument is not None
+    argument, cache = cache_argument(type(model).forward), DynamicCache(config=model.config)
+    assert argument is not None, "a model without one was refused before"
     output = model(input_ids=made_up_tokens(model, 0, _NUM_TOKENS), use_cache=True, **{argument: cache})
     layers = cache.layers
     unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KINDS})
@@ -130,7 +124,6 @@ def _read_layout(model: PreTrainedModel) -> Layout:
         vocab_size=output.logits.shape[-1],
         logits_dtype=_name(output.logits.dtype),
         states=tuple(map(StateGroup, _by_form(states))),
-        cache_argument=argument,
         options=tuple(option for option in _OPTIONS if option in inspect.signature(type(model).forward).parameters),
     )
 

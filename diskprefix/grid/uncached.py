@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import DynamicCache
 
+from diskprefix.grid.cache_argument import cache_argument, renamed, takes_state
 from diskprefix.model.runtime import UncachedState
 
 if TYPE_CHECKING:
@@ -24,23 +25,31 @@ class TransformersState(UncachedState):
         self._model = model
         self._ids: torch.Tensor | None = None
         self._inputs: dict[str, Any] = {"use_cache": True}
-        accepted = inspect.signature(type(model).forward).parameters
-        if "logits_to_keep" in accepted:
+        self._function = type(model).forward
+        if "logits_to_keep" in inspect.signature(self._function).parameters:
             self._inputs["logits_to_keep"] = 1
-        if "past_key_values" in accepted and model._supports_default_dynamic_cache():
-            self._inputs["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
+        argument = cache_argument(self._function)
+        if argument is not None and model._supports_default_dynamic_cache():
+            self._inputs[argument] = DynamicCache(config=model.config.get_text_config(decoder=True))
 
     def forward(self, tokens: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Runs more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
+        """Runs more tokens. Returns the next-token logits, shape [vocab], in the model's dtype.
+
+        Raises `RuntimeError` if the forward takes no state of the tokens before."""
         token_ids = torch.from_numpy(tokens)[None].to(self._model.device)
         is_first = self._ids is None
         self._ids = token_ids if self._ids is None else torch.cat([self._ids, token_ids], dim=-1)
-        inputs = self._model.prepare_inputs_for_generation(
+        prepare = self._model.prepare_inputs_for_generation
+        inputs = prepare(
             self._ids,
             next_sequence_length=None if is_first else token_ids.shape[1],
             is_first_iteration=is_first,
-            **self._inputs,
+            **renamed(self._inputs, prepare),
         )
+        inputs = renamed(inputs, self._function)
+        given = inputs.get("input_ids")
+        if given is not None and given.shape[1] < self._ids.shape[1] and not takes_state(inputs, self._function):
+            raise RuntimeError(f"{type(self._model).__name__} takes no cache")
         output = self._model(**inputs, return_dict=True)
         self._inputs = self._model._update_model_kwargs_for_generation(output, self._inputs)
         logits: torch.Tensor = output.logits[0, -1]

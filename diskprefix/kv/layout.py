@@ -23,7 +23,6 @@ nothing."""
 ExactAt: TypeAlias = Literal["token", "grid"]
 """The exactness of a model. `token`: the bits of a token's state do not depend on how the prompt is cut into steps.
 `grid`: all steps must be steps of one grid."""
-CacheArgument: TypeAlias = Literal["past_key_values", "cache_params"]
 
 
 class LayerSpec(Struct, frozen=True):
@@ -161,7 +160,6 @@ class Layout(Struct, frozen=True, dict=True):
     logits_dtype: str
     unsupported: tuple[str, ...] = ()
     states: tuple[StateGroup, ...] = ()
-    cache_argument: CacheArgument = "past_key_values"
     options: tuple[str, ...] = ("position_ids", "logits_to_keep")
     exact_at: ExactAt = "grid"
     packs: bool = False

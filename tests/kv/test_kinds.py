@@ -22,6 +22,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from diskprefix.grid.cache_argument import CACHE_ARGUMENTS, cache_argument
 from diskprefix.grid.rehearsal import rehearse
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.kv.pages import PagePool
@@ -55,10 +56,12 @@ def stepwise(sequence: KVSequence, model: PreTrainedModel) -> list[torch.Tensor]
 
 def stepwise_on_transformers(model: PreTrainedModel, layout: Layout) -> list[torch.Tensor]:
     cache, logits, start = DynamicCache(config=model.config), [], 0
+    argument = cache_argument(type(model).forward)
+    assert argument is not None
     with torch.inference_mode():
         for part in torch.split(TOKENS, list(STEPS), dim=1):
             positions = torch.arange(start, start + part.shape[1]).unsqueeze(0)
-            call: dict[str, Any] = {layout.cache_argument: cache, "use_cache": True}
+            call: dict[str, Any] = {argument: cache, "use_cache": True}
             options = {"position_ids": positions, "logits_to_keep": 1}
             call |= {option: options[option] for option in layout.options}
             logits.append(model(input_ids=part, **call).logits[0, -1])
@@ -130,7 +133,11 @@ def failing(patch: Patch) -> PreTrainedModel:
 def forgetful(patch: Patch) -> PreTrainedModel:
     model = tiny_llama()
     forward = model.model.forward
-    patch.setattr(model.model, "forward", lambda *args, **more: forward(*args, **(more | {"past_key_values": None})))
+    patch.setattr(
+        model.model,
+        "forward",
+        lambda *args, **more: forward(*args, **(more | dict.fromkeys(CACHE_ARGUMENTS & more.keys()))),
+    )
     return model
 
 
@@ -141,7 +148,7 @@ def forgetful(patch: Patch) -> PreTrainedModel:
         ("deepseek_v4", ("DeepseekV4CSACache", "DeepseekV4HCACache")),
         ("deepseek_v32", ("DynamicIndexedLayer",)),
         ("minimax", ("MiniMaxForCausalLM has a cache of its own",)),
-        ("rwkv", ("RwkvForCausalLM takes no past_key_values",)),
+        ("rwkv", ("RwkvForCausalLM takes no cache",)),
         ("mamba", ("MambaForCausalLM adds tokens to a state only one by one",)),
         ("jamba", ("JambaForCausalLM adds tokens to a state only one by one",)),
         (looking_ahead, ("LlamaForCausalLM looks at what comes later",)),

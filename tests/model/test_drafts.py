@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
+from diskprefix.grid.cache_argument import cache_argument
 from diskprefix.grid.state_layout import made_up_tokens
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.numbers import Array, converted
@@ -215,7 +216,8 @@ def hidden_of_module(model: PreTrainedModel, token_ids: torch.Tensor, before: to
     embedded, positions = model.get_input_embeddings()(token_ids), torch.arange(count)[None]
     by_kind = isinstance(decoder.rotary_emb.rope_type, dict)
     angles = decoder.rotary_emb(embedded, positions, *(["sliding_attention" if window else "full_attention"] * by_kind))
-    its = {"position_embeddings": angles, "attention_mask": mask, "position_ids": positions, "past_key_values": None}
+    its: dict[str, Any] = {"position_embeddings": angles, "attention_mask": mask, "position_ids": positions}
+    its[str(cache_argument(type(layer.mtp_block).forward))] = None
     hidden: torch.Tensor = layer(embedded, before, **its)
     return hidden
 

@@ -33,6 +33,7 @@ from diskprefix.engine.forward import prefill
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
 from diskprefix.extras.library.library_cache import StateSpaceCache
 from diskprefix.extras.library.library_model import Ids, in_main_memory, memory_digest, stamp, unpacked, with_prefill
+from diskprefix.grid.cache_argument import CACHE_ARGUMENTS, cache_argument, cache_in
 from diskprefix.grid.grid_cache import filled
 from diskprefix.grid.grid_runtime import GridRuntime
 from diskprefix.grid.rehearsal import rehearse
@@ -53,11 +54,10 @@ log = logging.getLogger("diskprefix")
 
 _CLOSE_TIMEOUT_S = 30.0
 _PREVIEW_TOKENS = 40
-_CACHES = ("past_key_values", "cache_params")
-_REFUSED = (*_CACHES, "assistant_model", "custom_generate", "prompt_lookup_num_tokens")
+_REFUSED = (*CACHE_ARGUMENTS, "assistant_model", "custom_generate", "prompt_lookup_num_tokens")
 _MOVED_INPUTS = frozenset({"position_ids"})
 """Inputs that `generate` makes itself. A caller may give other values."""
-_OUR_INPUTS = frozenset({*_CACHES, "input_ids", "attention_mask", "position_ids", "logits_to_keep"})
+_OUR_INPUTS = frozenset({*CACHE_ARGUMENTS, "input_ids", "attention_mask", "position_ids", "logits_to_keep"})
 """The arguments of the first forward for a prompt of text. Any other argument may change the numbers."""
 
 
@@ -111,8 +111,8 @@ class PrefixCacheSession:
         """Restores or computes a prompt's state up to the last grid point before its end, and saves it.
 
         Returns a new cache, to be passed to the model as `cache_argument`, and how many of its tokens were restored.
-        `model.generate(input_ids, past_key_values=cache)` continues from there; at least one token is left. The cache
-        is empty for a prompt of one block or less. It is None for a model that is not supported.
+        `model.generate(input_ids, **{session.cache_argument: cache})` continues from there; at least one token is left.
+        The cache is empty for a prompt of one block or less. It is None for a model that is not supported.
 
         Raises `InvalidRequest` if `input_ids` is not one prompt, `ContextTooLong` if there is too little memory.
         """
@@ -123,8 +123,9 @@ class PrefixCacheSession:
             self._pass_by(prompt)
             return None, 0
         stop = floor_to_grid(len(prompt.token_ids) - 1, self.settings.block_size)
-        config, is_state = self.model.config, self.cache_argument == "cache_params"
-        cache = StateSpaceCache(config, stop) if is_state else DynamicCache(config=config)
+        config, argument = self.model.config, self.cache_argument
+        has_rows = bool(self._cache.layout.groups)
+        cache = DynamicCache(config=config) if has_rows else StateSpaceCache(config, stop, argument)
         if not stop:
             self.report = None
             return cache, 0
@@ -187,8 +188,12 @@ class PrefixCacheSession:
 
     @property
     def cache_argument(self) -> str:
-        """The name of the cache in the model's forward: `past_key_values` or `cache_params`."""
-        return self._cache.layout.cache_argument
+        """The name of the cache in the model's forward: `cache` since transformers 5.24, `past_key_values` or
+        `cache_params` before. Raises `ModelError` if the forward takes no cache."""
+        argument = cache_argument(type(self.model).forward)
+        if argument is None:
+            raise ModelError(f"{type(self.model).__name__} takes no cache")
+        return argument
 
     def stats(self) -> dict[str, Any]:
         """Returns the counts of this session and the sizes of its store, as the daemon's `/props` shows them."""
@@ -269,19 +274,20 @@ class PrefixCacheSession:
             raise InvalidRequest("generate: a session computes the whole prompt itself; use model.generate instead")
         if input_ids.shape[0] != 1:
             raise InvalidRequest("generate: one sequence at a time; num_beams and num_return_sequences must be 1")
-        foreign = sorted(moved | _foreign(inputs, self.cache_argument))
-        if foreign:
+        argument = cache_in(inputs)
+        foreign = sorted(moved | _foreign(inputs, argument))
+        if foreign or argument is None:
             log.warning("[disk-cache] bypassed: generate was given %s", ", ".join(foreign))
             self.report = None
             return None
         with self._sequence(len(prompt.token_ids)) as sequence:
             logits = self._complete(sequence, prompt)
             assert logits is not None, "a prompt that does not go on has next-token logits"
-            cache = filled(inputs[self.cache_argument], sequence, self.model.device)
+            cache = filled(inputs[argument], sequence, self.model.device)
         last = torch.from_numpy(logits)[None, None].to(
             self.model.device, getattr(torch, self._cache.layout.logits_dtype)
         )
-        return ModelOutput({"logits": last, self.cache_argument: cache})
+        return ModelOutput({"logits": last, argument: cache})
 
     @staticmethod
     def _check(inputs: Mapping[str, Any], num_tokens: int) -> None:
@@ -309,10 +315,11 @@ def _beginning(prompt: Prompt, end: int) -> Prompt:
     return replace(prompt, token_ids=prompt.token_ids[:end], boundaries=boundaries)
 
 
-def _foreign(inputs: Mapping[str, Any], cache_argument: str) -> set[str]:
+def _foreign(inputs: Mapping[str, Any], argument: str | None) -> set[str]:
     """Returns the arguments that need the model itself: images, another kind of cache, other outputs than logits."""
     names = {name for name, value in inputs.items() if name not in _OUR_INPUTS and not _is_off(name, value)}
-    return names if names or type(inputs.get(cache_argument)) is DynamicCache else {cache_argument}
+    is_known = argument is not None and type(inputs[argument]) is DynamicCache
+    return names if names or is_known else {argument or "no cache"}
 
 
 def _is_off(name: str, value: Any) -> bool:

@@ -25,6 +25,7 @@ from diskprefix import PrefixCacheSession
 from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, ModelError, SettingsError, StoreUnavailable
 from diskprefix.extras.library import library_model as weights
 from diskprefix.extras.library.library_model import memory_digest, stamp
+from diskprefix.grid.cache_argument import CACHE_ARGUMENTS
 from diskprefix.kv.sequence import KVSequence
 from tests import forked
 from tests.devices import DEVICES
@@ -137,14 +138,14 @@ def test_generate_gives_what_transformers_gives_on_the_same_grid_or_from_the_cac
             output = session.generate(PROMPT, **REPLY)
             assert torch.equal(output.sequences, expected.sequences)
             assert torch.equal(bits(output), bits(expected))
-            assert same_caches(output.past_key_values, expected.past_key_values)
+            assert same_caches(output[session.cache_argument], expected[session.cache_argument])
         cache, num_cached = session.prefill(PROMPT)
         assert (cache.get_seq_length(), num_cached) == (GRID_END, GRID_END)
         seen: list[int] = []
         hook = model.register_forward_pre_hook(
             lambda _module, _args, inputs: seen.append(inputs["input_ids"].shape[1]), with_kwargs=True
         )
-        output = model.generate(one(PROMPT), past_key_values=cache, **REPLY)
+        output = model.generate(one(PROMPT), **{session.cache_argument: cache}, **REPLY)
         hook.remove()
         assert torch.equal(bits(output), bits(expected))
         assert seen == [7] + [1] * 7
@@ -158,7 +159,8 @@ def test_the_cache_grows_with_a_long_reply(model: PreTrainedModel, tmp_path: Pat
     with open_session(model, tmp_path / "kv") as session:
         assert torch.equal(session.generate(prompt, **reply).sequences, expected.sequences)
         cache, _ = session.prefill(prompt)
-        assert torch.equal(model.generate(one(prompt), past_key_values=cache, **reply).sequences, expected.sequences)
+        output = model.generate(one(prompt), **{session.cache_argument: cache}, **reply)
+        assert torch.equal(output.sequences, expected.sequences)
 
 
 def test_streamers_and_stop_strings_work(chat_model: Path, tmp_path: Path) -> None:
@@ -232,7 +234,7 @@ def test_what_is_no_prompt_is_refused(given: Any, message: str, model: PreTraine
     [
         ("num_beams", 2),
         ("num_return_sequences", 2),
-        ("past_key_values", object()),
+        *((name, object()) for name in CACHE_ARGUMENTS),
         ("prompt_lookup_num_tokens", 2),
         ("attention_mask", torch.zeros(1, len(PROMPT))),
     ],
@@ -402,9 +404,8 @@ def test_the_generate_of_a_state_space_model_refuses_the_cache_it_cannot_continu
     model = tiny_model("mamba2", torch.bfloat16)
     with open_session(model, tmp_path / "kv") as session:
         cache, _ = session.prefill(PROMPT)
-        assert session.cache_argument == "cache_params"
-        with pytest.raises(InvalidRequest, match=r"call session\.generate"):
-            model.generate(one(PROMPT), cache_params=cache, max_new_tokens=2)
+        with pytest.raises(InvalidRequest, match=rf"^{session.cache_argument}: .*call session\.generate"):
+            model.generate(one(PROMPT), **{session.cache_argument: cache}, max_new_tokens=2)
 
 
 def _edit(model: PreTrainedModel) -> None:

@@ -22,6 +22,7 @@ from transformers import DynamicCache
 from diskprefix.errors import InvalidRequest, ModelError
 from diskprefix.extras.pictures import picture_reader
 from diskprefix.extras.pictures.picture_reader import PictureReader
+from diskprefix.grid.cache_argument import cache_argument
 from diskprefix.model.load import loader
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.settings import Settings
@@ -407,9 +408,9 @@ def test_text_in_steps_is_text_in_one_pass(loaded: LoadedModel, step: int) -> No
     """Positions are right from the second step on, also where the model computes them in three axes."""
     model: Any = loaded.read_modules()
     ids = torch.randint(3, 400, (1, 150), generator=torch.Generator().manual_seed(step))
-    cache = DynamicCache(config=model.config)
+    cache, argument = DynamicCache(config=model.config), str(cache_argument(type(model).forward))
     with torch.inference_mode():
         whole = model(input_ids=ids).logits[0]
         steps = torch.split(ids, step, dim=1)
-        parts = [model(input_ids=part, past_key_values=cache, use_cache=True).logits[0] for part in steps]
+        parts = [model(input_ids=part, **{argument: cache}, use_cache=True).logits[0] for part in steps]
     assert torch.allclose(torch.cat(parts), whole, atol=1e-4)

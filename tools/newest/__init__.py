@@ -1,0 +1,1 @@
+"""Newer versions of the packages of which more is used than they promise."""
