@@ -94,9 +94,11 @@ class ModelNeeds(Struct, frozen=True, kw_only=True):
     state: TokenState
     takes_pictures: bool = False
 
-    def of_type(self, kv_type: str) -> ModelNeeds:
-        """Returns the needs with keys and values of a `--kv-type`."""
-        return replace(self, state=self.state.of_type(kv_type))
+    def of(self, kv_type: str, context: int | None) -> ModelNeeds:
+        """Returns the needs with keys and values of a `--kv-type`, for sequences of `--context` tokens."""
+        state = self.state.of_type(kv_type)
+        positions = min(state.positions, context or state.positions)
+        return replace(self, state=dataclasses.replace(state, positions=positions))
 
     @property
     def weights_bytes(self) -> int:

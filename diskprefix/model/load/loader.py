@@ -37,12 +37,13 @@ from diskprefix.model.load.fit import Fit, ModelNeeds, needs_of_file_model, need
 from diskprefix.model.load.gguf_file import file_stamp, forget_headers, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.imports import INSTALL, transformers_quietly
-from diskprefix.model.load.kinds import ModelKind, config_of_plan, kind_of_plan, require_served_kind
+from diskprefix.model.load.kinds import ModelKind, config_of_plan, kind_of_plan, plan_config, require_served_kind
 from diskprefix.model.load.memory import available_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, own_path, plain_name, require_named
 from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
 from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.model.load.tokenizer import Tokenizer
+from diskprefix.model.model_config import ModelConfig
 from diskprefix.native.library import choose, operators
 from diskprefix.printable import first_line, shown
 from diskprefix.progress import Report
@@ -119,6 +120,7 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     weights: str
     """`auto` if the quants of a `.gguf` file are kept, or else `native`."""
     kv_type: str
+    context: int | None
     reason: str
     """Why it has no plan."""
 
@@ -134,7 +136,7 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         else:
             uses = self.kind.has_draft_layer
             found = replace(needs_of_folder(self.path, self.files, self.dtype, uses_draft_layer=uses), name=name)
-        return found.of_type(self.kv_type)
+        return found.of(self.kv_type, self.context)
 
     def digest(self) -> str:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
@@ -330,7 +332,7 @@ def _source(
     with clock("source"):
 
         def before_fetch(listing: HubListing) -> None:
-            check(listing.needs(settings.dtype).of_type(settings.kv_type))
+            check(listing.needs(settings.dtype).of(settings.kv_type, settings.context))
 
         path, name = _find(settings.model, progress, flag=flag, before_fetch=before_fetch)
         is_file = path.is_file()
@@ -359,9 +361,12 @@ def _source(
                 else:
                     whole = _read_config(path)
                     kind = require_served_kind(path, whole)
-                    config = kind.config_of_class(whole)
+                    config = plan_config(kind.config_of_class(whole))
                 if uses_draft_layer and _has_draft_layer(path, files, config):
                     kind = replace(kind, has_draft_layer=True)
+        text = config.get_text_config(decoder=True)
+        if isinstance(text, ModelConfig):
+            text.context = settings.context
         from diskprefix.model.self_check import known_reason
 
         dtype = number_type(settings.dtype, given or {"dtype": "bfloat16"})
@@ -376,6 +381,7 @@ def _source(
             device=device,
             weights=weights,
             kv_type=settings.kv_type,
+            context=settings.context,
             reason=known_reason(config, dtype, device.partition(":")[0]),
         )
         if source.reason:
