@@ -42,19 +42,27 @@ TYPES = {
 _WITH_GRID = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 
 
-def pack(operators: Operators, kind: str, content: np.ndarray, order: np.ndarray | None, out: np.ndarray) -> None:
+def pack(
+    operators: Operators,
+    kind: str,
+    content: np.ndarray,
+    order: np.ndarray | None,
+    out: np.ndarray,
+    threads: int | None = None,
+) -> None:
     """Packs rows of a GGUF tensor of the type `kind` into `out`.
 
     These are whole strips of a packed matrix in the form `model.quants.quant_form.FILE_FORMS[kind]`: uint8 [strips,
     units, bytes of a unit]. `content` are the bytes of the file, uint8 [rows, bytes of a row]. Row i of `out` is row
-    `order[i]` (int32) of it, or row i without an order. Raises `MemoryError`.
+    `order[i]` (int32) of it, or row i without an order. `threads`: 1 for the calling thread alone, None for all. Raises
+    `MemoryError`.
     """
     if order is None:
         has_rows = len(content) == out.shape[0] * ROWS
     else:
         has_rows = 0 <= int(order.min()) <= int(order.max()) < len(content)
     require(has_rows and content.dtype == np.uint8 and content.flags.c_contiguous, content, out)
-    _call(operators, kind, content.shape[1], order, out, content=address_of(content))
+    _call(operators, kind, content.shape[1], order, out, content=address_of(content), threads=threads)
 
 
 def pack_file(

@@ -24,7 +24,9 @@ from diskprefix.kv.numbers import item_bytes
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.chat_template import read_template
 from diskprefix.model.load.checkpoint import (
+    is_mxfp4,
     number_type,
+    quantised,
     read_config,
     require_plain_weights,
     stored_tensors,
@@ -135,7 +137,9 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
             found = needs_of_file_model(self.gguf, name, self.weights, item_bytes(self.dtype))
         else:
             uses = self.kind.has_draft_layer
-            found = replace(needs_of_folder(self.path, self.files, self.dtype, uses_draft_layer=uses), name=name)
+            found = replace(
+                needs_of_folder(self.path, self.files, self.dtype, self.weights, uses_draft_layer=uses), name=name
+            )
         return found.of(self.kv_type, self.context)
 
     def digest(self) -> str:
@@ -163,7 +167,12 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         from diskprefix.model.load.folder_weights import FolderWeights
 
         tensors, has_draft_layer = stored_tensors(self.path, self.files), self.kind.has_draft_layer
-        return FolderWeights(tensors, self.config, self.dtype, has_draft_layer=has_draft_layer, is_unread=is_unread)
+        return FolderWeights(
+            *(tensors, self.config, self.dtype),
+            has_draft_layer=has_draft_layer,
+            is_unread=is_unread,
+            keeps_quants=self.weights == "auto",
+        )
 
     def take(self, weights: Weights, page_tokens: int) -> PlanRuntime:
         """Makes a plan, and begins to read its weights. Raises `ModelError` if some are missing, or have other
@@ -386,6 +395,8 @@ def _source(
         )
         if source.reason:
             require_own_type(settings, source.reason)
+            if is_mxfp4(given):
+                raise quantised(str(path), given["quantization_config"], f" without a plan ({source.reason})")
         return source.for_modules() if source.reason else source
 
 
