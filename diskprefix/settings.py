@@ -267,6 +267,15 @@ class Settings:
         unset="half of what the weights leave free",
         bounds=(1024**2, MAX_BUDGET),
     )
+    context: int | None = _server(
+        None,
+        "The maximum number of tokens of a prompt and its reply. Models with two sets of RoPE factors, such as Phi-3.5 "
+        "and Phi-4-mini, use those for short texts if it is not above their original length, or else those for long "
+        "ones; each set has its own cache.",
+        metavar="N",
+        unset="the positions of the model, as far as --kv-memory has room; factors for long texts",
+        bounds=(16, 1 << 30),
+    )
     front: bool = _server(
         False,
         "Run the model in a separate process, restarted if it dies, behind a front process that holds the port. The "

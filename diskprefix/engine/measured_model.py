@@ -89,7 +89,7 @@ def _by_plan(loaded: LoadedModel, runtime: PlanRuntime, settings: Settings) -> M
     compiled = operators()
     assert compiled is not None, "plans need them"
     fingerprint = fingerprint_of_plan(
-        *(runtime.config, runtime.plan, compiled),
+        *(runtime.config, runtime.plans, compiled),
         weights_digest=loaded.weights_digest,
         dtype=loaded.dtype,
         mode=settings.fingerprint,

@@ -112,7 +112,13 @@ class ServedModel:
             self._kv_limit = min(self._kv_limit, draft.loaded.fit.kv_limit)
         self.pages = self._make_pages(cache, None if draft is None else draft.cache.layout)
         self.model_positions = _max_positions(self.config)
-        """The positions that the model was made for."""
+        """The positions that the model was made for, or fewer by --context."""
+        context, has = cache.settings.context, self.model_positions
+        if context is not None and context > has:
+            log.warning("[engine] --context %d is more than the %d positions of this model", context, has)
+        self._is_limited = context is not None and context < has
+        if context is not None:
+            self.model_positions = min(context, has)
         longest = loaded.fit.context if cache.layout.unsupported else self.pages.longest(self.model_positions)
         self.max_positions = min(longest, self.model_positions)
         """The tokens of the longest sequence that is served: as many as the model has positions, and KV memory room."""
@@ -240,7 +246,7 @@ class ServedModel:
     def positions_limit(self) -> str:
         """A text for errors that says where `max_positions` comes from."""
         if self.max_positions == self.model_positions:
-            return "the positions of this model"
+            return "as --context says" if self._is_limited else "the positions of this model"
         beside = "" if self.draft is None else " beside the draft model's"
         return f"the room in KV memory ({format_size(self.pages.pool.limit_bytes)}{beside}, see --kv-memory)"
 

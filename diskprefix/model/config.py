@@ -111,7 +111,8 @@ class DecoderConfig(Struct, frozen=True):
     `has_layer_inputs` each layer has embeddings of its own, with `has_layer_scales` a factor. Several streams of hidden
     states are predicted and corrected (AltUp). `sees_pictures`: in which layers the tokens of a picture see each other.
     Behind the first `deepstack` layers, further levels of an encoder are added. A float residual has the sums of layers
-    in float32. The draft layer is behind the others, and no step of the decoder computes it."""
+    in float32. The draft layer is behind the others, and no step of the decoder computes it. In the embeddings of
+    layers, the first of the `padded_tokens` stands for the others."""
 
     vocab_size: int
     layers: tuple[LayerConfig, ...]
@@ -151,6 +152,7 @@ class DecoderConfig(Struct, frozen=True):
     deepstack: int = 0
     has_float_residual: bool = False
     draft_layer: LayerConfig | None = None
+    padded_tokens: tuple[int, ...] = ()
 
     @property
     def ends_early(self) -> bool:

@@ -57,8 +57,8 @@ class DraftLayer:
         self._make(0)
 
     def _make(self, num_rows: int) -> None:
-        self._plan, slots = self._begin(num_rows)
-        self._before, guessed = draft(self._plan, self._config, slots)
+        self.plan, slots = self._begin(num_rows)
+        self._before, guessed = draft(self.plan, self._config, slots)
         self._guessed = [*chain(*guessed)]
 
     def draft(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], np.ndarray]:
@@ -76,9 +76,9 @@ class DraftLayer:
         for row in rows:
             if row.hidden is None:
                 _count_complete(row.state)
-        scores = self._plan.copied(self._plan.logits, len(rows)).view(np.float32)
+        scores = self.plan.copied(self.plan.logits, len(rows)).view(np.float32)
         guesses = [(self._guessed[place], chance) for place, chance in likeliest(scores)]
-        return guesses, self._plan.copied(self._plan.hidden, len(rows))
+        return guesses, self.plan.copied(self.plan.hidden, len(rows))
 
     def keep_up(
         self,
@@ -123,10 +123,10 @@ class DraftLayer:
     def _compute(self, parts: Sequence[_Part], *, num_logits: int) -> None:
         """Computes a step, in which the last rows of each sequence get logits."""
         num_rows = sum(part.run.num_rows for part in parts)
-        if num_rows > self._plan.max_rows:
+        if num_rows > self.plan.max_rows:
             self._make(num_rows)
-        self._plan.put(self._before, np.concatenate([part.before for part in parts]))
-        self._plan.run(
+        self.plan.put(self._before, np.concatenate([part.before for part in parts]))
+        self.plan.run(
             [_planned(part.sequence, part.run, num_logits) for part in parts],
             np.array([token for part in parts for token in part.token_ids], np.int64),
             np.concatenate([np.arange(part.run.start, part.run.end) for part in parts])[None],

@@ -14,7 +14,15 @@ from typing import Any
 from diskprefix.errors import ModelError
 from diskprefix.model.families.derived_options import OLDER_LAYERS, derive
 from diskprefix.model.families.rotary_options import set_rotary
-from diskprefix.model.families.type_table import base_of, has_trait, levels_of, options_of, other_names, text_of
+from diskprefix.model.families.type_table import (
+    base_of,
+    has_trait,
+    levels_of,
+    options_of,
+    other_names,
+    read_undeclared,
+    text_of,
+)
 from diskprefix.printable import first_line, shown
 
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -33,14 +41,20 @@ _KINDS_OF_LAYERS = {
 
 class ModelConfig:
     """A configuration of a decoder, or of a model with encoders and the `text_config` of its decoder. Its attributes
-    are the options of its type, and what else it was given."""
+    are the options that its type declares, those that follow from them, and those of `type_table.read_undeclared`.
+    transformers' code reads no others, so a plan must not see them either: only `to_dict` returns them."""
 
     model_type: str
     layer_types: list[str]
     num_hidden_layers: int
     tie_word_embeddings: bool
+    context: int | None = None
+    """The longest sequence that is served (`--context`), None for all positions of the model. It decides which factors
+    positions have that have some for long and for short texts."""
     _names: Sequence[str] = ()
     """The options of a decoder, without those that always follow from others."""
+    _undeclared: Mapping[str, Any] = {}
+    """What else the configuration of a decoder says."""
     _given: Mapping[str, Any] | None = None
     """What a model with encoders was given."""
 
@@ -66,27 +80,30 @@ class ModelConfig:
             derive(kind, own, extra)
             set_rotary(kind, base_of(kind), own, extra)
             per_layer = {int(number): found for number, found in (extra.pop("per_layer_config", None) or {}).items()}
-            values = extra | own
+            values = {name: extra[name] for name in read_undeclared(kind) if name in extra}
+            values |= {"model_type": kind, **own}
             values |= {alias: values[name] for alias, name in aliases.items() if name in values}
             _check_layers(values)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
             raise ModelError(f"the options of the {kind} model do not fit together: {first_line(error)}") from error
         found = cls(values, per_layer)
-        found._names = [*named]
+        found._names, found._undeclared = [*named], {name: extra[name] for name in extra.keys() - values.keys()}
         return found
 
     @classmethod
     def _whole(cls, given: Mapping[str, Any], text: ModelConfig) -> ModelConfig:
         """Returns the configuration of a model with encoders, of which nothing is derived."""
         kind = given["model_type"]
-        aliases, vision = other_names(kind), {"deepstack_visual_indexes": levels_of(kind)}
+        aliases, levels = other_names(kind), "deepstack_visual_indexes"
         named = {aliases.get(name, name): value for name, value in given.items()}
         values = {name: named.get(name, default) for name, (_, default) in options_of(kind).items()}
         _check_types(kind, values)
         if has_trait(kind, "tied_by_text") and getattr(text, "tie_word_embeddings", False):
             values["tie_word_embeddings"] = True
         values |= {alias: values[name] for alias, name in aliases.items() if name in values}
-        vision |= given.get("vision_config") or {}
+        vision = {**(given.get("vision_config") or {})}
+        # The encoders of other types have no levels, whatever is said of them.
+        vision[levels] = vision.get(levels, levels_of(kind)) if levels_of(kind) else ()
         parts = {
             "text_config": text,
             "vision_config": SimpleNamespace(**vision),
@@ -105,8 +122,8 @@ class ModelConfig:
         """Returns what a `config.json` would say."""
         if self._given is not None:
             return {**self._given, "text_config": self.get_text_config().to_dict()}
-        names = [name for name in self._names if hasattr(self, name)]
-        found = {"model_type": self.model_type} | {name: deepcopy(getattr(self, name)) for name in names}
+        said = {name: getattr(self, name) for name in self._names if hasattr(self, name)}
+        found = {"model_type": self.model_type} | deepcopy({**self._undeclared, **said})
         if self._per_layer:
             found["per_layer_config"] = {number: {**found} for number, found in self._per_layer.items()}
         return found

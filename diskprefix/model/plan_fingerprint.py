@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,7 @@ from diskprefix.identity import Fingerprint, canonical
 from diskprefix.model.bits import bits_of_build
 from diskprefix.model.config import DecoderConfig
 from diskprefix.model.load.kernel_settings import code_digest
-from diskprefix.model.operands import HeadMatrices, Weight
+from diskprefix.model.operands import Buffer, HeadMatrices, Weight
 from diskprefix.model.plan import ComputePlan
 from diskprefix.native import address_of
 from diskprefix.native.library import Operators
@@ -33,21 +34,22 @@ _SMALL_BYTES = 1 << 20
 
 def fingerprint_of_plan(
     config: DecoderConfig,
-    plan: ComputePlan,
+    plans: Sequence[ComputePlan],
     operators: Operators,
     *,
     weights_digest: str,
     dtype: str,
     mode: str = "strict",
 ) -> Fingerprint:
-    """Returns everything that changes the numbers of a plan with these options: `configuration` is a digest of those
-    that are not at their defaults, `forms` one of the forms of the weights, and of the vectors and tables that were
-    computed of them at the start. In mode `portable` the root has our code in the place of the bits, so machines with
-    other kernels share it."""
+    """Returns everything that changes the numbers of the `plans` of a model with these options. `configuration` is a
+    digest of the options that are not at their defaults. `forms` is one of all that the calls keep: the forms of
+    weights, vectors and tables that were computed of them at the start, and numbers that no option says, such as some
+    epsilons. In mode `portable` the root has our code in the place of the bits, so machines with other kernels share
+    it."""
     named = {
         "weights_digest": weights_digest,
         "configuration": _digest(canonical(options(config)).encode()),
-        "forms": _digest(*sorted({_described(one) for _, kept in plan.made_of for one in _leaves(kept)})),
+        "forms": _digest(*sorted(_described(kept) for plan in plans for _, kept in plan.made_of)),
         "dtype": dtype,
         "bits": bits_of_build(operators),
         "code": code_digest(),
@@ -80,29 +82,35 @@ def _defaults(kind: type[Struct]) -> dict[str, Any]:
     }
 
 
-def _leaves(kept: Any) -> Iterator[Any]:
-    """Yields the weights and tables among what a call keeps."""
-    if isinstance(kept, Weight | Matrix | HeadMatrices | np.ndarray):
-        yield kept
-    elif isinstance(kept, Struct):
-        yield from _leaves([*asdict(kept).values()])
-    elif isinstance(kept, tuple | list):
-        for one in kept:
-            yield from _leaves(one)
+def _described(kept: Any) -> bytes:
+    """Returns what changes numbers of something that a call keeps: of weights, matrices and tables their form, of small
+    ones also the content, which the start may have computed; of other structs their plain numbers and what they hold.
+    Addresses change nothing, nor do buffers."""
+    if isinstance(kept, Weight | np.ndarray):
+        return _form(kept)
+    if isinstance(kept, Matrix):
+        bias = b"" if kept.bias is None else _form(kept.bias)
+        return f"matrix {kept.rows} {kept.columns} {kept.form} ".encode() + bias
+    if isinstance(kept, HeadMatrices):
+        sizes = f"{kept.heads} {kept.inner} {kept.outer} {kept.stride} {kept.is_turned} {kept.kept.itemsize}"
+        return f"matrices {sizes}".encode()
+    if kept is None or isinstance(kept, Buffer | array):
+        return b""
+    if isinstance(kept, Struct):
+        names = ((one.name, getattr(kept, one.name)) for one in fields(type(kept)))
+        return _digest(type(kept).__name__.encode(), *(name.encode() + _described(one) for name, one in names)).encode()
+    if isinstance(kept, tuple | list):
+        return _digest(*map(_described, kept)).encode()
+    return repr(kept).encode()
 
 
-def _described(weight: Any) -> bytes:
-    """Returns the form of a weight; a small one with its content, which the start may have computed."""
-    if isinstance(weight, Matrix):
-        return f"matrix {weight.rows} {weight.columns} {weight.form}".encode()
-    if isinstance(weight, HeadMatrices):
-        return f"matrices {weight.heads} {weight.inner} {weight.outer} {weight.kept.itemsize}".encode()
-    kept = weight.kept if isinstance(weight, Weight) else weight
-    num_bytes = math.prod(kept.shape) * kept.itemsize
-    form = f"{tuple(kept.shape)} {kept.itemsize} ".encode()
+def _form(kept: Weight | np.ndarray) -> bytes:
+    numbers = kept.kept if isinstance(kept, Weight) else kept
+    num_bytes = math.prod(kept.shape) * numbers.itemsize
+    form = f"{tuple(kept.shape)} {numbers.dtype} ".encode()
     if num_bytes > _SMALL_BYTES:
         return form
-    address = weight.address if isinstance(weight, Weight) else address_of(kept)
+    address = kept.address if isinstance(kept, Weight) else address_of(kept)
     return form + hashlib.sha256(ctypes.string_at(address, num_bytes)).digest()
 
 

@@ -53,7 +53,6 @@ class PlanRuntime:
         self.layout, self.vocab_size = layout, layout.vocab_size
         found = config_of(config, weights.dtype, layout, page_tokens)
         self.config = first_layers(found) if is_of_first else found
-        self._padded = padded_tokens(config)
         self.weights, self._names = weights, SlotNames.of(config.get_text_config(decoder=True))
         self._dtype, self._page_tokens = weights.dtype, page_tokens
         self._plans = dict[bool, ComputePlan]()
@@ -69,6 +68,11 @@ class PlanRuntime:
     def draft_layer(self) -> DraftLayer:
         """The draft layer of a layout that has one."""
         return DraftLayer(self.config, self._begin)
+
+    @property
+    def plans(self) -> list[ComputePlan]:
+        """The plans that compute what memory keeps."""
+        return [self.plan, *([self.draft_layer.plan] if self.layout.has_draft_layer else [])]
 
     def prepare(self) -> None:
         """Makes the plans."""
@@ -101,8 +105,8 @@ class PlanRuntime:
         plan = self._plan_for(len(token_ids), with_hidden=needs_hidden or self.layout.has_draft_layer)
         described = [self._described(plan, *one) for one in zip(sequences, runs, counts, strict=True)]
         ids, of_pictures = token_ids, _encoded(pictures, runs)
-        if self._padded:
-            ids = np.where(np.isin(ids, self._padded[1:]), self._padded[0], ids)
+        if padded := self.config.padded_tokens:
+            ids = np.where(np.isin(ids, padded[1:]), padded[0], ids)
         plan.run(described, ids, _positions(runs, pictures), num_threads(), of_pictures)
         logits = self._copied(plan, plan.logits, sum(counts))
         if self.layout.has_draft_layer:
@@ -189,7 +193,8 @@ def config_of(config: Any, dtype: str, layout: Layout, page_tokens: int) -> Deco
     multipliers = np.array([found.embedding_multiplier, found.layer_input_multiplier], np.float32)
     rounded, of_layers = converted(converted(multipliers, dtype), "float32").tolist()
     levels = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
-    return replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(levels))
+    found = replace(found, embedding_multiplier=rounded, layer_input_multiplier=of_layers, deepstack=len(levels))
+    return replace(found, padded_tokens=tuple(padded_tokens(config)))
 
 
 def first_layers(config: DecoderConfig) -> DecoderConfig:

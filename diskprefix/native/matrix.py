@@ -53,6 +53,7 @@ class Matrix:
         has_numbers = 0 < len(numbers) <= _TABLE
         table = np.array([*numbers] * (_TABLE // len(numbers)), np.float32) if has_numbers else None
         self._kept = weights, table, bias
+        self.bias = bias
         found = _MATRIX.pack(
             *(*size, bits, group, int(has_zeros), _SCALES[scales], int(has_table)),
             *map(address_of, self._kept),
@@ -70,6 +71,7 @@ class Matrix:
         require(first % ROWS == end % ROWS == 0 <= first < end <= self.rows, *self._kept[:1])
         part = copy.copy(self)
         part.rows = end - first
+        part.bias = None if self.bias is None else self.bias[first:end]
         (_, *form, weights, table, bias), kept = _MATRIX.unpack(self._described), self._kept[0]
         weights += first * (kept.nbytes // self.rows)
         part._describe(_MATRIX.pack(part.rows, *form, weights, table, bias + 4 * first if bias else 0))

@@ -52,20 +52,21 @@ def pack(
     order: np.ndarray | None,
     out: np.ndarray,
     factors: np.ndarray | None = None,
+    threads: int | None = None,
 ) -> None:
     """Packs rows of a GGUF tensor of the type `kind` into `out`.
 
     These are whole strips of a packed matrix in the form `model.quants.quant_form.FILE_FORMS[kind]`: uint8 [strips,
     units, bytes of a unit]. `content` are the bytes of the file, uint8 [rows, bytes of a row]. Row i of `out` is row
     `order[i]` (int32) of it, or row i without an order. Scales of NVFP4 are multiplied by `factors`, float32, one for
-    each row of `out`. Raises `MemoryError`.
+    each row of `out`. `threads`: 1 for the calling thread alone, None for all. Raises `MemoryError`.
     """
     if order is None:
         has_rows = len(content) == out.shape[0] * ROWS
     else:
         has_rows = 0 <= int(order.min()) <= int(order.max()) < len(content)
     require(has_rows and content.dtype == np.uint8 and content.flags.c_contiguous, content, out)
-    _call(operators, kind, content.shape[1], order, out, factors, content=address_of(content))
+    _call(operators, kind, content.shape[1], order, out, factors, content=address_of(content), threads=threads)
 
 
 def pack_file(

@@ -64,6 +64,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "speculative": "NGRAM",
         "draft_model": "some/smaller-model",
         "kv_memory": "3GiB",
+        "context": "4096",
         "api_keys": "/keys",
         "block_size": "64",
         "disk_prefix_cache": "FULL",

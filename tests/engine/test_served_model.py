@@ -288,19 +288,6 @@ REPLY = 8
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("openai-gpt", "recurrent_gemma", "mamba", "rwkv", "minimax", "deepseek_v32")},
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}),
-    "longrope": (
-        "phi3",
-        {
-            "original_max_position_embeddings": NUM_TOKENS + 3,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "short_factor": [1.0] * 8,
-                "long_factor": [2.0, 3.0, 4.0, 5.0] * 2,
-                "original_max_position_embeddings": NUM_TOKENS + 3,
-            },
-        },
-    ),
 }
 
 

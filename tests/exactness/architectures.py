@@ -275,6 +275,31 @@ WITH_DRAFT_LAYER = tuple(
     f"{name}{DRAFTING}"
     for name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo_v2_flash", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 )
+_FACTORS: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.0 + 3.0 * i for i in range(8)],
+    "short_mscale": 1.1,
+    "long_mscale": 1.3,
+}
+_ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0, "mscale": 1.0}
+
+
+def _original(num_tokens: int) -> dict[str, Any]:
+    """Factors of positions: those for long texts if the original length is not that of the model."""
+    length = {"original_max_position_embeddings": num_tokens}
+    return {"rope_parameters": _FACTORS | length, **length}
+
+
+SCALED: dict[str, dict[str, Any]] = {
+    "phi3+long": _original(32),
+    "phi3+short": _original(POSITIONS),
+    "phimoe+short": {"rope_parameters": _original(POSITIONS)["rope_parameters"]},
+    "hunyuan_v1_dense+alpha": {"rope_parameters": _ALPHA},
+    "hunyuan_v1_moe+alpha": {"rope_parameters": _ALPHA},
+}
+"""Architectures with positions that published models have and the class has no default for."""
 TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 MODEL_TYPES = """
     llama qwen2 qwen3 qwen3_moe qwen3_next qwen3_5 gemma2 gemma3 gemma3n gemma4 mistral ministral mixtral phi3
@@ -301,8 +326,10 @@ ARCHITECTURES = {
 
 def tiny_model(name: str, dtype: torch.dtype, *, seed: int = 0, **fields: Any) -> PreTrainedModel:
     """On the CPU. A seed gives the same weights in every dtype; fp32 stays what loading a checkpoint would keep so. A
-    model whose name ends with `DRAFTING` has a draft layer."""
+    model whose name ends with `DRAFTING` has a draft layer, and one of `SCALED` other positions."""
     torch.manual_seed(seed)
+    if name in SCALED:
+        name, fields = name.partition("+")[0], SCALED[name] | fields
     name, drafting, _ = name.partition(DRAFTING)
     config = ARCHITECTURES[name].build(**fields)
     auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText

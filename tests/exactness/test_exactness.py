@@ -35,7 +35,7 @@ from diskprefix.tokens import Logits, TokenIds
 from tests import forked
 from tests.engine.driving import patch_steps
 from tests.exactness import rows, worker
-from tests.exactness.architectures import ARCHITECTURES, WITH_DRAFT_LAYER, tiny_model
+from tests.exactness.architectures import ARCHITECTURES, SCALED, WITH_DRAFT_LAYER, tiny_model
 from tests.exactness.forms import Alone, Answered, Comparison, SeveralRow, several_rows
 from tests.exactness.jobs import Job, Kind, Lengths, cases_of, expected
 from tests.exactness.rows import DTYPES, UNSUPPORTED, Row, answers_of, judged, run_jobs
@@ -84,6 +84,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row
     others = jobs_of(OTHERS, ("bfloat16",), folder, 2)
     short = others + jobs_of(FEW, ("float32",), folder, 2) + jobs_of(DRAFTS, ("bfloat16",), folder, 2)
     longer = [replace(job, lengths=LONGER) for job in jobs_of(FEW, ("bfloat16",), folder, 8)]
+    short += jobs_of(tuple(SCALED), ("bfloat16",), folder, 2)
     short += jobs_of((*EACH_KIND, *DRAFTS), ("q8",), folder, 2)
     pictured = jobs_of(WITH_PICTURES, ("bfloat16",), folder, 2)
     jobs = longer + pictured + [replace(job, lengths=SHORT) for job in short]
@@ -107,7 +108,7 @@ def test_the_verified_table_says_what_a_run_finds(found: dict[tuple[str, str], R
 
 @pytest.mark.slow
 def test_each_architecture_is_restored_bit_for_bit(found: dict[tuple[str, str], Row]) -> None:
-    assert {name for name, _ in found} == {*FEW, *OTHERS, *WITH_PICTURES, *DRAFTS}
+    assert {name for name, _ in found} == {*FEW, *OTHERS, *WITH_PICTURES, *DRAFTS, *SCALED}
     assert all(len(row.cases) == 5 and sum(row.restored.values()) for row in found.values() if row.bitwise)
     wrong = {name: row.reason for (name, _), row in found.items() if not row.is_as_it_should_be}
     assert wrong == {}

@@ -17,7 +17,6 @@ from diskprefix.model import bits
 from diskprefix.model.bits import FORMS, STEPS, bits_of_build, build_of, computed, measured_bits
 from diskprefix.model.families.decoder import decoder
 from diskprefix.model.plan import ComputePlan
-from diskprefix.model.plan_fingerprint import _leaves
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.model.slots import Slots
 from diskprefix.model.tiny_models import MODELS, NAMES, PAGE_TOKENS, VOCAB, TinyWeights
@@ -25,6 +24,7 @@ from diskprefix.native import calls, library
 from diskprefix.native.build import LIBRARY
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
+from tests.model.test_plan_fingerprint import leaves_of
 from tests.native.variants import SAME_BITS, of_this_cpu, print_kept
 
 KEPT = ("avx512_bf16", "avx512", "avx2", "baseline") if platform.machine() == "x86_64" else ()
@@ -114,7 +114,7 @@ def test_the_tiny_models_have_all_operators_and_forms(operators: Operators) -> N
         weights = TinyWeights(operators, model, calls.BFLOAT16, has_quants=True)
         decoder(plan, config, Slots(weights, config.norm, config.epsilon, NAMES), with_hidden=True)
         kinds |= {kind for kind, _, _ in plan._calls}
-        forms |= {one.form for _, kept in plan.made_of for one in _leaves(kept) if isinstance(one, Matrix)}
+        forms |= {one.form for _, kept in plan.made_of for one in leaves_of(kept) if isinstance(one, Matrix)}
     # Those of float32 have experts of another kind.
     assert kinds == set(range(calls.HEAD_PRODUCT + 1)) - {calls.DENSE_EXPERTS}
     # These two are packed over the grid of their kinds alone.

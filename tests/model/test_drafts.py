@@ -252,7 +252,7 @@ def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, mon
     for row in rows:
         forward(model, row.state, made_up_tokens(model, row.token_id, 3))
     every.draft(rows)
-    scores = torch.from_numpy(every._plan.copied(every._plan.logits, len(rows)).view(np.float32))
+    scores = torch.from_numpy(every.plan.copied(every.plan.logits, len(rows)).view(np.float32))
     monkeypatch.setattr(draft_decoder, "_FREQUENT", 64)
     monkeypatch.setattr(draft_decoder, "_SPECIAL", 40)
     first, last = draft_decoder.guessed_of(scores.shape[1])

@@ -81,7 +81,9 @@ def assert_same(kind: str, given: dict[str, Any]) -> None:
 
 def require_same(ours: ModelConfig, theirs: Any) -> None:
     theirs.allow_global_per_layer_attribute_access, missing = True, object()
-    expected = {name: _said(getattr(theirs, name, missing)) for name in KNOWN - NOT_COMPARED}
+    # Theirs keeps what no module of its type reads.
+    named = KNOWN - NOT_COMPARED - ours._undeclared.keys()
+    expected = {name: _said(getattr(theirs, name, missing)) for name in named}
     if "num_attention_heads" in expected and expected["num_attention_heads"] is not missing:
         # Where nothing says them.
         expected["head_dim"] = expected["head_dim"] or theirs.hidden_size // theirs.num_attention_heads

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import math
+import re
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from msgspec import defstruct
+from msgspec import Struct, defstruct
 from msgspec.structs import replace
+from transformers import CONFIG_MAPPING
 
 from diskprefix.identity import Fingerprint, is_outdated
 from diskprefix.model import bits, plan_fingerprint
 from diskprefix.model.config import DecoderConfig, LayerConfig, MixtureConfig
-from diskprefix.model.operands import Gating, Location, Rotary, Router
+from diskprefix.model.families import slot_names
+from diskprefix.model.families.memory_layout import layout_of as memory_layout
+from diskprefix.model.operands import Buffer, Gating, Location, Rotary, Router, Weight
 from diskprefix.model.plan_fingerprint import fingerprint_of_plan, options
+from diskprefix.model.planned import PlanRuntime, config_of, plan_layout
+from diskprefix.native import address_of
 from diskprefix.native.library import operators
+from diskprefix.native.matrix import Matrix
 from diskprefix.tokens import root_hash
 from tests.exactness.architectures import tiny_model
+from tests.model.tensor_weights import weights_of
 from tests.modules import layout_of, plan_runtime
 
 LAYOUT = '{"groups":[]}'
@@ -92,7 +103,7 @@ def planned(dtype: torch.dtype = torch.bfloat16, change: Callable[[Any], object]
     layout, _ = layout_of(model)
     plan, compiled = plan_runtime(model, layout, 64), operators()
     assert compiled is not None
-    return fingerprint_of_plan(plan.config, plan.plan, compiled, weights_digest="d", dtype="")
+    return fingerprint_of_plan(plan.config, plan.plans, compiled, weights_digest="d", dtype="")
 
 
 @pytest.mark.usefixtures("cache")
@@ -115,3 +126,135 @@ def test_forms_of_weights_and_computed_vectors_count_and_sources_do_not(
     found = planned()
     assert found.named["code"] != before.named["code"]
     assert root_of(found) == root_of(before)
+
+
+# Every leaf counts.
+
+IN_MEMORY = {"address", "kept", "places", "states"}
+"""Where something is, which the layout says or which changes with each start."""
+
+
+def changed(value: Any) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return 7.5 if value == math.inf else value + 1
+    if isinstance(value, str):
+        return f"{value}?"
+    if isinstance(value, np.ndarray):
+        other = value.copy()
+        other.reshape(-1).view(np.uint8)[0] ^= 1
+        return other
+    return 1.5
+
+
+def variants(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The same value with another leaf, for each of its leaves."""
+    if isinstance(value, Matrix):
+        for name in ("rows", "form", "bias"):
+            other = copy.copy(value)
+            setattr(other, name, changed(getattr(value, name)))
+            if name != "bias" or value.bias is not None:
+                yield f"{path}.{name}", other
+    elif isinstance(value, Weight):
+        yield f"{path}.shape", Weight(value.address, (value.shape[0] - 1, *value.shape[1:]), value.kept)
+        other = changed(value.kept)
+        offset = value.address - address_of(value.kept)
+        yield f"{path}.kept", Weight(address_of(other) + offset, value.shape, other) if not offset else None
+    elif isinstance(value, Struct) and not isinstance(value, Buffer):
+        for name in value.__struct_fields__:
+            if name not in IN_MEMORY:
+                for inner, one in variants(getattr(value, name), f"{path}.{type(value).__name__}.{name}"):
+                    yield inner, None if one is None else replace(value, **{name: one})
+    elif isinstance(value, Mapping):
+        for key in value:
+            for inner, one in variants(value[key], f"{path}[{key}]"):
+                yield inner, None if one is None else {**value, key: one}
+    elif isinstance(value, tuple | list):
+        for at, part in enumerate(value):
+            for inner, one in variants(part, f"{path}[{at}]"):
+                parts = [*value[:at], one, *value[at + 1 :]]
+                made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+                yield inner, None if one is None else made
+    elif not isinstance(value, array | Buffer):
+        yield path, changed(value)
+
+
+def leaves_of(kept: Any) -> Iterator[Any]:
+    if isinstance(kept, Struct) and not isinstance(kept, Weight):
+        for name in kept.__struct_fields__:
+            yield from leaves_of(getattr(kept, name))
+    elif isinstance(kept, tuple | list):
+        for one in kept:
+            yield from leaves_of(one)
+    else:
+        yield kept
+
+
+LARGEST = "llama gemma3n gemma4 gpt_oss mimo_v2_flash deepseek_v3+draft qwen3_next falcon_h1 kimi_linear nemotron_h"
+"""Those that have all fields of a configuration and all that calls keep between them."""
+
+
+@pytest.mark.parametrize("name", LARGEST.split())
+def test_each_leaf_of_a_configuration_changes_the_identity(name: str) -> None:
+    model = tiny_model(name, torch.bfloat16)
+    weights = weights_of(model)
+    runtime = PlanRuntime(weights, model.config, plan_layout(weights, model.config), 16)
+    config = replace(runtime.config, padded_tokens=(1, 2))
+    own, seen = options(config), set[str]()
+    for path, other in variants(config):
+        assert options(other) != own, path
+        seen.add(path)
+    fields_of = ("padded_tokens[1]", "epsilon", "layers[0].LayerConfig.window")
+    assert {f".DecoderConfig.{one}" for one in fields_of} <= seen
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", LARGEST.split())
+def test_each_leaf_of_what_the_calls_keep_changes_the_identity(name: str, dtype: torch.dtype) -> None:
+    model = tiny_model(name, dtype)
+    weights = weights_of(model)
+    runtime = PlanRuntime(weights, model.config, plan_layout(weights, model.config), 16)
+    seen: set[str] = set()
+    for plan in runtime.plans:
+        for _, kept in plan.made_of:
+            own = plan_fingerprint._described(kept)
+            for path, other in variants(kept):
+                if other is not None and (kind := re.sub(r"\[\d+\]", "", path)) not in seen:
+                    assert plan_fingerprint._described(other) != own, path
+                    seen.add(kind)
+    assert any("WeightedNorm.epsilon" in path for path in seen)
+    assert any("WeightedNorm.kind" in path for path in seen)
+
+
+@pytest.mark.usefixtures("cache")
+def test_an_epsilon_of_one_norm_and_the_draft_layer_count() -> None:
+    """No configuration has the epsilons of the norms of latents."""
+
+    def forms(name: str, epsilon: float | None) -> str:
+        model = tiny_model(name, torch.bfloat16)
+        weights, compiled = weights_of(model), operators()
+        assert compiled is not None
+        with pytest.MonkeyPatch.context() as patch:
+            if epsilon is not None:
+                patch.setitem(slot_names._OF_LATENTS, "self_attn.kv_a_layernorm", epsilon)
+            runtime = PlanRuntime(weights, model.config, plan_layout(weights, model.config), 16)
+            found = fingerprint_of_plan(runtime.config, runtime.plans, compiled, weights_digest="d", dtype="")
+        return found.named["forms"]
+
+    assert forms("deepseek_v3", None) == forms("deepseek_v3", None)
+    assert len({forms("deepseek_v3", None), forms("deepseek_v3", 1e-5), forms("deepseek_v3+draft", None)}) == 3
+
+
+def test_the_token_that_stands_for_pictures_counts() -> None:
+    whole = CONFIG_MAPPING["gemma4"]()
+    for text in (whole.get_text_config(), whole):
+        text.get_text_config().layer_types = text.get_text_config().layer_types[:6]
+        text.get_text_config().num_hidden_layers = 6
+    found = []
+    for pad in (0, 1):
+        whole.get_text_config().pad_token_id = pad
+        found.append(options(config_of(whole, "bfloat16", memory_layout(whole, "bfloat16"), 16)))
+    assert found[0] != found[1]

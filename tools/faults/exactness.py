@@ -28,7 +28,7 @@ from rich.console import Console
 from diskprefix.control_groups import num_cpus
 from diskprefix.extras.catalogue.architectures import installed_versions
 from diskprefix.printable import first_line
-from tests.exactness.architectures import ARCHITECTURES, WITH_DRAFT_LAYER
+from tests.exactness.architectures import ARCHITECTURES, SCALED, WITH_DRAFT_LAYER
 from tests.exactness.forms import SeveralRow, several_rows
 from tests.exactness.jobs import Job, Lengths
 from tests.exactness.pictures import LENGTHS, PICTURED
@@ -192,7 +192,7 @@ def summary(rows: list[Row]) -> list[str]:
 
 def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]:
     """Returns the names of tiny and of real models that were asked for. Raises `click.UsageError` for others."""
-    tiny = [*ARCHITECTURES, *PICTURED, *WITH_DRAFT_LAYER]
+    tiny = [*ARCHITECTURES, *PICTURED, *WITH_DRAFT_LAYER, *SCALED]
     if only is None:
         return tiny, list(REAL) if real else []
     names = list(dict.fromkeys(name.strip() for name in only.split(",") if name.strip()))

@@ -147,7 +147,7 @@ class _File:
             values.choose(f"rope.scaling.{key}")
         self.architecture = architecture_of(self.metadata)
         self.config = make_configuration(self.architecture, self.metadata)
-        scale_positions(self.config, self.metadata, tensors, lambda _line: None)
+        scale_positions(self.config, self.metadata, tensors)
 
     def tensor(self, name: str, shape: tuple[int, ...], offset: int = 0) -> FileTensor:
         return FileTensor(name, "F32", shape, self._numbers, offset, np.dtype(np.float32), shape)

@@ -218,7 +218,7 @@ def needs(settings: Settings) -> ModelNeeds | None:
     only, and imports no torch. Raises `ModelError`."""
     path = path_of(settings.model)
     try:
-        return None if path is None else _needs(path, settings).of_type(settings.kv_type)
+        return None if path is None else _needs(path, settings).of(settings.kv_type, settings.context)
     except ModelError:
         raise
     except Exception as error:

@@ -79,7 +79,7 @@ def _listing_finding(settings: Settings) -> Finding:
     model = settings.model
     listing = None if model is None or model == EMBEDDED.name else listing_of(model)
     if listing is not None:
-        finding = _fit_finding(settings, listing.needs(settings.dtype).of_type(settings.kv_type))
+        finding = _fit_finding(settings, listing.needs(settings.dtype).of(settings.kv_type, settings.context))
         return replace(finding, text=f"{finding.text}; it is not on this machine yet")
     name = "the embedded model" if model is None else repr(model)
     return Finding("model", "skipped", f"{name} is not on this machine yet: the first start downloads it")

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from diskprefix.errors import ModelError
 from diskprefix.model.operands import Rotary
 
 Frequencies: TypeAlias = tuple[np.ndarray, float]
@@ -26,6 +27,10 @@ _NEIGHBOURS_TURN = "cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe
 """Those whose neighbouring numbers of a head turn together."""
 _TURN_BACK = ("nanochat",)
 """Those whose heads turn the other way."""
+_WITH_ALPHA, _ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe"), "ntk_alpha"
+"""Those whose "dynamic" positions have a fixed `alpha`, and what transformers calls these positions."""
+_WITH_MSCALES = ("phimoe",)
+"""Those whose cosines and sines have a factor of their own for long texts and for short ones."""
 _SECTIONS = {
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), (16, 24, 24)),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), (24, 20, 20)),
@@ -57,7 +62,7 @@ def _of_layers(config: Any, kind: str) -> Any:
 
 
 def _rotary(config: Any, parameters: Mapping[str, Any]) -> Rotary:
-    frequencies, factor = KINDS[parameters["rope_type"]](config, parameters)
+    frequencies, factor = KINDS[_kind(config, parameters)](config, parameters)
     if config.model_type in _TURN_BACK:
         frequencies = -frequencies
     return Rotary(frequencies, factor, _pairing(config), axes=_axes(config, parameters, len(frequencies)))
@@ -163,21 +168,56 @@ def yarn_scale(factor: float, scale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
+def _by_alpha(config: Any, parameters: Mapping[str, Any]) -> Frequencies:
+    """The base grows by a power of a fixed number."""
+    width = _head_dim(config)
+    base = parameters["rope_theta"] * parameters["alpha"] ** (width / (width - 2))
+    return 1 / _periods({"rope_theta": base}, width, width), 1.0
+
+
+def _long_or_short(config: Any, parameters: Mapping[str, Any]) -> Frequencies:
+    """Frequencies are divided by factors for long texts, or by those for texts of the original length. The longest
+    sequence that is served decides, as in llama.cpp: `--context`, or else all positions of the model. So no sequence
+    changes its factors as it grows, as those of transformers do, which no prefix could follow."""
+    width, length = _turned(config, parameters), parameters["original_max_position_embeddings"]
+    positions = config.max_position_embeddings
+    name = "long" if min(getattr(config, "context", None) or positions, positions) > length else "short"
+    factors = np.array(parameters[f"{name}_factor"], np.float32)
+    if factors.shape != (width // 2,):
+        raise ModelError(f"the rope_parameters have {factors.size} numbers in {name}_factor, and {width // 2} turn")
+    factor = parameters.get("factor") or positions / length
+    of_angles = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+    if config.model_type in _WITH_MSCALES:
+        of_angles = parameters[f"{name}_mscale"]
+    if parameters.get("attention_factor") is not None:
+        of_angles = parameters["attention_factor"]
+    return 1 / (factors * _periods(parameters, width, width)), float(of_angles)
+
+
 KINDS: Mapping[str, Callable[[Any, Mapping[str, Any]], Frequencies]] = {
     "default": _default,
     "linear": _linear,
     "proportional": _proportional,
     "llama3": _llama_3,
     "yarn": _yarn,
+    "longrope": _long_or_short,
+    _ALPHA: _by_alpha,
 }
 """The kinds of positions that plans have. Frequencies of the others depend on the length of the text."""
+
+
+def _kind(config: Any, parameters: Mapping[str, Any]) -> str:
+    """Returns the kind of positions. "dynamic" ones with an `alpha` depend on nothing else in some types."""
+    kind = str(parameters["rope_type"])
+    has_alpha = kind == "dynamic" and config.model_type in _WITH_ALPHA and parameters.get("alpha")
+    return _ALPHA if has_alpha else kind
 
 
 def kinds_of_rotary(config: Any) -> set[str]:
     """Returns the kinds of positions that a configuration has."""
     parameters = getattr(config, "rope_parameters", None) or {}
     of_layers = [one for one in parameters.values() if isinstance(one, Mapping)] or [parameters]
-    return {str(one["rope_type"]) for one in of_layers if "rope_type" in one}
+    return {_kind(config, one) for one in of_layers if "rope_type" in one}
 
 
 def scaled_by_yarn(config: Any, scale: float) -> float:

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.families.derived_options import Options
+from diskprefix.printable import shown
 
 _AS_THEY_ARE = "cohere_compass_text gemma4_text gemma4_unified_text laguna mellum mimo_v2_flash step3p5"
 """Types whose configurations have no older names of them."""
@@ -27,7 +29,9 @@ _NEEDED: Mapping[Any, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "rope_theta"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
+_MSCALES = ("short_mscale", "long_mscale")
 _YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
 _SCALED = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 _GEMMA_4: Options = {
@@ -110,15 +114,28 @@ def set_rotary(kind: str, base: float, own: Options, extra: Options) -> None:
         if kind in ("phi3", "phimoe") and found["rope_type"] not in ("default", "longrope"):
             raise ModelError(f"no model of this type scales positions so: {found['rope_type']}")
         own["rope_parameters"] = found
-    _require_keys(own["rope_parameters"] or {}, labels)
+    _require_keys(kind, own["rope_parameters"] or {}, labels)
     if "layer_rope_theta" in own and own["layer_rope_theta"] is None:
         own["layer_rope_theta"] = [own["rope_parameters"]["rope_theta"]] * own["num_hidden_layers"]
 
 
-def _require_keys(found: Options, labels: Any) -> None:
+def _require_keys(kind: str, found: Options, labels: Any) -> None:
     for one in [found[name] for name in found if name in labels] or [found]:
-        if one and (missing := [name for name in _NEEDED.get(one["rope_type"], ()) if name not in one]):
+        if not one:
+            continue
+        needed = _NEEDED.get(one["rope_type"], ())
+        if kind == "phimoe" and one["rope_type"] == "longrope":
+            needed = (*needed, *_MSCALES)
+        if missing := [name for name in needed if name not in one]:
             raise ModelError(f"the rope_parameters of the configuration lack {missing[0]}")
+        for name in needed:
+            values = one[name] if isinstance(one[name], list) else [one[name]]
+            if one["rope_type"] == "longrope" and not all(_is_positive(value) for value in values):
+                raise ModelError(f"the {name} of the rope_parameters is {shown(repr(one[name]))}, not positive")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 _FIXED_PARTS = ("bamba", "qwen2_5_vl_text", "qwen2_vl_text")

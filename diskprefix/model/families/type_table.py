@@ -17,6 +17,15 @@ from typing import Any
 
 LATENT = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_linear minicpm3 mistral4 youtu"
 """The types with latent attention."""
+_OF_ALL = ("chunk_size_feed_forward", "is_encoder_decoder", "tie_word_embeddings")
+"""What transformers' common class of configurations has, so all types have it."""
+_WITH_HEAD_DIM = """
+    bamba bitnet cohere dots1 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo glm4_moe granite granite_swa
+    granitemoe granitemoe_swa granitemoehybrid granitemoeshared lfm2 lfm2_moe nanochat olmo olmo2 olmo3 olmo_hybrid
+    olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3_moe smollm3 starcoder2
+"""
+"""Types whose class does not declare `head_dim`, and whose modules read it all the same. Published configurations have
+it, such as those of Qwen3-30B-A3B (128 in a width of 2,048 with 32 heads) and GLM-4.5."""
 TABLE = Path(__file__).with_name("option_defaults.json")
 
 
@@ -65,6 +74,11 @@ def other_names(kind: str) -> Mapping[str, str]:
     """Returns other names of options."""
     found: Mapping[str, str] = _table()[kind].get("names", {})
     return found
+
+
+def read_undeclared(kind: str) -> Sequence[str]:
+    """Returns options that the class of a type does not declare, and that the code of its modules reads."""
+    return (*_OF_ALL, "head_dim") if kind in _WITH_HEAD_DIM.split() else _OF_ALL
 
 
 def unread_options(kind: str) -> Sequence[str]:

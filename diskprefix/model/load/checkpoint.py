@@ -24,6 +24,8 @@ _MOST_HEADER_BYTES = 10**8
 _NO_INNER_PATH = re.compile(r"[\x00-\x1f\x7f-\x9f\\\ud800-\udfff]|(?:^|/)(?:\.{0,2}|[A-Za-z]:[^/]*)(?:/|$)")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _BITS = {"F4": 4, "BOOL": 8, "C64": 64}
+MXFP4, BLOCKS, SCALES = "MXFP4", "_blocks", "_scales"
+"""The quants of gpt-oss, and the ends of the names of their tensors."""
 _QUANTS_IN_NAME = re.compile(
     r"-(awq|gptq|fp8|int[48]|w\d+a\d+|4bit|8bit|mxfp4|nvfp4|bnb|quantized\.\w+)\b.*", re.IGNORECASE
 )
@@ -182,8 +184,8 @@ def number_type(asked: str, config: Mapping[str, Any]) -> str:
     `ModelError` for a type in which nothing computes."""
     if asked != "auto":
         return asked
-    parts = (config, text_config(config))
-    found = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), "float32")
+    parts, usual = (config, text_config(config)), "bfloat16" if is_mxfp4(config) else "float32"
+    found = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), usual)
     if found not in _DTYPES:
         raise ModelError(
             f"the configuration's dtype is {shown(repr(found))}, in which no model computes; choose another --dtype"
@@ -191,16 +193,30 @@ def number_type(asked: str, config: Mapping[str, Any]) -> str:
     return str(found)
 
 
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Returns whether a `config.json` is that of a gpt-oss whose experts are in MXFP4, which plans compute with."""
+    found = config.get("quantization_config")
+    is_method = isinstance(found, dict) and found.get("quant_method") == MXFP4.lower()
+    return is_method and config.get("model_type") == "gpt_oss"
+
+
 def require_plain_weights(name: str, config: Mapping[str, Any]) -> None:
-    """Raises `ModelError` for a checkpoint that was published quantised, and names the `.gguf` file to take instead.
+    """Raises `ModelError` for a checkpoint that was published quantised, unless it is a gpt-oss in MXFP4. The message
+    names the `.gguf` file to take instead.
     `config` is its `config.json`, `name` its name on the hub or its folder."""
     found = config.get("quantization_config") or text_config(config).get("quantization_config")
-    if not found:
+    if not found or is_mxfp4(config):
         return
+    raise quantised(name, found)
+
+
+def quantised(name: str, found: Any, why: str = "") -> ModelError:
+    """Returns the error of a checkpoint in quants, whose `quantization_config` is `found`. `why` says why those of
+    gpt-oss are not served."""
     method = str(found.get("quant_method") or "an unknown method") if isinstance(found, dict) else "an unknown method"
     owner, _, model = name.rpartition("/")
     file = f"{owner if owner and '/' not in owner else 'ORG'}/{_QUANTS_IN_NAME.sub('', model)}-GGUF"
-    raise ModelError(
-        f"{name}: weights quantised with {method} are not served; take a .gguf file of the model, such as that of "
+    return ModelError(
+        f"{name}: weights quantised with {method} are not served{why}; take a .gguf file of the model, such as that of "
         f"`diskprefix pull {file}`"
     )

@@ -19,6 +19,9 @@ from msgspec.structs import replace
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.kv.sizes import longest_within, num_pages
 from diskprefix.model.load.checkpoint import (
+    BLOCKS,
+    MXFP4,
+    SCALES,
     StoredTensor,
     number_type,
     read_config,
@@ -94,9 +97,11 @@ class ModelNeeds(Struct, frozen=True, kw_only=True):
     state: TokenState
     takes_pictures: bool = False
 
-    def of_type(self, kv_type: str) -> ModelNeeds:
-        """Returns the needs with keys and values of a `--kv-type`."""
-        return replace(self, state=self.state.of_type(kv_type))
+    def of(self, kv_type: str, context: int | None) -> ModelNeeds:
+        """Returns the needs with keys and values of a `--kv-type`, for sequences of `--context` tokens."""
+        state = self.state.of_type(kv_type)
+        positions = min(state.positions, context or state.positions)
+        return replace(self, state=dataclasses.replace(state, positions=positions))
 
     @property
     def weights_bytes(self) -> int:
@@ -200,16 +205,25 @@ def needs_of_file_model(model: GgufModel, name: str, weights: str, dtype_bytes: 
     )
 
 
-def needs_of_folder(folder: Path, files: Sequence[Path], dtype: str, *, uses_draft_layer: bool = True) -> ModelNeeds:
+def needs_of_folder(
+    folder: Path, files: Sequence[Path], dtype: str, weights: str = "auto", *, uses_draft_layer: bool = True
+) -> ModelNeeds:
     """Returns what a model in a folder needs, with these weight `files`. Raises `ModelError` if a header is damaged."""
     stored, config = stored_tensors(folder, files), read_config(folder)
-    return needs_of_checkpoint(folder.name, stored, config, dtype, uses_draft_layer=uses_draft_layer)
+    return needs_of_checkpoint(folder.name, stored, config, dtype, weights, uses_draft_layer=uses_draft_layer)
 
 
 def needs_of_checkpoint(
-    name: str, stored: Sequence[StoredTensor], config: Mapping[str, Any], dtype: str, *, uses_draft_layer: bool = True
+    name: str,
+    stored: Sequence[StoredTensor],
+    config: Mapping[str, Any],
+    dtype: str,
+    weights: str = "auto",
+    *,
+    uses_draft_layer: bool = True,
 ) -> ModelNeeds:
-    """Returns what a checkpoint needs. `dtype` is that of `--dtype`. Raises `ModelError` for published quants."""
+    """Returns what a checkpoint needs. `dtype` is that of `--dtype`, `weights` that of `--weights`. Raises `ModelError`
+    for published quants that are not served."""
     require_plain_weights(name, config)
     dtype_bytes = 4 if number_type(dtype, config) == "float32" else 2
     text = text_config(config)
@@ -218,8 +232,8 @@ def needs_of_checkpoint(
     used = further if uses_draft_layer and text.get("model_type") in HAVE_DRAFT_LAYER else {}
     kept = [one for one in stored if one.name not in further or used.get(one.name)]
     state = state_of(name, config, dtype_bytes, with_draft_layer=any(used.values()))
-    weights = _weights_of_checkpoint(kept, dtype_bytes)
-    return ModelNeeds(name=name, weights=weights, state=state, takes_pictures="vision_config" in config)
+    served = _weights_of_checkpoint(kept, dtype_bytes, keeps_quants=weights == "auto" and dtype_bytes == 2)
+    return ModelNeeds(name=name, weights=served, state=state, takes_pictures="vision_config" in config)
 
 
 def state_of(name: str, config: Mapping[str, Any], dtype_bytes: int, *, with_draft_layer: bool = False) -> TokenState:
@@ -302,10 +316,17 @@ def _weights_of_gguf(
     return served
 
 
-def _weights_of_checkpoint(tensors: Sequence[StoredTensor], dtype_bytes: int) -> dict[str, int]:
+def _weights_of_checkpoint(tensors: Sequence[StoredTensor], dtype_bytes: int, *, keeps_quants: bool) -> dict[str, int]:
     """Returns the bytes of tensors of safetensors by form."""
     served = Counter[str]()
     for tensor in tensors:
+        if tensor.kind == "U8" and tensor.name.endswith((BLOCKS, SCALES)):
+            # Packed quants take what the blocks and their scales take. A byte has two codes.
+            if keeps_quants:
+                served[MXFP4] += tensor.num_bytes
+            elif tensor.name.endswith(BLOCKS):
+                served[_floating(dtype_bytes)] += 2 * tensor.num_bytes * dtype_bytes
+            continue
         if _FLOATING.match(tensor.kind):
             served[_floating(dtype_bytes)] += tensor.num_elements * dtype_bytes
         else:

@@ -1,13 +1,13 @@
 """The weights of a folder of safetensors, whose tensors are called as published checkpoints call them.
 
 They become those of transformers' parameters as its `conversion_mapping` says: other names, the experts of a mixture in
-one tensor, several tensors behind each other.
+one tensor, several tensors behind each other. The experts of gpt-oss may be in MXFP4 (`load.mxfp4`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -19,8 +19,9 @@ from diskprefix.model.families.slot_names import SlotNames, kept_in_float32
 from diskprefix.model.load.checkpoint import StoredTensor
 from diskprefix.model.load.draft_layer import further_layers
 from diskprefix.model.load.memory import LargePages
+from diskprefix.model.load.mxfp4 import Mxfp4Experts
 from diskprefix.model.slots import HEAD
-from diskprefix.model.weights import Weights
+from diskprefix.model.weights import ExpertsForm, Quants, Weights
 
 _TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 """The types of tensors that are read."""
@@ -81,7 +82,8 @@ _RENAMED: Mapping[str, Sequence[tuple[str, str]]] = {
 
 class FolderWeights(Weights):
     """The weights of a decoder in a folder. `config` is that of the whole model. `is_unread`: memory has any numbers,
-    nothing is read. Raises `ModelError` if there are no embeddings."""
+    nothing is read. `keeps_quants`: in bfloat16, the MXFP4 of gpt-oss stays as it is. Raises `ModelError` if there are
+    no embeddings."""
 
     def __init__(
         self,
@@ -91,8 +93,10 @@ class FolderWeights(Weights):
         *,
         has_draft_layer: bool = False,
         is_unread: bool = False,
+        keeps_quants: bool = True,
     ) -> None:
         super().__init__(dtype, has_draft_layer=has_draft_layer)
+        self._keeps_quants, self._quants = keeps_quants, dict[str, Mapping[str, Quants]]()
         self._config, self._is_unread = config.get_text_config(decoder=True), is_unread
         self._is_tied = getattr(config, "tie_word_embeddings", False)  # The text's own says nothing.
         self._form = SlotNames.of(self._config).experts
@@ -121,10 +125,29 @@ class FolderWeights(Weights):
         return f"{HEAD}.{end}" if head.rpartition(".")[2] in _HEADS else name
 
     def has(self, name: str) -> bool:
-        return bool(self._parts(name)) or (name == f"{HEAD}.weight" and not self._is_tied)
+        return bool(self._parts(name) or Mxfp4Experts.of(name, self._found)) or (
+            name == f"{HEAD}.weight" and not self._is_tied
+        )
 
     def finish(self) -> None:
         """All weights are in memory."""
+
+    def expert_quants(self, name: str, form: ExpertsForm) -> Mapping[str, Quants]:
+        if not self._keeps_quants:
+            return {}
+        if name not in self._quants:
+            found = dict[str, Quants]()
+            for one in (form.first, "down_proj"):
+                if (stored := Mxfp4Experts.of(f"{name}.{one}", self._found)) is None:
+                    return {}
+                found |= stored.packed(one, form, self._places, is_unread=self._is_unread)
+            self._quants[name] = found
+        return self._quants[name]
+
+    def named(self) -> Iterator[tuple[str, np.ndarray]]:
+        yield from super().named()
+        for name, parts in self._quants.items():
+            yield from ((f"{name}.{part}", one.packed) for part, one in parts.items())
 
     def _parts(self, name: str) -> list[list[StoredTensor]]:
         """Returns the tensors of a parameter: those that lie behind each other of each of its experts. Returns nothing
@@ -156,6 +179,12 @@ class FolderWeights(Weights):
         return [[self._found[name] for name in names]] if all(name in self._found for name in names) else []
 
     def _read(self, name: str) -> np.ndarray:
+        if (in_mxfp4 := Mxfp4Experts.of(name, self._found)) is not None:
+            count, rows, columns = in_mxfp4.shape
+            whole, numbers = [count, columns, rows], array_dtype(self.dtype)
+            if self._is_unread:
+                return np.empty(whole, numbers)
+            return in_mxfp4.turned(self._places.take(whole, numbers))
         parts, experts = self._parts(name), _EXPERTS.fullmatch(name)
         if not parts:
             raise ModelError(f"{self._folder} lacks {name}")

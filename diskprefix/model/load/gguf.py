@@ -69,7 +69,7 @@ class GgufModel(Struct, frozen=True, kw_only=True, eq=False):
             report(f"{gguf.name}: {unused} of its blocks predict further tokens, which is not used")
         config, pictures = make_configuration(architecture, metadata), None
         tensors = [*metadata.tensors.values(), *draft_layer]
-        used = scale_positions(config, metadata, tensors, report)
+        used = scale_positions(config, metadata, tensors)
         kind = kind_of_plan(config)
         if projector is not None:
             config, pictures = make_composite(projector.encoder, projector.metadata, config, metadata)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.metadata import SCALING, Metadata, is_finite, shown
 from diskprefix.model.load.gguf_header import FileTensor
-from diskprefix.progress import Report
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +37,7 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
 """Values that change nothing, where a key is not read."""
 
 
-def scale_positions(config: Any, metadata: Metadata, tensors: Sequence[FileTensor], report: Report) -> set[str]:
+def scale_positions(config: Any, metadata: Metadata, tensors: Sequence[FileTensor]) -> set[str]:
     """Puts the scaling of a file into the configuration, of layers without a window. Returns the names of the tensors
     that it has used. Raises `ModelError` for a scaling that is not known."""
     import numpy as np
@@ -75,7 +74,7 @@ def scale_positions(config: Any, metadata: Metadata, tensors: Sequence[FileTenso
         if known := [high for high, numbers in made.items() if np.allclose(of_file, numbers, rtol=1e-3)]:
             parameters |= {"rope_type": "llama3", "factor": factor, "high_freq_factor": known[0], **_LLAMA_3}
         else:
-            report(f"warning: without the cache: {_DIVISORS} does not scale the frequencies as Llama 3 does")
+            # One set of divisors, for texts of any length.
             parameters |= _divided_by(of_file, of_file) | {"attention_factor": 1.0}
             parameters[original] = config.max_position_embeddings
     return {_SHORT, _LONG} if is_long else {_DIVISORS} & divisors.keys()

@@ -86,15 +86,38 @@ def config_of_plan(folder: Path | str, given: Mapping[str, Any]) -> ModelConfig 
         config = ModelConfig.of(given)
     except ModelError as error:
         raise ModelError(f"cannot read the configuration of {folder}: {error}") from error
-    if sees_later_tokens(config):
+    if sees_later_tokens(given):
         raise not_served(folder, name, LATER_TOKENS)
     return config
 
 
-def sees_later_tokens(config: Any) -> bool:
-    """Returns whether a configuration says that tokens see those behind them."""
-    says_so = getattr(config, "is_causal", True) is False
-    return says_so or getattr(config, "use_bidirectional_attention", False) is True
+def sees_later_tokens(given: Mapping[str, Any]) -> bool:
+    """Returns whether a `config.json` says that tokens see those behind them. Types that do not declare these options
+    are refused too: whoever wrote them trained the model so."""
+    return given.get("is_causal") is False or given.get("use_bidirectional_attention") is True
+
+
+class _Whole:
+    """A configuration of transformers' of a model with encoders, whose decoder has one of ours."""
+
+    def __init__(self, config: PreTrainedConfig, text: ModelConfig) -> None:
+        self._config, self._text = config, text
+
+    def get_text_config(self, decoder: bool = True) -> ModelConfig:  # noqa: ARG002 (as transformers' have it)
+        return self._text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def plan_config(config: PreTrainedConfig) -> Any:
+    """Returns the configuration of a model as plans read it: that of its decoder is ours if its type has a plan, and so
+    has declared options alone. Raises `ModelError` for options that do not fit together."""
+    text = config.get_text_config(decoder=True)
+    if not (has_type(text.model_type) and not text_of(text.model_type, "")):
+        return config
+    own = ModelConfig.of(text.to_dict())
+    return own if text is config else _Whole(config, own)
 
 
 def transformers_config(config: ModelConfig) -> PreTrainedConfig:
@@ -120,7 +143,7 @@ def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
     from transformers import GenerationMixin
     from transformers.models.auto import modeling_auto as registry
 
-    if sees_later_tokens(config):
+    if sees_later_tokens(config.to_dict()):
         raise not_served(folder, _named(config), LATER_TOKENS)
     if config.is_encoder_decoder:
         raise not_served(folder, _named(config), "an encoder–decoder model")

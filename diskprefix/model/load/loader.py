@@ -24,7 +24,9 @@ from diskprefix.kv.numbers import item_bytes
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.chat_template import read_template
 from diskprefix.model.load.checkpoint import (
+    is_mxfp4,
     number_type,
+    quantised,
     read_config,
     require_plain_weights,
     stored_tensors,
@@ -37,12 +39,13 @@ from diskprefix.model.load.fit import Fit, ModelNeeds, needs_of_file_model, need
 from diskprefix.model.load.gguf_file import file_stamp, forget_headers, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.imports import INSTALL, transformers_quietly
-from diskprefix.model.load.kinds import ModelKind, config_of_plan, kind_of_plan, require_served_kind
+from diskprefix.model.load.kinds import ModelKind, config_of_plan, kind_of_plan, plan_config, require_served_kind
 from diskprefix.model.load.memory import available_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, own_path, plain_name, require_named
 from diskprefix.model.load.picture_processor import PictureProcessor, PicturesModel
 from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.model.load.tokenizer import Tokenizer
+from diskprefix.model.model_config import ModelConfig
 from diskprefix.native.library import choose, operators
 from diskprefix.printable import first_line, shown
 from diskprefix.progress import Report
@@ -119,6 +122,7 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     weights: str
     """`auto` if the quants of a `.gguf` file are kept, or else `native`."""
     kv_type: str
+    context: int | None
     reason: str
     """Why it has no plan."""
 
@@ -133,8 +137,10 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
             found = needs_of_file_model(self.gguf, name, self.weights, item_bytes(self.dtype))
         else:
             uses = self.kind.has_draft_layer
-            found = replace(needs_of_folder(self.path, self.files, self.dtype, uses_draft_layer=uses), name=name)
-        return found.of_type(self.kv_type)
+            found = replace(
+                needs_of_folder(self.path, self.files, self.dtype, self.weights, uses_draft_layer=uses), name=name
+            )
+        return found.of(self.kv_type, self.context)
 
     def digest(self) -> str:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
@@ -161,7 +167,12 @@ class _ModelSource(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         from diskprefix.model.load.folder_weights import FolderWeights
 
         tensors, has_draft_layer = stored_tensors(self.path, self.files), self.kind.has_draft_layer
-        return FolderWeights(tensors, self.config, self.dtype, has_draft_layer=has_draft_layer, is_unread=is_unread)
+        return FolderWeights(
+            *(tensors, self.config, self.dtype),
+            has_draft_layer=has_draft_layer,
+            is_unread=is_unread,
+            keeps_quants=self.weights == "auto",
+        )
 
     def take(self, weights: Weights, page_tokens: int) -> PlanRuntime:
         """Makes a plan, and begins to read its weights. Raises `ModelError` if some are missing, or have other
@@ -330,7 +341,7 @@ def _source(
     with clock("source"):
 
         def before_fetch(listing: HubListing) -> None:
-            check(listing.needs(settings.dtype).of_type(settings.kv_type))
+            check(listing.needs(settings.dtype).of(settings.kv_type, settings.context))
 
         path, name = _find(settings.model, progress, flag=flag, before_fetch=before_fetch)
         is_file = path.is_file()
@@ -359,9 +370,12 @@ def _source(
                 else:
                     whole = _read_config(path)
                     kind = require_served_kind(path, whole)
-                    config = kind.config_of_class(whole)
+                    config = plan_config(kind.config_of_class(whole))
                 if uses_draft_layer and _has_draft_layer(path, files, config):
                     kind = replace(kind, has_draft_layer=True)
+        text = config.get_text_config(decoder=True)
+        if isinstance(text, ModelConfig):
+            text.context = settings.context
         from diskprefix.model.self_check import known_reason
 
         dtype = number_type(settings.dtype, given or {"dtype": "bfloat16"})
@@ -376,10 +390,13 @@ def _source(
             device=device,
             weights=weights,
             kv_type=settings.kv_type,
+            context=settings.context,
             reason=known_reason(config, dtype, device.partition(":")[0]),
         )
         if source.reason:
             require_own_type(settings, source.reason)
+            if is_mxfp4(given):
+                raise quantised(str(path), given["quantization_config"], f" without a plan ({source.reason})")
         return source.for_modules() if source.reason else source
 
 

@@ -60,6 +60,7 @@ class BoundedSandbox(sandbox.ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
         limit: Any = self.extensions[_Limit.identifier]
+        repeated: Any
         for repeated in template.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
             repeated.body.insert(0, limit.node(repeated.lineno))
         return template

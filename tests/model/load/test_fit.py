@@ -151,7 +151,7 @@ def test_the_context_of_q8_is_told_where_it_is_longer() -> None:
     for positions, words in ((1024, "1,024 of 1,024 tokens"), (8192, "2,048 of 8,192 tokens, 3,840 with --kv-type q8")):
         state = TokenState(64, positions=positions, in_q8=(34, 0))
         assert fitted(ModelNeeds(name="x", state=state), 0, 64 * 2048).context_line == words
-        assert "q8" not in fitted(ModelNeeds(name="x", state=state).of_type("q8"), 0, 64 * 2048).context_line
+        assert "q8" not in fitted(ModelNeeds(name="x", state=state).of("q8", None), 0, 64 * 2048).context_line
     assert fitted(ModelNeeds(name="x", state=TokenState(64)), 0, 64 * 2048).context_line == "2,048 of 131,072 tokens"
 
 
