@@ -54,7 +54,7 @@ def outcome(architecture: str, values: Mapping[str, Any], read: set[str] | None 
     try:
         is_causal = metadata.get("attention.causal", True)
         config = make_configuration(architecture_of(metadata), metadata)
-        scale_positions(config, metadata, tensors, lambda _line: None)
+        scale_positions(config, metadata, tensors)
         said = f"{is_causal} {rotated_of(config)} {config.to_dict()}"
     except ModelError as error:
         said = f"refused: {error.message}".replace("\n", "of two lines")
