@@ -37,7 +37,7 @@ WEIGHT_STD = 0.125
 SIZES = {
     name: size
     for size, names in (
-        (VOCAB, "vocab_size vocab_size_per_layer_input"),
+        (VOCAB, "vocab_size vocab_size_per_layer_input unpadded_vocab_size"),
         # Layers, where no pattern asks for more.
         (2, "num_hidden_layers num_layers n_layer n_layers"),
         # Widths: four heads of sixteen, two of them with keys and values of their own.

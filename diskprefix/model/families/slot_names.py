@@ -173,12 +173,17 @@ _EXPERTS: Mapping[str, ExpertsForm] = {
     "nemotron_h": ExpertsForm(has_up=False),
 }
 _CORRECTION = "e_score_correction_bias"
+_ROUTER = (_CORRECTION, "gate.weight")
 _IN_FLOAT32: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("dots1", "glm4_moe", "mimo_v2_flash", "exaone_moe", "hy_v3", "solar_open"), (_CORRECTION,)),
-    **dict.fromkeys(("kolibri1", "axk1", "deepseek_v3", "glm4_moe_lite", "nemotron_h"), (_CORRECTION,)),
-    "ernie4_5_moe": ("gate.weight", "moe_statics"),
+    **dict.fromkeys(("axk1", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite"), _ROUTER),
+    **dict.fromkeys(("hy_v3", "mimo_v2_flash", "nemotron_h", "solar_open"), _ROUTER),
+    "afmoe": ("expert_bias",),
+    "deepseek_v2": ("gate.weight",),
+    "ernie4_5_moe": (*_ROUTER, "moe_statics"),
     "flint": ("gate.weight", "sinks"),
     "hunyuan_v1_moe": ("gate.wg",),
+    "kimi_linear": (*_ROUTER, "dt_bias"),
+    "kolibri1": (_CORRECTION,),
     "lfm2_moe": ("expert_bias",),
     "olmo_hybrid": ("A_log",),
 }
