@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from diskprefix.chat.alternation import alternate, alternation_of
 from diskprefix.chat.boundaries import bound, text_boundaries
 from diskprefix.chat.client_text import with_stand_ins
 from diskprefix.chat.content import note_unread, place_pictures, read_pictures
@@ -99,6 +100,7 @@ class PromptRenderer:
             self.output_format = chosen.format
             template.form = replace(chosen.form, parts_only=template.form.parts_only)
             template.rules_of(None)
+            template.learned(alternation_of, None)
         self._encoder.warm_up()
 
     def replay(
@@ -141,12 +143,13 @@ class PromptRenderer:
         compresses = self._compress is not None and not conversation.has_pictures
         steps = self._writing_steps() if compresses else [partial(render, self._template)]
         draft = PromptDraft(conversation=conversation)
-        return run_steps([*self._rewriting_steps(), *steps], draft).rendering.text
+        return run_steps([*self._rewriting_steps(), partial(alternate, self._template), *steps], draft).rendering.text
 
     def _steps(self) -> list[DraftStep]:
         return [
             *self._rewriting_steps(),
             partial(place_pictures, self._template, self._processor),
+            partial(alternate, self._template),
             partial(read_pictures, self._processor),
             *self._writing_steps(),
             partial(bound, self._template, self._finds_question),
