@@ -184,16 +184,19 @@ class PromptRenderer:
         *,
         special_tokens_in_text: bool = True,
         param: str = "prompt",
+        at_most: int | None = None,
     ) -> Prompt:
         """Returns the prompt of a text, of token ids or of a text with a gap, without a chat template.
 
         Texts that are `known` are not encoded again. A text spells control tokens only with `special_tokens_in_text`, a
-        `FillIn` only if its own field says so. `param` is the path in the body. Raises `InvalidRequest` for an unknown
-        token id, an empty prompt, or a gap that the model was not trained to fill, and `ContextTooLong`.
+        `FillIn` only if its own field says so. `param` is the path in the body. A prompt of more than `at_most` tokens
+        loses its end, but not the tokens that the tokenizer adds. Raises `InvalidRequest` for an unknown token id, an
+        empty prompt, or a gap that the model was not trained to fill, and `ContextTooLong`.
         """
         template, bos_id, num_added = self._template, self._tokenizer.bos_token_id, (0, 0)
         markers = {*(template.markers_of(None).values() if template.exists else ()), *template.special.values()}
         if isinstance(prompt, list):
+            prompt = prompt[:at_most]
             self._encoder.check_positions(len(prompt), param=param)
             self._encoder.check_vocabulary(prompt, param=param)
             token_ids = as_token_ids(prompt)
@@ -201,7 +204,9 @@ class PromptRenderer:
             text = self._tokenizer.decode(ends)
         else:
             text, for_tokens = self._text_of(prompt, special_tokens_in_text)
-            token_ids = self._encoder.encode(text, for_tokens, adds_special=True, param=param, known=known).token_ids
+            token_ids = self._encoder.encode(
+                text, for_tokens, adds_special=True, param=param, known=known, at_most=at_most
+            ).token_ids
             num_added = len(self._encoder.added[0]), len(self._encoder.added[1])
         boundaries = text_boundaries(token_ids, num_added, markers, bos_id)
         return Prompt(

@@ -110,7 +110,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("messages.1.content.0", "", "x"),
         ("messages.1.content.0.text", "", GONE),
         ("messages.1.content.0.type", "", "smell", 5, ["text"], GONE),
-        ("messages.1.content.1.image_url", "", GONE, "data:"),
+        ("messages.1.content.1.image_url", "", GONE, 5),
         ("messages.1.content.1.image_url.url", "", GONE, 5),
         ("messages.1.content.1.image_url.cache_control", NO_MARK, MARK),
         ("messages.2.tool_calls.0.function.arguments", "", 5),
