@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ _END_TOKENS = 32
 """Enough to see whether the template opened a thought, and whether it closed it."""
 _PREVIEW_CHARS = 100
 _SCANNED_CHARS = 10_000
+_COUNTED_TOKENS = 1 << 20
+"""The longest prompt whose tokens are counted. Encoding it takes two seconds and 200 MB."""
 
 
 class PromptRenderer:
@@ -68,13 +71,9 @@ class PromptRenderer:
         self._compress = compress
         self._finds_question = finds_question
         self._processor = processor
-        self._encoder = Encoder(
-            tokenizer,
-            vocab_size=vocab_size,
-            max_positions=max_positions,
-            positions_limit=positions_limit,
-            processor=processor,
-        )
+        make = partial(Encoder, tokenizer, vocab_size=vocab_size, processor=processor)
+        self._encoder = make(max_positions=max_positions, positions_limit=positions_limit)
+        self._make_counting = partial(make, max_positions=_COUNTED_TOKENS, positions_limit="the most that are counted")
         self.known_parts = KnownParts()
         """The encoded texts of earlier prompts."""
         own_end = tokenizer.eos_token_id
@@ -86,6 +85,13 @@ class PromptRenderer:
             self._template.form = MessageForm(parts_only=self._template.loses_plain_text())
         self.output_format: OutputFormat = PlainText()
         """The format of reasoning and tool calls, set by `warm_up`."""
+
+    @cached_property
+    def counting(self) -> PromptRenderer:
+        """The same for prompts that are only counted: these may exceed the model's positions."""
+        other = copy.copy(self)
+        other._encoder = self._make_counting()
+        return other
 
     def warm_up(self) -> None:
         """Compiles the template and fills the tokenizer's caches, so that the first request does not wait for them."""

@@ -30,7 +30,7 @@ from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.choose_format import OutputFormat, PlainText
 from diskprefix.chat.replay import RecordsUnread, Replayed
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
-from diskprefix.errors import InvalidRequest
+from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import LogContext, log_context
@@ -239,6 +239,7 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = 
     turn. Raises `InvalidRequest`, `DiskStalled`, and `ClientDisconnect`.
     """
     threads = arrival.daemon.threads
+    write = _render_counted if kind == "counting" else render
 
     async def run(kind: Kind, work: Callable[..., Any], *values: Any) -> Any:
         # Bound: `StoredTurns` raises it a few times at most.
@@ -267,13 +268,13 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = 
             parsed = parsed.without_reply()
         if parsed.more_prompts or _has_pictures(parsed.prompt):
             return parsed, None, None
-        rendered = Rendered(arrival, parsed, [render(arrival, parsed.prompt)])
+        rendered = Rendered(arrival, parsed, [write(arrival, parsed.prompt)])
         return parsed, rendered, None if parsed.is_constrained else make(rendered)
 
     parsed, rendered, made = await run(kind, begin)
     if rendered is None:
         kind = "images" if _has_pictures(parsed.prompt) else kind
-        prompts = [await run(kind, render, arrival, wanted) for wanted in (parsed.prompt, *parsed.more_prompts)]
+        prompts = [await run(kind, write, arrival, wanted) for wanted in (parsed.prompt, *parsed.more_prompts)]
         rendered = Rendered(arrival, parsed, prompts)
     if made is None:
         # The turn is given back first: other callers do not wait for a constraint to compile.
@@ -289,6 +290,16 @@ def render(arrival: Arrival, wanted: Conversation | str | list[int] | FillIn) ->
     if isinstance(wanted, Conversation):
         return renderer.replay(wanted, arrival.turns, known, cache.tenant)
     return Replayed(renderer.completion(wanted, known))
+
+
+def _render_counted(arrival: Arrival, wanted: Conversation | str | list[int] | FillIn) -> Replayed:
+    """Renders a prompt that may exceed the model's positions: a client that asks for its length wants to know by how
+    much. Raises the same as `render`."""
+    try:
+        return render(arrival, wanted)
+    except ContextTooLong:
+        assert isinstance(wanted, Conversation)
+        return arrival.serving.renderer.counting.replay(wanted, arrival.turns, owner=arrival.cache.tenant)
 
 
 def _has_pictures(wanted: Conversation | str | list[int] | FillIn) -> bool:

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec.structs import replace
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from diskprefix.api import fields
 from diskprefix.api.dialect import Head, Json, JsonLine
@@ -74,9 +74,10 @@ class OllamaBody(RequestBody):
     think: Annotated[bool | Literal["low", "medium", "high", "max"], OneOf("true, false or an effort")] | None = Field(
         default=None, description="Whether to think, or with which effort. Absent: as the chat template has it."
     )
-    keep_alive: Annotated[str | int | float, OneOf("a duration or a number of seconds")] | None = Field(
-        default=None, description="How long the caller keeps a model that may be unloaded."
-    )
+    keep_alive: Annotated[
+        Annotated[str | int | float, OneOf("a duration or a number of seconds")] | None,
+        BeforeValidator(lambda sent: None if sent == "" else sent),
+    ] = Field(default=None, description="How long the caller keeps a model that may be unloaded.")
     logprobs: bool | None = Field(default=None, description="Return the log probability of every token of the reply.")
     top_logprobs: int | None = Field(default=None, ge=0, le=20, description="And of its most likely alternatives.")
 
