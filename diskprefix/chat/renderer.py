@@ -86,6 +86,17 @@ class PromptRenderer:
         self.output_format: OutputFormat = PlainText()
         """The format of reasoning and tool calls, set by `warm_up`."""
 
+    def for_trial(self) -> PromptRenderer:
+        """The same for made-up conversations: what it learns of the template is forgotten with it."""
+        other = copy.copy(self)
+        other._template = self._template.for_trial()
+        return other
+
+    @property
+    def template_source(self) -> str:
+        """The chat template for conversations without tools; "" if there is none."""
+        return self._template.source_for(None) if self._template.exists else ""
+
     @cached_property
     def counting(self) -> PromptRenderer:
         """The same for prompts that are only counted: these may exceed the model's positions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -108,6 +109,15 @@ class ChatTemplate:
         self._switches: dict[str, dict[str, bool]] = {}
         self._learned: dict[tuple[Callable[[Write], Any], str], Any] = {}
         self._warned_of_tools = False
+
+    def for_trial(self) -> ChatTemplate:
+        """Returns a copy for made-up conversations: what it learns and logs is its own."""
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, dict):
+                setattr(other, name, value.copy())
+        other._warned_of_tools = True
+        return other
 
     @property
     def exists(self) -> bool:
