@@ -25,7 +25,7 @@ _UNSAID = "", "OK."
 
 
 class Alternation(Struct, frozen=True):
-    """What counts as a turn for a template in which turns of user and assistant must alternate, the user first.
+    """The messages that a template counts as turns, which must alternate between user and assistant, the user first.
 
     `reply` and `question` are the texts of messages between two turns of one speaker.
     """

@@ -85,7 +85,7 @@ class EmbeddingsRequest(CacheFields, TextFields):
 
     @property
     def truncates(self) -> bool:
-        """Whether an input that exceeds the positions is cut, instead of refused."""
+        """True if an input that exceeds the positions is cut, instead of refused."""
         return False
 
 
