@@ -44,7 +44,7 @@ class Kept(Struct, frozen=True):
 
 
 class TemplateCost(Struct, frozen=True):
-    """The tokens of a prompt of three turns that stay after each change; None if the template refuses a conversation."""
+    """The tokens of a prompt that stay after each change; None if the template refuses a conversation."""
 
     turn: Kept | None = None
     """A reply and a question are added."""

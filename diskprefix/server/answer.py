@@ -29,7 +29,7 @@ from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.choose_format import OutputFormat, PlainText
 from diskprefix.chat.replay import RecordsUnread, Replayed
-from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
+from diskprefix.engine.request import DoneEvent, Echo, GenerateRequest, SamplingParams
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation, Generations, together
@@ -42,7 +42,7 @@ from diskprefix.server.streaming import EventStream, Write, json_reply, respond_
 from diskprefix.server.threads import Kind
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.reads import Patience
-from diskprefix.values import CacheOptions
+from diskprefix.values import CacheOptions, Scope
 
 B = TypeVar("B", bound=RequestBody)
 M = TypeVar("M")
@@ -373,6 +373,9 @@ def _engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
         problem = f"is {parsed.num_ctx}, and the prompt has {num_tokens} tokens, none of which is left out"
         raise InvalidRequest.at("options.num_ctx", f"{problem}; this model takes {rendered.max_positions} here")
     sampling = _sampling(parsed, max(rendered.rooms), num_choices)
+    is_scored = parsed.echo and sampling.logprobs is not None
+    if is_scored:
+        _require_few_scores(rendered)
     check = partial(serving.engine.constraints.check, owner=tenant)
     constraint = constraint_of(parsed, output_format, prompt_end, check)
     generate = GenerateRequest(
@@ -380,7 +383,8 @@ def _engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
         prompt=replayed.prompt,
         # Special tokens are no text, so those that end the reply are stop strings.
         sampling=replace(sampling, stop=(*sampling.stop, *ends)),
-        cache=arrival.cache,
+        cache=replace(arrival.cache, scope=Scope("off")) if is_scored else arrival.cache,
+        echo=Echo(logprobs=sampling.logprobs) if parsed.echo else None,
         constraint=None if constraint is None else replace(constraint, owner=tenant),
         thought_budget=thought_budget_of(parsed, output_format, prompt_end, encode, serving.engine.end_ids),
         shown_special_tokens=output_format.special_tokens.union(ends),
@@ -415,6 +419,15 @@ def _sampling(parsed: ParsedRequest, num_room: int, num_choices: int) -> Samplin
             f"{of_choices}, that is {limit} tokens",
         )
     return sampling
+
+
+def _require_few_scores(rendered: Rendered) -> None:
+    """Raises `InvalidRequest` for too many log probabilities of prompts: they are held until the reply ends."""
+    most = MAX_LOGPROBS // (1 + (rendered.parsed.sampling.logprobs or 0))
+    num_tokens = sum(len(replayed.prompt.token_ids) for replayed in rendered.prompts)
+    if num_tokens > most:
+        problem = f"with echo and logprobs, the prompts of a request may have {most} tokens (they have {num_tokens})"
+        raise InvalidRequest.at("prompt", problem)
 
 
 class _Counted(Struct, Generic[B], frozen=True):

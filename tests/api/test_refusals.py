@@ -193,7 +193,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
     "completions": [
         ("cache_control", NO_MARK, MARK),
         ("prompt", "", "", [], 5, None, ["a"] * 257),
-        ("echo", "", True),
+        ("echo", "", "yes"),
         ("suffix", "", 5),
         ("logprobs", "", 21),
         ("best_of", "", 0),
