@@ -30,6 +30,7 @@ from diskprefix.chat.messages import Conversation, TextPart
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.server import daemon
 from diskprefix.settings import Settings
 from diskprefix.store.save import Save
 from diskprefix.store.store import Publication
@@ -220,7 +221,9 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> Values:
 
     @contextmanager
     def running() -> Iterator[httpx.Client]:
-        with started_app(model, load_engine, max_sequences=Settings().max_sequences, **flags) as server:
+        # The daemon renders conversations of its own once the model is loaded.
+        own = patch.object(daemon, "_log_template_cost")
+        with own, started_app(model, load_engine, max_sequences=Settings().max_sequences, **flags) as server:
             server.wait_ready()
             with server.client() as client:
                 yield client

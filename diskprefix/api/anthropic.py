@@ -19,6 +19,7 @@ from diskprefix.api.fields import (
     MAX_TOOLS,
     Body,
     Count,
+    Effort,
     LimitOrNothing,
     Markable,
     NamedTool,
@@ -123,7 +124,7 @@ class JsonFormat(Body):
 class OutputConfig(Body):
     """Options of the reply."""
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = optional("`reasoning_effort` of chat templates.")
+    effort: Effort = None
     format: JsonFormat | None = optional("What the text of the reply must be.")
 
 

@@ -18,6 +18,7 @@ from diskprefix.api.fields import (
     optional,
     require_content,
 )
+from diskprefix.chat.data_uri import data_uri
 from diskprefix.chat.messages import (
     CacheMark,
     ContentPart,
@@ -78,7 +79,7 @@ class ImageBlock(Markable):
         if isinstance(source, UrlSource):
             yield ImagePart(source.url, path, f"{path}.source.url")
         else:
-            yield ImagePart(f"data:{source.media_type};base64,{source.data}", path, f"{path}.source.data")
+            yield ImagePart(data_uri(source.media_type, source.data), path, f"{path}.source.data")
 
 
 class ContentSource(Body):

@@ -53,6 +53,16 @@ def json_text(value: object) -> bytes:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
+def line_text(value: object) -> bytes:
+    """Returns JSON that every client reads as one line. Some clients end lines as Python's `str.splitlines` does, at
+    three characters that JSON text may contain: they are escaped."""
+    text = json_text(value)
+    if b"\xc2\x85" in text or b"\xe2\x80" in text:
+        for end in "\u0085\u2028\u2029":
+            text = text.replace(end.encode(), b"\\u%04x" % ord(end))
+    return text
+
+
 class ServerSentEvent(Struct, frozen=True):
     """An event of a stream. `data` that is an object is written as JSON; without `name` it is an unnamed event."""
 
@@ -63,7 +73,7 @@ class ServerSentEvent(Struct, frozen=True):
         """Returns its bytes. JSON text contains no raw newline, so there is a single `data` line."""
         name = f"event: {self.name}\n".encode() if self.name else b""
         data = self.data
-        return b"%bdata: %b\n\n" % (name, data.encode() if isinstance(data, str) else json_text(data))
+        return b"%bdata: %b\n\n" % (name, data.encode() if isinstance(data, str) else line_text(data))
 
 
 class JsonLine(Struct, frozen=True):
@@ -72,7 +82,7 @@ class JsonLine(Struct, frozen=True):
     data: JsonObject
 
     def encode(self) -> bytes:
-        return json_text(self.data) + b"\n"
+        return line_text(self.data) + b"\n"
 
 
 StreamEvent: TypeAlias = ServerSentEvent | JsonLine

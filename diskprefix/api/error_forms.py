@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +61,21 @@ def error_body(scope: Mapping[str, Any], error: DiskPrefixError, request_id: str
 def one_line(message: str) -> str:
     """Returns a message on one line, cut to a readable length."""
     return shown(message, _MAX_MESSAGE_CHARS)
+
+
+_VERSION_TWICE = re.compile(r"^(/v\d+)(?:/v\d+)+(?=/|$)")
+
+
+def tidied_path(path: str) -> str:
+    """Returns a path without a slash at the end, two slashes in a row, and a version that is there twice: a base URL
+    with `/v1` was given to a client that adds it."""
+    return _VERSION_TWICE.sub(r"\1", "/" + "/".join(filter(None, path.split("/"))))
+
+
+def no_such_route(method: str, path: str, meant: str | None) -> str:
+    """Returns the message for an address without a route. `meant` is the path that the client probably meant."""
+    advice = "/docs lists all routes" if meant is None else f"did you mean {meant}?"
+    return f"no such route: {shown(method)} {shown(path)}; {advice}"
 
 
 class HttpError(DiskPrefixError):

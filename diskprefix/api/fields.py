@@ -323,8 +323,11 @@ LimitOrNothing: TypeAlias = Annotated[int, Field(ge=NO_LIMIT, le=MAX_COUNT)]
 Limit: TypeAlias = Annotated[LimitOrNothing, AfterValidator(_not_zero)]
 
 Effort: TypeAlias = Annotated[
-    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
-    Field(description="Told to chat templates that know it; `none` also turns thinking off."),
+    Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None,
+    empty_as(None),
+    Field(
+        description="Such as `low` or `high`: told as it is to templates that know it. `none` also turns thinking off."
+    ),
 ]
 
 
@@ -443,7 +446,8 @@ class TextFields(Body):
     )
 
 
-StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopString: TypeAlias = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+"""An empty one, which some clients send for none, ends nothing."""
 
 
 class RequestBody(CacheFields, SamplingFields, TextFields):
@@ -504,7 +508,7 @@ def sampling_params(
     return SamplingParams(
         **values,
         max_tokens=None if max_tokens == NO_LIMIT else max_tokens,
-        stop=tuple(stop),
+        stop=tuple(filter(None, stop)),
         # The alternatives cannot be more than the vocabulary.
         logprobs=None if logprobs is None else min(logprobs, vocab_size),
         n=n or 1,

@@ -6,7 +6,7 @@ import codecs
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -218,7 +218,9 @@ class CompletionRequest(OpenAIBody, json_schema_extra={"example": {"prompt": "Th
     ] = Field(description=f"Text, or token ids; or a list of up to {MAX_PROMPTS} such prompts.")
     max_tokens: LimitOrNothing | None = optional(f"Most tokens of a choice; 0: none; -1: any. Absent: {_MAX_TOKENS}.")
     logprobs: int | None = optional("So many alternatives for every token, and the token itself.", ge=0, le=20)
-    echo: Literal[False] | None = optional("Not supported.")
+    echo: bool | None = optional(
+        "`true`: the reply begins with the prompt; with `logprobs`, its tokens have log probabilities. No stream."
+    )
     suffix: str | None = optional("Text behind the gap that the reply fills; `prompt` is text.")
     best_of: int | None = optional("Not supported, unless equal to `n`.", ge=1, le=16)
 
@@ -247,12 +249,17 @@ class Completions:
         max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if body.special_tokens_in_text is False and not body.suffix:
             raise InvalidRequest.at("special_tokens_in_text", "needs a suffix; a prompt without one spells tokens")
+        if body.echo:
+            for name, value in (("stream", body.stream), ("suffix", body.suffix), ("n", (body.n or 1) > 1)):
+                if value:
+                    raise InvalidRequest.at(name, "is not allowed beside echo")
         first, *more = [self._prompt(prompt, body) for prompt in body.prompts]
         return ParsedRequest(
             prompt=first,
             more_prompts=tuple(more),
             sampling=body.sampling(vocab_size, max_tokens, body.logprobs),
             text_format=body.text_format_beside(None),
+            echo=body.echo or False,
         )
 
     @staticmethod
@@ -264,7 +271,9 @@ class Completions:
         return FillIn(prompt, body.suffix, "suffix", special_tokens_in_text=body.special_tokens_in_text or False)
 
     def writer(self, body: CompletionRequest, head: Head) -> OpenAIWriter:
-        return CompletionWriter(head, include_usage=body.include_usage, with_logprobs=body.logprobs is not None)
+        writer = CompletionWriter(head, include_usage=body.include_usage, with_logprobs=body.logprobs is not None)
+        writer.echoed = body.prompts if body.echo else ()
+        return writer
 
 
 class CompletionWriter(OpenAIWriter):
@@ -273,10 +282,22 @@ class CompletionWriter(OpenAIWriter):
     def __init__(self, head: Head, *, include_usage: bool, with_logprobs: bool) -> None:
         super().__init__(head, include_usage=include_usage, with_logprobs=with_logprobs)
         self._offsets: defaultdict[int, _Offsets] = defaultdict(_Offsets)
+        self.echoed: Sequence[str | list[int]] = ()
+        """The prompts, with which the choices begin, if the client wants that."""
 
     def whole_choice(self, choice: WholeChoice) -> Json:
-        logprobs = _logprobs(choice.tokens, _Offsets()) if self.with_logprobs else None
-        return {"text": choice.content, "logprobs": logprobs}
+        logprobs = _logprobs((*choice.prompt, *choice.tokens), _Offsets()) if self.with_logprobs else None
+        if logprobs is not None and choice.prompt:
+            # Nothing stands before the first token, so it has no probability.
+            logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
+        return {"text": self._echo(choice) + choice.content, "logprobs": logprobs}
+
+    def _echo(self, choice: WholeChoice) -> str:
+        """Returns the text of a choice's prompt, if the client wants it."""
+        prompt = self.echoed[choice.choice] if self.echoed else ""
+        if isinstance(prompt, str):
+            return prompt
+        return b"".join(token.data for token in choice.prompt).decode("utf-8", "replace")
 
     def chunk_choices(self, event: DeltaEvent) -> list[Json]:
         text = "".join(delta.text for delta in event.deltas if isinstance(delta, ContentDelta))

@@ -57,14 +57,25 @@ class ImageUrl(Unmarkable):
     detail: ImageDetail = None
 
 
+TextOrImageUrl: TypeAlias = Annotated[ImageUrl | str, OneOf("an object with a url, or a data: URI", ImageUrl)]
+"""An image's URI, as an object (the chat API of OpenAI) or as a text (its Responses API, Mistral)."""
+
+
+def image_part(sent: ImageUrl | str, path: str, uri_path: str, detail: ImageDetail = None) -> ImagePart:
+    """Returns an image. `path` is that of the content part, `uri_path` that of `sent`."""
+    if isinstance(sent, str):
+        return ImagePart(sent, path, uri_path, detail_of(detail))
+    return ImagePart(sent.url, path, f"{uri_path}.url", detail_of(sent.detail or detail))
+
+
 class ImagePartBody(Markable):
     """An image, for models that take images."""
 
     type: Literal["image_url"] = Field(description="`image_url`.")
-    image_url: ImageUrl
+    image_url: TextOrImageUrl
 
     def neutral(self, path: str) -> ContentPart:
-        return ImagePart(self.image_url.url, path, f"{path}.image_url.url", detail_of(self.image_url.detail))
+        return image_part(self.image_url, path, f"{path}.image_url")
 
 
 class Refusal(Body):

@@ -152,6 +152,8 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     thinking_budget: int | None = None
     """The most tokens of the reply's thoughts."""
     return_progress: bool = False
+    echo: bool = False
+    """True if the tokens of the prompt are part of the reply, with log probabilities if the reply has them."""
     limit_path: str = "max_tokens"
     """The field of the request that limits the tokens of a choice."""
 

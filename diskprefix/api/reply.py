@@ -22,7 +22,7 @@ from diskprefix.chat.output.format import (
     ToolCallDelta,
 )
 from diskprefix.chat.replay import ReplyMemory, Turn
-from diskprefix.engine.request import DoneEvent, Event, FinishEvent, ProgressEvent, TextEvent, TokenLogprob
+from diskprefix.engine.request import DoneEvent, EchoEvent, Event, FinishEvent, ProgressEvent, TextEvent, TokenLogprob
 from diskprefix.json_values import whole_characters
 
 EndReason: TypeAlias = Literal["stop", "length", "tool_calls"]
@@ -47,6 +47,8 @@ class DeltaEvent(Struct, frozen=True):
     choice: int
     deltas: tuple[ReplyDelta, ...]
     tokens: tuple[TokenLogprob, ...] = ()
+    prompt: tuple[TokenLogprob, ...] = ()
+    """The tokens of the prompt, if they were asked for."""
 
 
 class EndEvent(Struct, frozen=True):
@@ -91,6 +93,8 @@ class WholeChoice(EndEvent, frozen=True):
     reasoning: str = ""
     calls: tuple[WholeCall, ...] = ()
     tokens: tuple[TokenLogprob, ...] = ()
+    prompt: tuple[TokenLogprob, ...] = ()
+    """The tokens of the prompt, if they were asked for."""
 
 
 class WholeReply(Struct, frozen=True):
@@ -139,6 +143,8 @@ class ReplyReader:
             return self._text(event)
         if isinstance(event, FinishEvent):
             return self._finish(event)
+        if isinstance(event, EchoEvent):
+            return [DeltaEvent(event.choice, (), prompt=event.tokens)]
         return [event] if isinstance(event, ProgressEvent | DoneEvent) else []
 
     def _text(self, event: TextEvent) -> list[ReplyEvent]:
@@ -203,6 +209,7 @@ def whole_choice(end: EndEvent, events: Sequence[DeltaEvent]) -> WholeChoice:
         reasoning=turn.reasoning,
         calls=tuple(WholeCall(id_, *call) for id_, call in zip(ids, turn.calls, strict=True)),
         tokens=tuple(token for event in events for token in event.tokens),
+        prompt=tuple(token for event in events for token in event.prompt),
     )
 
 

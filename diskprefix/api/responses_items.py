@@ -20,14 +20,13 @@ from diskprefix.api.fields import (
     ImageDetail,
     Markable,
     OneOf,
-    detail_of,
     empty_as,
     mark_beside_text,
     optional,
     require_content,
 )
-from diskprefix.api.openai_messages import OtherPartBody, Refusal, TextPartBody
-from diskprefix.chat.messages import ContentPart, ImagePart, JsonObject, Message, TextPart, ToolCall, joined
+from diskprefix.api.openai_messages import OtherPartBody, Refusal, TextOrImageUrl, TextPartBody, image_part
+from diskprefix.chat.messages import ContentPart, JsonObject, Message, TextPart, ToolCall, joined
 from diskprefix.errors import InvalidRequest
 from diskprefix.json_values import whole_characters
 
@@ -42,11 +41,11 @@ class ImageContent(Markable):
     """An image that is sent inside the request, for models that take images."""
 
     type: Literal["input_image"] = Field(description="`input_image`.")
-    image_url: str = Field(description="`data:image/png;base64,…`. No other URL is fetched.")
+    image_url: TextOrImageUrl = Field(description="`data:image/png;base64,…`. No other URL is fetched.")
     detail: ImageDetail = None
 
     def neutral(self, path: str) -> ContentPart:
-        return ImagePart(self.image_url, path, f"{path}.image_url", detail_of(self.detail))
+        return image_part(self.image_url, path, f"{path}.image_url", self.detail)
 
 
 class OtherContent(OtherPartBody):
@@ -164,7 +163,7 @@ class ActionItem(Body):
 
 class Screenshot(Body):
     type: Literal["computer_screenshot"]
-    image_url: str = Field(description="`data:image/png;base64,…`. No other URL is fetched.")
+    image_url: TextOrImageUrl = Field(description="`data:image/png;base64,…`. No other URL is fetched.")
 
 
 class ScreenshotItem(Body):
@@ -176,7 +175,7 @@ class ScreenshotItem(Body):
     output: Screenshot
 
     def neutral(self, path: str) -> Message:
-        image = ImagePart(self.output.image_url, f"{path}.output", f"{path}.output.image_url")
+        image = image_part(self.output.image_url, f"{path}.output", f"{path}.output.image_url")
         return Message(role="tool", content=(image,), tool_call_id=self.call_id, path=path)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from diskprefix.chat.data_uri import content_of
 from diskprefix.chat.draft import PromptDraft
 from diskprefix.chat.messages import ContentPart, ImagePart, Message, OtherPart, TextPart, join_neighbours
 from diskprefix.errors import InvalidRequest
-from diskprefix.printable import shown
 from diskprefix.tokens import TokenIds, picture_ids
 from diskprefix.values import Change, Picture
 
@@ -27,7 +25,6 @@ UNSUPPORTED = "unsupported_content"
 _MAX_IMAGES = 256
 """The most images in one request."""
 _WORDS = {"video_url": "videos", "file": "files"}
-_SHOWN_CHARS = 40
 
 
 def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
@@ -93,7 +90,7 @@ def read_pictures(processor: PictureProcessor | None, draft: PromptDraft) -> Pro
             raise InvalidRequest.at(part.path, f"a request may hold at most {_MAX_IMAGES} images")
         if isinstance(part, OtherPart) or processor is None or processor.problem is not None:
             raise _refusal(part, processor)
-        content = _data_uri(part.uri, part.uri_path)
+        content = content_of(part.uri, part.uri_path)
         found = processor.read_image(
             content, detail=part.detail, param=part.uri_path, beside=pictures, owner=draft.owner
         )
@@ -183,18 +180,3 @@ def _refusal(part: ImagePart | OtherPart, processor: PictureProcessor | None) ->
         reason = f"this model takes text and images, no {_WORDS.get(got, got)}"
         reason += "" if got == "audio" else "; send its pages or frames as images"
     return InvalidRequest.at(part.path, f"{reason} (got {got})", UNSUPPORTED)
-
-
-def _data_uri(uri: str, param: str) -> bytes:
-    """Returns the content of a data: URI. Other URLs are never fetched: clients could read what the server can."""
-    scheme, _, rest = uri.partition(":")
-    if scheme.lower() != "data":
-        problem = "URLs are not fetched; send the image itself, as data:image/png;base64,…"
-        raise InvalidRequest.at(param, f"{problem} (got {shown(uri, _SHOWN_CHARS)})")
-    header, comma, data = rest.partition(",")
-    if not comma or not header.lower().replace(" ", "").endswith(";base64"):
-        raise InvalidRequest.at(param, "must be a data: URI in base64 (data:image/png;base64,…)")
-    try:
-        return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequest.at(param, f"is not valid base64: {error}") from error

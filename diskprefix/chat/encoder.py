@@ -31,6 +31,8 @@ PART_CHARS = 4096
 _PROBE = "user\n  Hello wörld, it's  1234 {}  \n\n\tx = [1];{}\n \n 日本語 e\u0301 "
 _PROBED_CHARS_PER_POSITION = 32
 """The characters that are encoded first in a longer text. Real text has about four characters per token."""
+_CUT_TOKENS = 64
+"""The tokens at the end of a cut text that may differ from those of the whole text."""
 
 
 def encode_texts(backend: Backend, texts: Sequence[str]) -> list[Encoding]:
@@ -240,21 +242,28 @@ class Encoder:
         adds_special: bool = False,
         param: str,
         known: OwnedParts | None = None,
+        at_most: int | None = None,
     ) -> Encoding:
         """Returns the tokens of `text`, and with `adds_special` those that the tokenizer adds, such as BOS.
 
         Added tokens are searched for in `for_tokens`, which is `text` with stand-ins where none may be found; None: in
-        `text`. Long parts are looked up in `known`, and added to it. Raises `InvalidRequest` for a text without tokens
-        or with half a character, and `ContextTooLong`.
+        `text`. Long parts are looked up in `known`, and added to it. With `at_most`, tokens at the end of the text that
+        exceed this number are left out. Raises `InvalidRequest` for a text without tokens or with half a character, and
+        `ContextTooLong`.
         """
-        if (least := self._least(text)) >= self._max_positions:
+        if at_most is not None:
+            # More than enough, so that the last tokens are those of the whole text.
+            enough = (at_most + _CUT_TOKENS) * self._longest_token
+            text, for_tokens = text[:enough], None if for_tokens is None else for_tokens[:enough]
+        elif (least := self._least(text)) >= self._max_positions:
             raise self._too_long(f"at least {least}", param)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             problem = f"half of a surrogate pair in the prompt (its character {error.start}); send whole characters"
             raise InvalidRequest.at(param, problem) from error
-        self._probe(text, param)
+        if at_most is None:
+            self._probe(text, param)
         begins = [0, *accumulate(map(len, parts := self._parts.of(text if for_tokens is None else for_tokens)))]
         texts = [text[begin:end] for begin, end in pairwise(begins)]
         all_plain = for_tokens is not None and self._plain.has_normalized
@@ -269,6 +278,9 @@ class Encoder:
             if is_plain[k]:
                 encodings[k] = self._plain.encode(texts[k], parts[k], encodings[k])
         encoding = joined((begins[k], encodings[k]) for k in range(len(parts)))
+        if at_most is not None:
+            left = max(0, at_most - adds_special * (len(self.added[0]) + len(self.added[1])))
+            encoding = Encoding(encoding.token_ids[:left], encoding.offsets[:left])
         if adds_special:
             before, after = (np.array(ids, np.int32) for ids in self.added)
             offsets = np.pad(encoding.offsets, ((len(before), len(after)), (0, 0)))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from diskprefix.chat.alternation import alternate, alternation_of
 from diskprefix.chat.boundaries import bound, text_boundaries
 from diskprefix.chat.client_text import with_stand_ins
 from diskprefix.chat.content import note_unread, place_pictures, read_pictures
@@ -38,6 +40,8 @@ _END_TOKENS = 32
 """Enough to see whether the template opened a thought, and whether it closed it."""
 _PREVIEW_CHARS = 100
 _SCANNED_CHARS = 10_000
+_COUNTED_TOKENS = 1 << 20
+"""The longest prompt whose tokens are counted. Encoding it takes two seconds and 200 MB."""
 
 
 class PromptRenderer:
@@ -67,13 +71,9 @@ class PromptRenderer:
         self._compress = compress
         self._finds_question = finds_question
         self._processor = processor
-        self._encoder = Encoder(
-            tokenizer,
-            vocab_size=vocab_size,
-            max_positions=max_positions,
-            positions_limit=positions_limit,
-            processor=processor,
-        )
+        make = partial(Encoder, tokenizer, vocab_size=vocab_size, processor=processor)
+        self._encoder = make(max_positions=max_positions, positions_limit=positions_limit)
+        self._make_counting = partial(make, max_positions=_COUNTED_TOKENS, positions_limit="the most that are counted")
         self.known_parts = KnownParts()
         """The encoded texts of earlier prompts."""
         own_end = tokenizer.eos_token_id
@@ -85,6 +85,24 @@ class PromptRenderer:
             self._template.form = MessageForm(parts_only=self._template.loses_plain_text())
         self.output_format: OutputFormat = PlainText()
         """The format of reasoning and tool calls, set by `warm_up`."""
+
+    def for_trial(self) -> PromptRenderer:
+        """The same for made-up conversations: what it learns of the template is forgotten with it."""
+        other = copy.copy(self)
+        other._template = self._template.for_trial()
+        return other
+
+    @property
+    def template_source(self) -> str:
+        """The chat template for conversations without tools; "" if there is none."""
+        return self._template.source_for(None) if self._template.exists else ""
+
+    @cached_property
+    def counting(self) -> PromptRenderer:
+        """The same for prompts that are only counted: these may exceed the model's positions."""
+        other = copy.copy(self)
+        other._encoder = self._make_counting()
+        return other
 
     def warm_up(self) -> None:
         """Compiles the template and fills the tokenizer's caches, so that the first request does not wait for them."""
@@ -99,6 +117,7 @@ class PromptRenderer:
             self.output_format = chosen.format
             template.form = replace(chosen.form, parts_only=template.form.parts_only)
             template.rules_of(None)
+            template.learned(alternation_of, None)
         self._encoder.warm_up()
 
     def replay(
@@ -141,12 +160,13 @@ class PromptRenderer:
         compresses = self._compress is not None and not conversation.has_pictures
         steps = self._writing_steps() if compresses else [partial(render, self._template)]
         draft = PromptDraft(conversation=conversation)
-        return run_steps([*self._rewriting_steps(), *steps], draft).rendering.text
+        return run_steps([*self._rewriting_steps(), partial(alternate, self._template), *steps], draft).rendering.text
 
     def _steps(self) -> list[DraftStep]:
         return [
             *self._rewriting_steps(),
             partial(place_pictures, self._template, self._processor),
+            partial(alternate, self._template),
             partial(read_pictures, self._processor),
             *self._writing_steps(),
             partial(bound, self._template, self._finds_question),
@@ -181,16 +201,19 @@ class PromptRenderer:
         *,
         special_tokens_in_text: bool = True,
         param: str = "prompt",
+        at_most: int | None = None,
     ) -> Prompt:
         """Returns the prompt of a text, of token ids or of a text with a gap, without a chat template.
 
         Texts that are `known` are not encoded again. A text spells control tokens only with `special_tokens_in_text`, a
-        `FillIn` only if its own field says so. `param` is the path in the body. Raises `InvalidRequest` for an unknown
-        token id, an empty prompt, or a gap that the model was not trained to fill, and `ContextTooLong`.
+        `FillIn` only if its own field says so. `param` is the path in the body. A prompt of more than `at_most` tokens
+        loses its end, but not the tokens that the tokenizer adds. Raises `InvalidRequest` for an unknown token id, an
+        empty prompt, or a gap that the model was not trained to fill, and `ContextTooLong`.
         """
         template, bos_id, num_added = self._template, self._tokenizer.bos_token_id, (0, 0)
         markers = {*(template.markers_of(None).values() if template.exists else ()), *template.special.values()}
         if isinstance(prompt, list):
+            prompt = prompt[:at_most]
             self._encoder.check_positions(len(prompt), param=param)
             self._encoder.check_vocabulary(prompt, param=param)
             token_ids = as_token_ids(prompt)
@@ -198,7 +221,9 @@ class PromptRenderer:
             text = self._tokenizer.decode(ends)
         else:
             text, for_tokens = self._text_of(prompt, special_tokens_in_text)
-            token_ids = self._encoder.encode(text, for_tokens, adds_special=True, param=param, known=known).token_ids
+            token_ids = self._encoder.encode(
+                text, for_tokens, adds_special=True, param=param, known=known, at_most=at_most
+            ).token_ids
             num_added = len(self._encoder.added[0]), len(self._encoder.added[1])
         boundaries = text_boundaries(token_ids, num_added, markers, bos_id)
         return Prompt(

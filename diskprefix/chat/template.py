@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain, product
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from jinja2.exceptions import TemplateError
 from msgspec.structs import replace
@@ -34,6 +35,8 @@ from diskprefix.thread_work import CHAT_TEMPLATE, in_step
 if TYPE_CHECKING:
     from diskprefix.model.load.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
 log = logging.getLogger("diskprefix")
 
 _TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -52,23 +55,26 @@ _CUTS = re.compile(r"""(?:split|replace)\(\s*('[^'\\]+'|"[^"\\]+"|'\\n'|"\\n")""
 Write: TypeAlias = Callable[[Sequence[dict[str, Any]], bool], str]
 """Renders messages, with the beginning of a reply if the second argument is true; to "" if the template refuses."""
 
-_USER = {"role": "user", "content": _TEXT}
-_REPLY = {"role": "assistant", "content": _TEXT}
+SOME_USER = {"role": "user", "content": _TEXT}
+SOME_REPLY = {"role": "assistant", "content": _TEXT}
 _CALL_ID = "diskprefx"
 """Nine letters, which Mistral's templates demand."""
 _CALLED = {"id": _CALL_ID, "type": "function", "function": {"name": _TEXT, "arguments": {}}}
-_CALL = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
-_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "content": _TEXT}
+SOME_CALL = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
+SOME_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "content": _TEXT}
 _GROWING = (
-    ((_USER, _REPLY, _USER), (_USER, _REPLY, _USER, _REPLY, _USER)),
-    ((_USER, _CALL, _RESULT), (_USER, _CALL, _RESULT, _CALL, _RESULT)),
+    ((SOME_USER, SOME_REPLY, SOME_USER), (SOME_USER, SOME_REPLY, SOME_USER, SOME_REPLY, SOME_USER)),
+    ((SOME_USER, SOME_CALL, SOME_RESULT), (SOME_USER, SOME_CALL, SOME_RESULT, SOME_CALL, SOME_RESULT)),
 )
 """Pairs of a conversation and the same conversation after more turns."""
 _SWITCH = re.compile(r"\b(?=\w*(?:think|thought|reason))\w*(?:preserve|keep|clear|drop|truncate)\w*")
 """A name that a variable for the thoughts of earlier turns may have."""
 _THINKING = {"enable_thinking": True, "thinking": True}
 _THOUGHT = {"reasoning_content": _ANSWER}
-_THOUGHTFUL = ((_USER, _REPLY | _THOUGHT, _USER), (_USER, _CALL | _THOUGHT, _RESULT, _REPLY, _USER))
+_THOUGHTFUL = (
+    (SOME_USER, SOME_REPLY | _THOUGHT, SOME_USER),
+    (SOME_USER, SOME_CALL | _THOUGHT, SOME_RESULT, SOME_REPLY, SOME_USER),
+)
 """Conversations with a thought before the last question."""
 
 
@@ -101,7 +107,17 @@ class ChatTemplate:
         self._reply_ends: dict[str, frozenset[str]] = {}
         self._rules: dict[tuple[str, bool, bool], TextRules] = {}
         self._switches: dict[str, dict[str, bool]] = {}
+        self._learned: dict[tuple[Callable[[Write], Any], str], Any] = {}
         self._warned_of_tools = False
+
+    def for_trial(self) -> ChatTemplate:
+        """Returns a copy for made-up conversations: what it learns and logs is its own."""
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, dict):
+                setattr(other, name, value.copy())
+        other._warned_of_tools = True
+        return other
 
     @property
     def exists(self) -> bool:
@@ -181,10 +197,27 @@ class ChatTemplate:
         """True if the template writes a second system message."""
         return _TEXT in self.try_render(_SECOND_SYSTEM, "reply")
 
+    @cached_property
+    def refuses_system(self) -> bool:
+        """True if the template takes no system message at all."""
+        with_system, without = ([_SYSTEM, SOME_USER], [SOME_USER])
+        return not self._takes(with_system) and self._takes(without)
+
+    def _takes(self, messages: list[JsonObject]) -> bool:
+        return bool(self.try_render(TemplateInput(messages, None, {}), "reply"))
+
+    def learned(self, learn: Callable[[Write], T], tools: list[JsonObject] | None) -> T:
+        """Returns what `learn` finds out about the template for `tools`, once. It gets a function that renders."""
+        key = learn, self.source_for(tools)
+        if key not in self._learned:
+            self._learned[key] = learn(self._writer(tools))
+        found: T = self._learned[key]
+        return found
+
     def writes_in_result(self, mark: str) -> bool:
         """Returns whether the template writes the `mark` of an image in the result of a call."""
-        result = _RESULT | {"content": [{"type": "image"}]}
-        return mark in self.try_render(TemplateInput([_USER, _CALL, result], None, {}), "none")
+        result = SOME_RESULT | {"content": [{"type": "image"}]}
+        return mark in self.try_render(TemplateInput([SOME_USER, SOME_CALL, result], None, {}), "none")
 
     def loses_plain_text(self) -> bool:
         """Returns whether the template writes texts only from lists of content parts."""
@@ -278,8 +311,12 @@ class ChatTemplate:
 
 
 def place(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Joins leading system messages, and gives later ones to the user, unless the template writes them as they are."""
+    """Joins leading system messages, and gives later ones to the user, unless the template writes them as they are. All
+    are the user's if it takes none."""
     conversation, leading = draft.conversation, draft.conversation.num_leading
+    if leading and template.refuses_system:
+        as_users = [replace(message, role="user") for message in conversation.messages[:leading]]
+        conversation, leading = replace(conversation, messages=[*as_users, *conversation.messages[leading:]]), 0
     if leading > 1 and not template.writes_second_system:
         first = joined(conversation.messages[:leading])
         conversation = replace(conversation, messages=[first, *conversation.messages[leading:]])
@@ -302,14 +339,16 @@ def render(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
 def turn_texts(control: Collection[str], special: Collection[str], write: Write) -> set[str]:
     """Returns the texts of tokens that begin or end turns: those that the template writes around plain messages and
     results of calls, except tags of thoughts and calls; all special tokens if it refuses plain conversations."""
-    plain = write((_USER, _REPLY, _USER), False)
+    plain = write((SOME_USER, SOME_REPLY, SOME_USER), False)
     if not plain:
         return set(control) & set(special)
     around = {text for text in control if text in plain}
     tags = _interpreted(sorted(around - set(special)), write)
     # Some templates react to the end of a thought only.
     around -= tags | {tag.replace("/", "", 1) for tag in tags}
-    called, answered = (write(messages, False) for messages in ((_USER, _CALL), (_USER, _CALL, _RESULT)))
+    called, answered = (
+        write(messages, False) for messages in ((SOME_USER, SOME_CALL), (SOME_USER, SOME_CALL, SOME_RESULT))
+    )
     return around | {text for text in control if text in answered and text not in called}
 
 
@@ -324,7 +363,7 @@ def template_markers(special_texts: Collection[str], other_texts: Collection[str
     special = frozenset(filter(None, special_texts))
     prompts = [[write(messages, True) for messages in pair] for pair in _GROWING]
     common = [now[: common_chars(now, later)] for now, later in prompts]
-    if not (common[0] and write((_USER, _REPLY), False)):
+    if not (common[0] and write((SOME_USER, SOME_REPLY), False)):
         return special
     unseparated = [text for text in common if max(map(text.rfind, special), default=-1) < text.rfind(_TEXT)]
     others = {
@@ -356,7 +395,7 @@ def _makes_a_difference(tokens: list[str], suffix: str, write: Write) -> bool:
     stand_ins = dict(zip(characters, private_characters(len(characters), content), strict=True))
     originals = {code: char for char, code in stand_ins.items()}
     rendered, written = (
-        write([{**message, "content": f"{text}{suffix}a"} for message in (_USER, _REPLY) * 2], False)
+        write([{**message, "content": f"{text}{suffix}a"} for message in (SOME_USER, SOME_REPLY) * 2], False)
         for text in (content, content.translate(stand_ins))
     )
     return rendered != written.translate(originals)

@@ -19,7 +19,7 @@ from diskprefix.engine.inbox import Inbox, Ticket, error_event
 from diskprefix.engine.request import Event
 from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.sampler import Sampler
-from diskprefix.engine.scheduler import Chunk, Scheduler
+from diskprefix.engine.scheduler import NO_LIMIT, Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import DeviceLost
@@ -29,6 +29,9 @@ from diskprefix.model.runtime import State
 from diskprefix.values import CacheReport
 
 log = logging.getLogger("diskprefix")
+
+_SCORED_ROWS = 64
+"""The most rows of a step with logits behind each: these take 4 bytes for each token of the vocabulary."""
 
 _CALLERS_PER_SEQUENCE = 4
 """The most callers, for each of `max_sequences`, that may have one reply above that limit. A client without an API key
@@ -152,8 +155,9 @@ class ActiveRequests:
             # The logits behind its last token are needed.
             token_ids, computes_last = waiter.restorable_ids(), True
         owner = None
-        if ticket.request.reading is None or ticket.request.reading.pooling != "mean":
-            # A mean needs the hidden states of all tokens, which only computing gives.
+        reading, echo = ticket.request.reading, ticket.request.echo
+        if (reading is None or reading.pooling != "mean") and (echo is None or echo.logprobs is None):
+            # A mean needs the hidden states of all tokens, and a scored prompt their logits: only computing gives them.
             owner = self._cache.owner_of(options, ticket.private)
         expires_at = self._cache.expires_at(options.ttl_s)
         begin = partial(self._pages.begin, owner, token_ids, computes_last=computes_last, expires_at=expires_at)
@@ -193,6 +197,7 @@ class ActiveRequests:
         constraints = [first] + [first and first.another() for _ in range(1, request.sampling.n)]
         running.replies = [
             Reply(
+                most_rows=NO_LIMIT if request.echo is None or request.echo.logprobs is None else _SCORED_ROWS,
                 running=running,
                 index=index,
                 tenant=request.caller,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,10 @@ class TextStream:
             text += self.finish()
         named = tuple(self._with_bytes(item, is_first=is_first) for item in logprobs)
         return TextEvent(choice, text, (token,), named), reason
+
+    def named(self, tokens: Sequence[TokenLogprob]) -> tuple[TokenLogprob, ...]:
+        """Returns tokens from the beginning of a text, with their bytes."""
+        return tuple(self._with_bytes(item, is_first=not index) for index, item in enumerate(tokens))
 
     def push(self, token: int) -> str:
         """Returns the text that `token` completes, perhaps "". Sets `stopped_by` when a stop string is complete."""

@@ -28,7 +28,8 @@ def forward(runtime: Runtime, step: list[Chunk[Reply]]) -> list[Logits | Excepti
     they have states in their midst.
 
     Returns of each chunk its next-token logits, [1 + num_drafted, vocab], behind the last known token and behind each
-    guess. Or the error of its own forward, or `StateLost`. Raises `DeviceLost`.
+    guess; behind each token of a prompt that is scored. Or the error of its own forward, or `StateLost`. Raises
+    `DeviceLost`.
     """
     try:
         wants_hidden = any(chunk.sequence.running.pooling is not None for chunk in step)
@@ -69,7 +70,8 @@ def _rows(chunk: Chunk[Reply]) -> Rows:
     if pictures is not None and pictures.are_needed(chunk.start):
         of_pictures = pictures.rows(chunk.start, chunk.end)
     ids, may_lag = reply.ids(chunk.start, chunk.end), chunk.start >= reply.prompt_tokens
-    return Rows(reply.state, ids, 1 + chunk.num_drafted, of_pictures, may_lag)
+    num_logits = chunk.num_rows if reply.scores(chunk) else 1 + chunk.num_drafted
+    return Rows(reply.state, ids, num_logits, of_pictures, may_lag, chunk.num_drafted)
 
 
 def prefill(

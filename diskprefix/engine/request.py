@@ -76,6 +76,13 @@ class Reading(Struct, frozen=True, kw_only=True):
     pooling: Literal["last", "mean"]
 
 
+class Echo(Struct, frozen=True, kw_only=True):
+    """A request for the tokens of the prompt: with their log probabilities, and those of the `logprobs` likeliest
+    tokens in the place of each, unless that is None."""
+
+    logprobs: int | None
+
+
 class GenerateRequest(Struct, frozen=True, kw_only=True):
     id: str
     prompt: Prompt
@@ -86,6 +93,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     reading: Reading | None = None
     """With it, `sampling.max_tokens` is 0. Pooling computes tokens in any case: `cache.computes_last`, and the scope
     off for a mean."""
+    echo: Echo | None = None
+    """With log probabilities the scope is off, because all tokens of the prompt must be computed."""
     shown_special_tokens: frozenset[str] = frozenset()
     """The special tokens that appear in the text of events. All others have no text."""
     reports_progress: bool = False
@@ -139,6 +148,13 @@ class ReadEvent(Struct, frozen=True):
     """The values of a request's `Reading`: float32, shape [hidden_size]."""
 
     values: npt.NDArray[np.float32]
+
+
+class EchoEvent(Struct, frozen=True):
+    """The tokens of the prompt of one choice. The first has no log probability: 0 stands for it."""
+
+    choice: int
+    tokens: tuple[TokenLogprob, ...]
 
 
 class FinishEvent(Struct, frozen=True):
@@ -207,4 +223,4 @@ class ErrorEvent(Struct, frozen=True):
     error: DiskPrefixError
 
 
-Event: TypeAlias = ProgressEvent | TextEvent | ReadEvent | FinishEvent | DoneEvent | ErrorEvent
+Event: TypeAlias = ProgressEvent | TextEvent | ReadEvent | EchoEvent | FinishEvent | DoneEvent | ErrorEvent

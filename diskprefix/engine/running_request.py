@@ -22,15 +22,17 @@ from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.engine.request import (
     DoneEvent,
+    EchoEvent,
     FinishEvent,
     FinishReason,
     GenerateRequest,
     ProgressEvent,
     ReadEvent,
     Timings,
+    TokenLogprob,
     Usage,
 )
-from diskprefix.engine.sampler import Sampler
+from diskprefix.engine.sampler import Sampler, log_probability
 from diskprefix.engine.scheduler import Chunk, Sequence
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import NonFiniteLogits
@@ -132,12 +134,38 @@ class Reply(Sequence, eq=False, kw_only=True):
 
     # Each of these takes logits and returns the state of the reply after them.
 
+    def scores(self, chunk: Chunk[Reply]) -> bool:
+        """Returns whether all rows of a chunk have logits, for the log probabilities of the prompt."""
+        echo = self.running.request.echo
+        return echo is not None and echo.logprobs is not None and not self.index and chunk.end <= self.prompt_tokens
+
+    def _score(self, chunk: Chunk[Reply], logits: Logits) -> None:
+        """Keeps the log probabilities of the tokens behind those of a chunk. No logits are kept. If memory was taken
+        away, tokens come a second time."""
+        scored, prompt, echo = self.running.scored, self.running.request.prompt.token_ids, self.running.request.echo
+        assert echo is not None
+        assert echo.logprobs is not None
+        for position, row in enumerate(logits, start=chunk.start + 1):
+            if position == len(scored) + 1 < len(prompt):
+                scored.append(log_probability(row, int(prompt[position]), echo.logprobs))
+
+    def _send_echo(self) -> None:
+        request = self.running.request
+        if request.echo is None:
+            return
+        first, *others = request.prompt.token_ids.tolist()
+        scored = self.running.scored or [TokenLogprob(token, b"", 0.0) for token in others]
+        tokens = self.text.named([TokenLogprob(first, b"", 0.0), *scored])
+        self.running.ticket.emit(EchoEvent(self.index, tokens))
+
     def take_step(self, chunk: Chunk[Reply], logits: Logits, seconds: float) -> ReplyState:
         """Takes a step's logits of `chunk`, [1 + guesses, vocab]. Saves what the step has computed, and samples if all
         known tokens are computed. `seconds` is the part of the step's time that `chunk` took."""
         running, state = self.running, self.state
         if not chunk.num_drafted:
             self.count_ready()
+        if self.scores(chunk):
+            self._score(chunk, logits)
         if chunk.start < self.prompt_tokens and self.index == 0:
             running.prefill_s += seconds
             running.report_progress(chunk.end)
@@ -286,6 +314,7 @@ class Reply(Sequence, eq=False, kw_only=True):
         running = self.running
         if self.index == 0 and not running.is_published:
             running.is_published = True
+            self._send_echo()
             if isinstance(self.state, KVSequence):
                 running.cached.publish(self.state, logits, running.prefill_s)
 
@@ -337,6 +366,8 @@ class RunningRequest(Struct, eq=False):
     """The end of the last step of the prefill."""
     reported_at: float = float("-inf")
     num_logged: int = 0
+    scored: list[TokenLogprob] = field(default_factory=list)
+    """The log probabilities of the prompt's tokens from the second one on, so far, if they are asked for."""
 
     @property
     def request(self) -> GenerateRequest:

@@ -95,16 +95,7 @@ class Sampler:
         """Returns the model's own log probabilities of the chosen token and of the likeliest alternatives, without
         bytes; () if the request does not ask for them."""
         num = self._params.logprobs
-        if num is None:
-            return ()
-        highest = logits.max()
-        log_sum = math.log(np.exp(logits - highest).sum(dtype=np.float64))
-        best = _at_least_highest(logits, num) if num else np.empty(0, np.int64)
-        best = best[np.argsort(-logits[best], kind="stable")][:num]
-        chosen, *top = (
-            TokenLogprob(one, b"", float(logits[one]) - float(highest) - log_sum) for one in (token, *best.tolist())
-        )
-        return (TokenLogprob(token, b"", chosen.logprob, tuple(top)),)
+        return () if num is None else (log_probability(logits, token, num),)
 
     # Scores that overflow are no accident: they are refused.
     @np.errstate(all="ignore")
@@ -158,6 +149,21 @@ class Sampler:
             weights *= weights >= params.min_p
         drawn = _index_at(weights, (self._numbers.random_raw() >> 11) * 2.0**-53)
         return drawn if kept is None else int(kept[drawn])
+
+
+def log_probability(logits: Logits, token: int, num: int) -> TokenLogprob:
+    """Returns the log probability of a token by `logits`, shape [vocab], with those of the `num` likeliest tokens.
+    Raises `NonFiniteLogits` for NaN and +inf."""
+    highest = logits.max()
+    if not np.isfinite(highest):
+        raise NonFiniteLogits("the model computed logits that are not finite (NaN or infinity)")
+    log_sum = math.log(np.exp(logits - highest).sum(dtype=np.float64))
+    best = _at_least_highest(logits, num) if num else np.empty(0, np.int64)
+    best = best[np.argsort(-logits[best], kind="stable")][:num]
+    chosen, *top = (
+        TokenLogprob(one, b"", float(logits[one]) - float(highest) - log_sum) for one in (token, *best.tolist())
+    )
+    return TokenLogprob(token, b"", chosen.logprob, tuple(top))
 
 
 def _at_least_highest(values: Logits, num: int) -> npt.NDArray[np.int64]:

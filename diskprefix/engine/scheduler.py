@@ -56,6 +56,8 @@ class Sequence(Struct, eq=False, kw_only=True):
     packs: bool = True
     gives_way: bool = False
     grid: int = 256
+    most_rows: int = NO_LIMIT
+    """The most rows of a step, if it packs: all rows of a prompt that is scored have logits."""
     num_known: int = 0
     num_computed: int = 0
     overtaken: int = 0
@@ -86,7 +88,7 @@ class Sequence(Struct, eq=False, kw_only=True):
     def next_end(self, max_rows: int) -> int:
         """Returns the end of this sequence's next chunk if it may have `max_rows` rows."""
         if self.packs:
-            end = min(self.num_computed + max_rows, self.num_known)
+            end = min(self.num_computed + min(max_rows, self.most_rows), self.num_known)
         elif self.num_computed >= self.prompt_tokens:
             # Tokens that were decoded before are decoded again: a prefill would give other bits.
             end = self.num_computed + 1

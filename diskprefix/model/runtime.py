@@ -40,14 +40,21 @@ class PictureRows(Struct, frozen=True, eq=False):
 
 class Rows(Struct, frozen=True):
     """The next tokens of a sequence, int64 [num_rows], and its state. The last ones get logits, and all of these but
-    the first may be taken back. `pictures` has what the model takes for those of pictures, and their positions, if the
-    sequence has some. `may_lag`: the memory of a draft layer may be completed later."""
+    the first may be taken back, unless `num_guesses` says how many of the last ones may. `pictures` has what the model
+    takes for those of pictures, and their positions, if the sequence has some. `may_lag`: the memory of a draft layer
+    may be completed later."""
 
     state: State
     token_ids: npt.NDArray[np.int64]
     num_logits: int = 1
     pictures: PictureRows | None = None
     may_lag: bool = False
+    num_guesses: int | None = None
+
+    @property
+    def num_taken_back(self) -> int:
+        """The number of the last tokens that may be taken back."""
+        return self.num_logits - 1 if self.num_guesses is None else self.num_guesses
 
 
 class StepOutput(Struct, frozen=True):
@@ -86,7 +93,7 @@ def begin_step(step: Sequence[Rows]) -> tuple[list[KVSequence], tuple[Run, ...]]
     sequences = [rows.state for rows in step if isinstance(rows.state, KVSequence)]
     runs = tuple(
         sequence.begin_step(
-            len(rows.token_ids), () if rows.pictures is None else rows.pictures.spans, rows.num_logits - 1
+            len(rows.token_ids), () if rows.pictures is None else rows.pictures.spans, rows.num_taken_back
         )
         for sequence, rows in zip(sequences, step, strict=True)
     )

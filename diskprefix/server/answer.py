@@ -29,8 +29,8 @@ from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.choose_format import OutputFormat, PlainText
 from diskprefix.chat.replay import RecordsUnread, Replayed
-from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
-from diskprefix.errors import InvalidRequest
+from diskprefix.engine.request import DoneEvent, Echo, GenerateRequest, SamplingParams
+from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import LogContext, log_context
@@ -42,7 +42,7 @@ from diskprefix.server.streaming import EventStream, Write, json_reply, respond_
 from diskprefix.server.threads import Kind
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.reads import Patience
-from diskprefix.values import CacheOptions
+from diskprefix.values import CacheOptions, Scope
 
 B = TypeVar("B", bound=RequestBody)
 M = TypeVar("M")
@@ -239,6 +239,7 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = 
     turn. Raises `InvalidRequest`, `DiskStalled`, and `ClientDisconnect`.
     """
     threads = arrival.daemon.threads
+    write = _render_counted if kind == "counting" else render
 
     async def run(kind: Kind, work: Callable[..., Any], *values: Any) -> Any:
         # Bound: `StoredTurns` raises it a few times at most.
@@ -267,13 +268,13 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = 
             parsed = parsed.without_reply()
         if parsed.more_prompts or _has_pictures(parsed.prompt):
             return parsed, None, None
-        rendered = Rendered(arrival, parsed, [render(arrival, parsed.prompt)])
+        rendered = Rendered(arrival, parsed, [write(arrival, parsed.prompt)])
         return parsed, rendered, None if parsed.is_constrained else make(rendered)
 
     parsed, rendered, made = await run(kind, begin)
     if rendered is None:
         kind = "images" if _has_pictures(parsed.prompt) else kind
-        prompts = [await run(kind, render, arrival, wanted) for wanted in (parsed.prompt, *parsed.more_prompts)]
+        prompts = [await run(kind, write, arrival, wanted) for wanted in (parsed.prompt, *parsed.more_prompts)]
         rendered = Rendered(arrival, parsed, prompts)
     if made is None:
         # The turn is given back first: other callers do not wait for a constraint to compile.
@@ -289,6 +290,16 @@ def render(arrival: Arrival, wanted: Conversation | str | list[int] | FillIn) ->
     if isinstance(wanted, Conversation):
         return renderer.replay(wanted, arrival.turns, known, cache.tenant)
     return Replayed(renderer.completion(wanted, known))
+
+
+def _render_counted(arrival: Arrival, wanted: Conversation | str | list[int] | FillIn) -> Replayed:
+    """Renders a prompt that may exceed the model's positions: a client that asks for its length wants to know by how
+    much. Raises the same as `render`."""
+    try:
+        return render(arrival, wanted)
+    except ContextTooLong:
+        assert isinstance(wanted, Conversation)
+        return arrival.serving.renderer.counting.replay(wanted, arrival.turns, owner=arrival.cache.tenant)
 
 
 def _has_pictures(wanted: Conversation | str | list[int] | FillIn) -> bool:
@@ -362,6 +373,9 @@ def _engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
         problem = f"is {parsed.num_ctx}, and the prompt has {num_tokens} tokens, none of which is left out"
         raise InvalidRequest.at("options.num_ctx", f"{problem}; this model takes {rendered.max_positions} here")
     sampling = _sampling(parsed, max(rendered.rooms), num_choices)
+    is_scored = parsed.echo and sampling.logprobs is not None
+    if is_scored:
+        _require_few_scores(rendered)
     check = partial(serving.engine.constraints.check, owner=tenant)
     constraint = constraint_of(parsed, output_format, prompt_end, check)
     generate = GenerateRequest(
@@ -369,7 +383,8 @@ def _engine_request(rendered: Rendered) -> tuple[ReplyReader, GenerateRequest]:
         prompt=replayed.prompt,
         # Special tokens are no text, so those that end the reply are stop strings.
         sampling=replace(sampling, stop=(*sampling.stop, *ends)),
-        cache=arrival.cache,
+        cache=replace(arrival.cache, scope=Scope("off")) if is_scored else arrival.cache,
+        echo=Echo(logprobs=sampling.logprobs) if parsed.echo else None,
         constraint=None if constraint is None else replace(constraint, owner=tenant),
         thought_budget=thought_budget_of(parsed, output_format, prompt_end, encode, serving.engine.end_ids),
         shown_special_tokens=output_format.special_tokens.union(ends),
@@ -404,6 +419,15 @@ def _sampling(parsed: ParsedRequest, num_room: int, num_choices: int) -> Samplin
             f"{of_choices}, that is {limit} tokens",
         )
     return sampling
+
+
+def _require_few_scores(rendered: Rendered) -> None:
+    """Raises `InvalidRequest` for too many log probabilities of prompts: they are held until the reply ends."""
+    most = MAX_LOGPROBS // (1 + (rendered.parsed.sampling.logprobs or 0))
+    num_tokens = sum(len(replayed.prompt.token_ids) for replayed in rendered.prompts)
+    if num_tokens > most:
+        problem = f"with echo and logprobs, the prompts of a request may have {most} tokens (they have {num_tokens})"
+        raise InvalidRequest.at("prompt", problem)
 
 
 class _Counted(Struct, Generic[B], frozen=True):

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from diskprefix.api.error_forms import HttpError
@@ -81,9 +82,11 @@ def _parse(body: bytes, model: type[Model]) -> Model:
 
 
 def _check_content_type(request: Request) -> None:
-    """Raises `HttpError` 415 unless the content type is JSON, what `curl -d` sends, or absent.
+    """Raises `HttpError` 415 unless the content type is JSON, what `curl -d` sends, what `fetch` sends for a text, or
+    absent.
 
-    Web pages could send the latter two without asking; `BrowserGuard` has refused them before.
+    Web pages could send all but JSON without asking. `BrowserGuard` has refused them by the `Origin` that browsers
+    send. Old ones send none with a form, and a form may be JSON only as plain text: that is refused here.
     """
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
@@ -91,8 +94,19 @@ def _check_content_type(request: Request) -> None:
     kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind in ("application/json", "application/x-www-form-urlencoded") or kind.endswith("+json"):
         return
+    if kind == "text/plain" and not _is_from_a_form(request.headers):
+        return
     problem = f"content-type {shown(kind)} is not supported" if kind else "the content-type is empty"
     raise HttpError(415, f"{problem}; send application/json")
+
+
+def _is_from_a_form(headers: Headers) -> bool:
+    """Returns whether a browser sent the body of a form: it wants to show the answer as a page."""
+    return (
+        "upgrade-insecure-requests" in headers
+        or headers.get("sec-fetch-mode") == "navigate"
+        or "text/html" in headers.get("accept", "").lower()
+    )
 
 
 def parse_json(body: bytes, model: type[Model]) -> Model:

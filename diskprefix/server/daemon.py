@@ -17,6 +17,7 @@ from diskprefix import hooks
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.normalisers import Normalisers
 from diskprefix.chat.renderer import PromptRenderer
+from diskprefix.chat.template_cost import template_cost
 from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.model.load.named_model import default_sampling
@@ -196,6 +197,7 @@ class Daemon:
             # Prompts that are wholly stored are answered while the weights are read.
             serving.engine.finish_load()
             log.info("[start] all weights are in memory after %.1f s", self._elapsed_s())
+            _log_template_cost(serving.renderer)
         except DiskPrefixError as error:
             _call_soon(loop, self._failed, error)
         except BaseException as error:
@@ -261,6 +263,14 @@ class Daemon:
         self.failure = error
         self._is_decided.set()
         self.on_failure(error)
+
+
+def _log_template_cost(renderer: PromptRenderer) -> None:
+    """Says once what the chat template costs. The model is served meanwhile."""
+    if renderer.template_source:
+        cost = template_cost(renderer)
+        said = f"{cost.line}; {cost.advice}" if cost.advice else cost.line
+        log.log(logging.WARNING if cost.advice else logging.INFO, "[template] %s", said)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *values: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from diskprefix.api.dialect import Json, JsonLine, ServerSentEvent
@@ -18,8 +20,10 @@ from diskprefix.api.error_forms import (
     HttpError,
     error_body,
     error_headers,
+    no_such_route,
     one_line,
     openai_error,
+    tidied_path,
 )
 from diskprefix.errors import GOT, DiskPrefixError
 from diskprefix.printable import shown
@@ -105,11 +109,29 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     detail, method, path = error.detail, shown(request.method), shown(request.url.path)
     if error.status_code == 404 and detail == "Not Found":
-        detail = f"no such route: {method} {path}; /docs lists all routes"
+        detail = no_such_route(request.method, request.url.path, nearest_path(request))
     elif error.status_code == 405:
         headers["Allow"] = ", ".join(sorted(headers["Allow"].split(", ")))
         detail = f"{path} does not allow {method}; it allows {headers['Allow']}"
     return error_response(request.scope, HttpError(error.status_code, detail), headers)
+
+
+_VERSION = re.compile(r"v\d+")
+
+
+def nearest_path(request: Request) -> str | None:
+    """Returns the path of a route that the client probably meant: it differs in slashes, capitals, or in what stands
+    before the name, since base URLs are written with and without `/v1` and `/api`."""
+    paths = {route.path for route in request.app.routes if isinstance(route, Route)}
+    names = tidied_path(request.url.path.lower()).split("/")
+    words = [word for word in names if word and word not in ("api", "openai", "anthropic") and not _VERSION.match(word)]
+    if not words:
+        return "/v1/models" if len(request.url.path) > 1 and "/v1/models" in paths else None
+    meant = "/".join(words)
+    wanted = ["/".join(names), f"/v1/{meant}", f"/api/{meant}", f"/{meant}"]
+    if "api" in names and "v1" not in names:
+        wanted.insert(1, f"/api/{meant}")
+    return next((path for path in wanted if path in paths), None)
 
 
 async def _on_client_disconnect(_request: Request, _error: Exception) -> Response:

@@ -16,6 +16,7 @@ from starlette.types import Receive
 
 from diskprefix.engine.request import (
     DoneEvent,
+    EchoEvent,
     ErrorEvent,
     Event,
     FinishEvent,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-LiveEvent: TypeAlias = ProgressEvent | TextEvent | ReadEvent | FinishEvent | DoneEvent
+LiveEvent: TypeAlias = ProgressEvent | TextEvent | ReadEvent | EchoEvent | FinishEvent | DoneEvent
 
 MAX_WAITING_BYTES = 16 * 1024**2
 """The most bytes of events that wait for a slow client: about 65 000 tokens of plain text.
@@ -218,7 +219,7 @@ class Generations:
             self._running.close()
             self._running = self._waiting.pop(0)()
             event = await self._running.next(until - loop.time())
-        if isinstance(event, TextEvent | FinishEvent):
+        if isinstance(event, TextEvent | EchoEvent | FinishEvent):
             return replace(event, choice=event.choice + self._num_choices * len(self._done))
         return event
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -103,6 +104,8 @@ async def list_models(request: Request) -> JSONResponse:
 @routes.add("GET /v1/models/{model_name:path}", "Retrieve a model", errors=[404])
 async def retrieve_model(request: Request) -> JSONResponse:
     """The served model by its name, as `/v1/models` lists it."""
+    if not request.path_params["model_name"]:
+        raise HTTPException(404)
     serving = await _serving(request)
     serving.require_model(request.path_params["model_name"])
     return JSONResponse(_anthropic_model(serving) if _is_anthropic(request) else card(serving))

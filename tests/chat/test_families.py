@@ -254,16 +254,12 @@ def test_content_in_parts_is_the_text_of_its_parts(family: Family) -> None:
     assert as_parts.boundaries == as_text.boundaries
 
 
-TWO_USERS = [user("Hello"), user("Are you there?")]
 TWO_CALLS = [QUESTION, {**OSLO[0], "tool_calls": OSLO[0]["tool_calls"] + ROME[0]["tool_calls"]}, OSLO[1], ROME[1]]
 
 
 @pytest.mark.parametrize(
     ("name", "messages", "words"),
     [
-        ("gemma-2", TWO_USERS, "must alternate"),
-        ("mistral-nemo", TWO_USERS, "must alternate"),
-        ("command-r", TWO_USERS, "must alternate"),
         ("mistral-nemo", [QUESTION, call("Oslo", "call_1"), result("rain", "call_1")], "length 9"),
         ("llama-3.1", TWO_CALLS, "single tool-calls"),
         ("qwen3.5", [SYSTEM], "No user query"),

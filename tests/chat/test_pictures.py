@@ -305,3 +305,52 @@ def test_a_conversation_with_pictures_is_not_compressed(processor: Processor, re
     one, two = (rendered(each, talk(*messages, said("user", picture(3)))) for each in (renderer, compressing))
     assert one.token_ids.tolist() == two.token_ids.tolist()
     assert rendered(compressing, talk(*messages, said("user", "See."))).rewriting.left_out is not None
+
+
+ALTERNATES = (
+    "{% set turns = namespace(number=0) %}"
+    "{% for message in messages if not (message.tool_calls or message.role == 'tool') %}"
+    "{% if (message.role == 'user') != (turns.number % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+    "{% set turns.number = turns.number + 1 %}{% endfor %}"
+)
+TURNS_OF_PICTURES = [
+    talk(
+        said("user", "one"), said("user", picture(5)), said("user", "two", picture(3, b"blue")), said("user", "three")
+    ),
+    talk(said("user", "one"), said("user", "two"), said("user", picture(2))),
+    talk(
+        said("user", "one"),
+        said("assistant", tool_calls=[ToolCall("call", "look", {})]),
+        said("tool", "seen", picture(4), tool_call_id="call"),
+        said("user", "two", picture(1)),
+    ),
+]
+
+
+@pytest.mark.parametrize("talked", TURNS_OF_PICTURES)
+@pytest.mark.parametrize("marked", [False, True])
+def test_pictures_in_turns_that_must_alternate_stay_in_their_places(
+    processor: Processor, talked: Conversation, marked: bool
+) -> None:
+    processor.tokenizer.chat_template = ALTERNATES + processor.tokenizer.chat_template
+    if marked:
+        first = replace(talked.messages[0], mark=CacheMark())
+        talked = replace(talked, messages=[first, *talked.messages[1:]])
+    prompt = rendered(renderer_of(processor), talked)
+    parts = [part for message in talked.messages for part in message.content]
+    assert [picture.size for picture in prompt.pictures] == [
+        f"{base64.b64decode(part.uri.partition(',')[2])[0]}x1" for part in parts if isinstance(part, ImagePart)
+    ]
+    text = whole(processor, prompt)
+    if len(talked.messages) == 3:
+        assert "one\n\ntwo" in text
+    begun = 0
+    pictures = iter(prompt.pictures)
+    for part in parts:
+        shown = part.text if isinstance(part, TextPart) else next(pictures).text
+        begun = text.index(shown, begun) + len(shown)
+    if marked:
+        [mark] = prompt.marks
+        before = processor.tokenizer.decode([max(0, int(index)) for index in prompt.token_ids[: mark.position]])
+        assert "one" in before
+        assert "two" not in before

@@ -35,7 +35,7 @@ from diskprefix.native import library
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run
 from tests.model import tiny
-from tests.server.chat_model import write_tokenizer
+from tests.server.chat_model import CHAT_TEMPLATE, write_tokenizer
 from tests.server.daemon_process import DaemonProcess
 from tests.store.building import open_store
 
@@ -58,7 +58,7 @@ def test_it_checks_everything_without_the_weights(run: Run, chat_model: Path, tm
     ended = run("doctor", "--model", chat_model, "--kv-cache-dir", tmp_path / "kv", "--port", "0", "--json")
     report = ended.json
     findings = {one["check"]: one for one in report["findings"]}
-    assert set(findings) == CHECKS | {"tool calls"}
+    assert set(findings) == CHECKS | {"tool calls", "template cost"}
     problems = [one for one in report["findings"] if one["level"] == "problem"]
     assert (report["ok"], ended.exit_code) == (not problems, 1 if problems else 0)
     assert all(one["advice"] for one in report["findings"] if one["level"] in ("note", "problem"))
@@ -345,7 +345,10 @@ def gguf(tmp_path: Path, sizes: Any, monkeypatch: pytest.MonkeyPatch) -> Path:  
 
 
 def test_a_file_is_looked_at_with_its_tokenizer(gguf: Path) -> None:
-    assert levels(found_in(gguf)) == {"model": "ok", "tokenizer": "ok", "template": "ok", "tool calls": "note"}
+    assert levels(found_in(gguf)) == {"model": "ok", "tokenizer": "ok", "template": "ok"} | {
+        "tool calls": "note",
+        "template cost": "ok",
+    }
 
 
 def test_a_file_is_a_problem_where_the_start_would_refuse_it(gguf: Path, sizes: Any) -> None:
@@ -383,6 +386,18 @@ def test_the_boundaries_of_a_template_are_told(folder: Path, text: str | None, l
         (folder / "template.jinja").write_text(text)
     found = found_in(folder, chat_template=None if text is None else folder / "template.jinja")
     assert (levels(found)["template"], says in found["template"].text) == (level, True)
+
+
+def test_what_the_template_costs_is_told_with_what_can_be_done(folder: Path) -> None:
+    template = folder / "template.jinja"
+    begins = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b') %}{% endif %}"
+    template.write_text(f"{begins}<|im_start|>{{{{ date_string }}}}<|im_end|>\n{CHAT_TEMPLATE}")
+    found = found_in(folder, chat_template=template)["template cost"]
+    assert found.level == "note"
+    assert "when a day passes" in found.text
+    assert "--chat-template-kwargs" in found.advice
+    fixed = found_in(folder, chat_template=template, chat_template_kwargs='{"date_string": "1 May"}')["template cost"]
+    assert (fixed.level, fixed.advice) == ("ok", "")
 
 
 def test_a_tokenizer_that_changes_texts_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

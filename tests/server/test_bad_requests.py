@@ -19,7 +19,7 @@ import pytest
 from diskprefix.api import parsed_request
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.server import limits, model_routes
-from tests.server.chat_model import VOCAB_SIZE
+from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import ScriptedEngine, scripted_app
 
@@ -152,7 +152,11 @@ def test_a_body_of_json_is_read_as_curl_sends_it_and_behind_a_byte_order_mark(
         (b'{"a": "\xff"}', JSON, 400, "invalid_utf8"),
         (b"\xff\xfe{\x00}\x00", JSON, 400, "invalid_utf8"),
         (b"a=b", {"content-type": "application/x-www-form-urlencoded"}, 400, "invalid_json"),
-        (b"{}", {"content-type": "text/plain"}, 415, "unsupported_media_type"),
+        (b"{}", {"content-type": "text/plain", "accept": "text/html,*/*"}, 415, "unsupported_media_type"),
+        (b"{}", {"content-type": "text/plain", "upgrade-insecure-requests": "1"}, 415, "unsupported_media_type"),
+        (b"{}", {"content-type": "text/plain", "sec-fetch-mode": "navigate"}, 415, "unsupported_media_type"),
+        (b"{}", {"content-type": "text/plain", "origin": "null"}, 403, "forbidden"),
+        (b"{}", {"content-type": "text/plain", "sec-fetch-site": "cross-site"}, 403, "forbidden"),
         (b"{}", {"content-type": "multipart/form-data; boundary=x"}, 415, "unsupported_media_type"),
         (b"{}", JSON | {"content-encoding": "gzip"}, 415, "unsupported_media_type"),
         (b'{"a": "' + b"x" * MAX_BYTES + b'"}', JSON, 413, "body_too_large"),
@@ -164,6 +168,104 @@ def test_a_body_that_cannot_be_read_is_refused(
 ) -> None:
     answer = client.post(path, content=content, headers=headers)
     assert (answer.status_code, error_of(path, answer)["code"]) == (status, code)
+
+
+FETCH = {"content-type": "text/plain;charset=UTF-8", "accept": "*/*", "sec-fetch-mode": "cors"}
+"""What `fetch` of Node.js sends for a text."""
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("is_own_page", [False, True])
+def test_json_as_plain_text_is_read_from_programs_and_own_pages(
+    client: httpx.Client, path: str, is_own_page: bool
+) -> None:
+    own = {"origin": str(client.base_url).rstrip("/"), "sec-fetch-site": "same-origin"} if is_own_page else {}
+    content = json.dumps(ROUTES[path]).encode()
+    assert client.post(path, content=content, headers=FETCH | own).status_code == 200
+
+
+NEARLY_RIGHT = [
+    ("POST", "/v1/v1/chat/completions", "/v1/chat/completions"),
+    ("POST", "//v1/chat/completions", "/v1/chat/completions"),
+    ("POST", "/v1/chat/completions/", "/v1/chat/completions"),
+    ("POST", "/v1//messages/", "/v1/messages"),
+    ("POST", "/v1/v1/messages/count_tokens", "/v1/messages/count_tokens"),
+    ("POST", "/chat/completions", "/v1/chat/completions"),
+    ("POST", "/api/v1/chat/completions", "/v1/chat/completions"),
+    ("POST", "/V1/Chat/Completions", "/v1/chat/completions"),
+    ("POST", "/v2/responses", "/v1/responses"),
+    ("POST", "/v1/api/chat", "/api/chat"),
+    ("POST", "/api/chat/", "/api/chat"),
+    ("GET", "/v1/models/", "/v1/models"),
+    ("GET", "/v1/", "/v1/models"),
+    ("GET", "/health/", "/health"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "meant"), NEARLY_RIGHT)
+def test_an_address_that_is_nearly_right_names_the_right_one(
+    client: httpx.Client, method: str, path: str, meant: str
+) -> None:
+    # A client would take two slashes at the beginning for a name of a host.
+    answer = client.request(method, str(client.base_url).rstrip("/") + path, json={} if method == "POST" else None)
+    assert answer.status_code == 404
+    assert f"no such route: {method} {path}; did you mean {meant}?" in answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", "/nothing/at/all", "/v1/chat/completion"])
+def test_an_address_that_is_like_no_other_names_the_page_of_all(client: httpx.Client, path: str) -> None:
+    answer = client.post(path, json={})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        404,
+        f"no such route: POST {path}; /docs lists all routes",
+    )
+
+
+LONG = {"role": "user", "content": "Name three rivers. " * 4_000}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages/count_tokens", {"messages": [LONG]}),
+        ("/v1/responses/input_tokens", {"input": [LONG]}),
+    ],
+)
+def test_the_tokens_of_a_prompt_above_the_positions_are_counted(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    messages = [body["messages" if "messages" in body else "input"][0]]
+    prompt = client.post("/apply-template", json={"messages": messages}).json()["prompt"]
+    tokens = client.post("/tokenize", json={"content": prompt}).json()["tokens"]
+    assert answer.json()["input_tokens"] == len(tokens) > POSITIONS
+    refused = client.post("/v1/chat/completions", json={"messages": messages})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+EMPTY = [
+    ("/v1/chat/completions", {"messages": [USER]}, {"stop": ""}),
+    ("/v1/chat/completions", {"messages": [USER]}, {"stop": ["", "x"]}),
+    ("/v1/completions", {"prompt": "hello"}, {"stop": [""]}),
+    ("/v1/messages", {"messages": [USER], "max_tokens": 5}, {"stop_sequences": [""]}),
+    ("/api/chat", {"messages": [USER], "stream": False}, {"options": {"stop": ""}}),
+    ("/api/chat", {"messages": [USER], "stream": False}, {"keep_alive": ""}),
+    ("/api/generate", {"prompt": "hello", "stream": False}, {"keep_alive": "", "options": {"stop": [""]}}),
+    ("/v1/chat/completions", {"messages": [USER]}, {"reasoning_effort": ""}),
+    ("/v1/chat/completions", {"messages": [USER]}, {"reasoning_effort": "ultra"}),
+    ("/v1/chat/completions", {"messages": [USER]}, {"reasoning": {"effort": "ultra"}}),
+    ("/v1/responses", {"input": "hello"}, {"reasoning": {"effort": "ultra"}}),
+    ("/v1/messages", {"messages": [USER], "max_tokens": 5}, {"output_config": {"effort": "ultra"}}),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "more"), EMPTY)
+def test_what_clients_send_for_nothing_and_efforts_of_other_models_are_taken(
+    client: httpx.Client, path: str, body: dict[str, Any], more: dict[str, Any]
+) -> None:
+    plain, answer = client.post(path, json=body), client.post(path, json=body | more)
+    assert plain.status_code == answer.status_code == 200, answer.text
 
 
 def test_a_content_type_that_is_empty_is_said_to_be_so(client: httpx.Client) -> None:

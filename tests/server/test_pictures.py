@@ -28,6 +28,7 @@ from diskprefix.engine.sampler import Sampler
 from diskprefix.extras.pictures import picture_reader
 from diskprefix.extras.pictures.picture_reader import PictureReader
 from diskprefix.model.load.chat_template import render_template
+from tests.chat.test_data_uri import FORMS
 from tests.server.daemon_process import reply_to
 from tests.server.picture_models import (
     VISION_MODELS,
@@ -127,6 +128,82 @@ def stored_by(server: AppServer) -> tuple[int, int, int]:
     assert cache.writer.flush(30)
     stats = cache.stats()
     return stats["entries"], stats["blocks"], stats["prompts"]
+
+
+def chat_with(uri: str) -> tuple[str, Any]:
+    return CHAT, {"messages": [{"role": "user", "content": [text_part("Look: "), url_part(uri)]}], "max_tokens": 1}
+
+
+def chat_with_text(uri: str) -> tuple[str, Any]:
+    part = {"type": "image_url", "image_url": uri}
+    return CHAT, {"messages": [{"role": "user", "content": [text_part("Look: "), part]}], "max_tokens": 1}
+
+
+def responses_with(uri: Any) -> tuple[str, Any]:
+    parts = [{"type": "input_text", "text": "Look: "}, {"type": "input_image", "image_url": uri}]
+    return "/v1/responses", {"input": [{"role": "user", "content": parts}], "store": False, "max_output_tokens": 16}
+
+
+def responses_with_object(uri: str) -> tuple[str, Any]:
+    return responses_with({"url": uri})
+
+
+def messages_with(uri: str) -> tuple[str, Any]:
+    source = {"type": "base64", "media_type": "image/png", "data": uri.partition("base64,")[2]}
+    content = [text_part("Look: "), {"type": "image", "source": source}]
+    return "/v1/messages", {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+
+
+def messages_with_uri(uri: str) -> tuple[str, Any]:
+    path, sent = messages_with(uri)
+    sent["messages"][0]["content"][1]["source"]["data"] = uri
+    return path, sent
+
+
+def ollama_with(uri: str) -> tuple[str, Any]:
+    said = {"role": "user", "content": "Look: ", "images": [uri.partition("base64,")[2]]}
+    return "/api/chat", {"messages": [said], "stream": False, "options": {"num_predict": 1}}
+
+
+def ollama_with_uri(uri: str) -> tuple[str, Any]:
+    return "/api/generate", {"prompt": "Look: ", "images": [uri], "stream": False, "options": {"num_predict": 1}}
+
+
+DOORS = (
+    *(chat_with, chat_with_text, responses_with, responses_with_object, messages_with, messages_with_uri),
+    *(ollama_with, ollama_with_uri),
+)
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+def test_every_form_of_base64_is_the_same_picture_at_every_door(
+    llava: AppServer, door: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts: list[list[int]] = []
+    assert llava.daemon.serving is not None
+    inbox_of_app = llava.daemon.serving.inbox
+    submit = inbox_of_app.submit
+
+    def submitted(request: Any, *rest: Any) -> Any:
+        prompts.append(request.prompt.token_ids.tolist())
+        return submit(request, *rest)
+
+    monkeypatch.setattr(inbox_of_app, "submit", submitted)
+    with llava.client() as client:
+        for form in FORMS.values():
+            for before in ("", " "):
+                data = base64.b64encode(image_bytes()).decode()
+                path, sent = door(f"{before}data:image/png;base64,{form(data)}")
+                answer = client.post(path, json=sent)
+                assert answer.status_code == 200, answer.text
+    assert len(prompts) == 2 * len(FORMS)
+    assert min(prompts[0]) < 0
+    assert all(prompt == prompts[0] for prompt in prompts)
+    with llava.client() as client:
+        path, sent = door("data:image/png;base64,a*b=")
+        refused = client.post(path, json=sent)
+    assert refused.status_code == 400
+    assert "letters that base64 has not (*)" in refused.text
 
 
 def test_a_text_request_is_cached_as_any_other_and_a_longer_one_continues_it(vision: AppServer) -> None:
@@ -331,7 +408,7 @@ def test_what_a_model_does_not_take_is_refused_by_name(serve: Serve, model: str,
         (url_part("data:image/png,abc"), "image_url.url", "must be a data: URI in base64"),
         (url_part("data:image/png;base64"), "image_url.url", "must be a data: URI in base64"),
         (url_part("data:image/png;base64,a*b="), "image_url.url", "not valid base64"),
-        (url_part("data:image/png;base64,abc"), "image_url.url", "not valid base64"),
+        (url_part("data:image/png;base64,abcde"), "image_url.url", "not valid base64"),
         (url_part("data:image/png;base64,"), "image_url.url", NO_IMAGE),
         (image_part(b"swordfish" * 40), "image_url.url", NO_IMAGE),
         (image_part(image_bytes()[:60]), "image_url.url", "cannot be decoded: "),

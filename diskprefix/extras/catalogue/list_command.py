@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from diskprefix.cli.options import build_settings, nonempty, setting_options
 from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status
-from diskprefix.errors import ModelError, ModelNotFound
+from diskprefix.errors import DiskPrefixError, ModelError, ModelNotFound
 from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
 from diskprefix.extras.catalogue.catalogue import (
     Catalogue,
@@ -33,6 +33,11 @@ from diskprefix.printable import first_line, shown
 from diskprefix.settings import PER_MODEL, SETTINGS, Settings
 from diskprefix.units import counted, format_size
 
+if TYPE_CHECKING:
+    from diskprefix.chat.template_cost import TemplateCost
+
+_TEMPLATE_S = 5.0
+"""Seconds for the renderings that find out how a template writes."""
 _PLACES = ("models_dir", "models_file", "kv_memory")
 
 
@@ -119,6 +124,9 @@ def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
         raise ModelError(f"{known.source} is not on this machine; `diskprefix {fetches}")
     row = row_of(known) | {"positions": fit.needs.state.positions, "template": bool(template_of(known.path))}
     row |= {"architecture": verified_of(known.path), "settings": _own(known), "memory": dict(fit.rows())}
+    with status("rendering …"):
+        cost = _template_cost(known)
+    row["template_cost"] = None if cost is None else cost.record
     if plan:
         from diskprefix.extras.catalogue.plan_table import show_step, step_of  # Here, as it imports torch.
 
@@ -133,6 +141,7 @@ def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
         "context": fit.context_line,
         "type": row["architecture"],
         "template": "the model's own" if row["template"] else "none: give one with --chat-template",
+        **({} if cost is None else {"costs": f"{cost.line}; {cost.advice}" if cost.advice else cost.line}),
         "settings": ", ".join(f"{key} = {value}" for key, value in row["settings"].items()) or "those of serve",
     }
     if plan and row["plan"]["reason"]:
@@ -143,6 +152,28 @@ def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
         click.echo(line)
     if plan:
         show_step(row["plan"])
+
+
+def _template_cost(known: KnownModel) -> TemplateCost | None:
+    """Returns what the chat template of a model costs; None without a template, or if its tokenizer cannot be read."""
+    from diskprefix.chat.renderer import PromptRenderer  # Here, as `list` needs none of it.
+    from diskprefix.chat.template_cost import template_cost
+    from diskprefix.model.load.chat_template import read_template
+    from diskprefix.model.load.read_tokenizer import read_tokenizer
+    from diskprefix.model.load.template_sandbox import renders_end_after
+
+    try:
+        assert known.path is not None
+        tokenizer = read_tokenizer(known.path, read_template(known.settings.chat_template))
+        variables = known.settings.template_variables
+        renderer = PromptRenderer(
+            tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30, template_variables=variables
+        )
+        with renders_end_after(_TEMPLATE_S):
+            renderer.warm_up()
+    except DiskPrefixError:
+        return None
+    return template_cost(renderer) if renderer.template_source else None
 
 
 def _served_otherwise(settings: Settings) -> tuple[KnownModel, ...]:

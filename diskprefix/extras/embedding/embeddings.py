@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from diskprefix.api.fields import REFUSED, CacheFields, TextFields, cache_option
 from diskprefix.chat.messages import JsonObject
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent, GenerateRequest, ReadEvent, Reading, SamplingParams
-from diskprefix.errors import InvalidRequest
+from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.extras.embedding.model_purpose import Purpose, read_purpose
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation, disconnected, together
@@ -38,6 +39,8 @@ from diskprefix.values import CacheOptions, Prompt, Scope
 MAX_INPUTS, MAX_TOKENS = 2048, 300_000
 """The most inputs of a request, and tokens in all of them, as in OpenAI's API."""
 _WAIT_S = 60.0
+
+log = logging.getLogger("diskprefix")
 
 Values: TypeAlias = npt.NDArray[np.float32]
 
@@ -80,6 +83,21 @@ class EmbeddingsRequest(CacheFields, TextFields):
         default=None, ge=1, le=2**31 - 1, description="Only the first so many numbers, again as a vector of length 1."
     )
 
+    @property
+    def truncates(self) -> bool:
+        """True if an input that exceeds the positions is cut, instead of refused."""
+        return False
+
+
+class Vectors(NamedTuple):
+    """The vectors of a request. `truncated` are the indices of the inputs that were cut."""
+
+    body: EmbeddingsRequest
+    serving: Serving
+    values: list[Values]
+    usage: JsonObject
+    truncated: list[int]
+
 
 @routes.add("POST /v1/embeddings", "Embeddings", EmbeddingsRequest)
 async def embeddings(request: Request) -> Response:
@@ -87,21 +105,21 @@ async def embeddings(request: Request) -> Response:
 
     Returns a list of the vectors, as in OpenAI's API.
     """
-    body, serving, vectors, usage = await read_vectors(request)
+    body, serving, vectors, usage, _ = await read_vectors(request, EmbeddingsRequest)
     fields: JsonObject = {"object": "list", "model": serving.model_name, "usage": usage}
     daemon: Daemon = request.app.state.daemon
     content = await daemon.threads.run_for(request, "writing", _written, fields, body, vectors)
     return Response(content, media_type="application/json")
 
 
-async def read_vectors(request: Request) -> tuple[EmbeddingsRequest, Serving, list[Values], JsonObject]:
-    """Reads a body and computes its vectors. Returns them with the `usage`. Raises `InvalidRequest` and the errors of
+async def read_vectors(request: Request, kind: type[EmbeddingsRequest]) -> Vectors:
+    """Reads a body of this kind and computes its vectors. Raises `InvalidRequest` and the errors of
     `Generation.next`."""
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
     context.wants_reply = True
     async with AsyncExitStack() as held:
-        body = await daemon.bodies.read_json(request, EmbeddingsRequest, held)
+        body = await daemon.bodies.read_json(request, kind, held)
         serving = await daemon.ready()
         serving.require_model(body.model)
         state = request.app.state
@@ -110,16 +128,18 @@ async def read_vectors(request: Request) -> tuple[EmbeddingsRequest, Serving, li
         purpose.require()
         cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant)
         serving.engine.give_way()
-        prompts = await daemon.threads.run_for(request, "rendering", _prompts, serving, purpose, body)
+        prompts, truncated = await daemon.threads.run_for(request, "rendering", _prompts, serving, purpose, body)
         await held.aclose()
         reading = Reading(pooling=purpose.pooling)
         make = partial(GenerateRequest, sampling=SamplingParams(max_tokens=0), cache=_options(cache, reading))
         requests = [make(id=f"read-{uuid.uuid4().hex}", prompt=prompt, reading=reading) for prompt in prompts]
         results = await _Readings(request, context, daemon, serving).run(requests)
-        return body, serving, [values for values, _ in results], _count(context, [done for _, done in results])
+        usage = _count(context, [done for _, done in results])
+        return Vectors(body, serving, [values for values, _ in results], usage, truncated)
 
 
-def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> list[Prompt]:
+def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> tuple[list[Prompt], list[int]]:
+    """Returns the prompts of the inputs, and which of these were cut."""
     engine = serving.engine
     if not engine.runtime.has_hidden:
         raise InvalidRequest.at("model", "this model does not show its last hidden states, so it makes no embeddings")
@@ -129,23 +149,50 @@ def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> lis
     is_one = isinstance(body.input, str) or _is_tokens(body.input)
     items = {"input": body.input} if is_one else {f"input.{index}": item for index, item in enumerate(body.input)}
     prompts: list[Prompt] = []
+    truncated: list[int] = []
     num_tokens = 0
-    for path, item in items.items():
-        prompts.append(_prompt(serving, purpose, item, path, body.special_tokens_in_text or False))
+    for index, (path, item) in enumerate(items.items()):
+        make = partial(_prompt, serving, purpose, item, path, body.special_tokens_in_text or False)
+        try:
+            prompts.append(make())
+        except ContextTooLong:
+            if not body.truncates:
+                raise
+            prompts.append(make(engine.max_positions - 1))
+            truncated.append(index)
         num_tokens += len(prompts[-1].token_ids)
         if num_tokens > MAX_TOKENS:
             problem = f"here the prompts of this request exceed {MAX_TOKENS} tokens; send the rest in another request"
             raise InvalidRequest.at(path, problem)
-    return prompts
+    if truncated:
+        log.warning(
+            "%d of %d texts to embed were cut at %d tokens, because the request has not `truncate: false`",
+            len(truncated),
+            len(prompts),
+            engine.max_positions - 1,
+        )
+    return prompts, truncated
 
 
-def _prompt(serving: Serving, purpose: Purpose, item: str | list[int], path: str, special_tokens: bool) -> Prompt:
+def _prompt(
+    serving: Serving,
+    purpose: Purpose,
+    item: str | list[int],
+    path: str,
+    special_tokens: bool,
+    at_most: int | None = None,
+) -> Prompt:
+    """Returns the prompt of an input. If it has more than `at_most` tokens, it loses its end, but not the tokens that
+    end every text."""
     renderer = serving.renderer
     if not item:
         raise InvalidRequest.at(path, "must not be empty")
-    prompt = renderer.completion(item, special_tokens_in_text=special_tokens, param=path)
+    make = partial(renderer.completion, item, special_tokens_in_text=special_tokens, param=path)
+    prompt = make(at_most=at_most)
     if isinstance(item, list) or purpose.end_id is None or prompt.token_ids[-1] == purpose.end_id:
         return prompt
+    if at_most is not None:
+        prompt = make(at_most=at_most - 1)
     return renderer.completion([*prompt.token_ids.tolist(), purpose.end_id], param=path)
 
 

@@ -21,7 +21,7 @@ from msgspec import Struct
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from diskprefix.api.error_forms import HttpError, one_line
+from diskprefix.api.error_forms import HttpError, no_such_route, one_line, tidied_path
 from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, ModelNotFound, NotReady, SettingsError
 from diskprefix.extras.catalogue.catalogue import listed
 from diskprefix.extras.front import passing
@@ -317,6 +317,9 @@ class Front:
             raise NotReady("the daemon is stopping")
         if (response := await self._routes.response(scope, caller)) is not None:
             return response
+        if (meant := tidied_path(path := scope["path"])) != path:
+            # Without a name in the body, no model could say so.
+            raise HttpError(404, no_such_route(scope["method"], path, meant))
         with self._in_flight.counted(scope, caller.account) as incoming.counted:
             known, keep_alive_s = await self._choose_model(scope, incoming)
             if scope["path"] == _SHOW and self._listing.only is None:
@@ -396,7 +399,7 @@ class Front:
         if self._listing.only is not None and self._settings.idle_unload == 0:
             return self._listing.only, None
         routing = await self._read_routing(scope, incoming) if scope["method"] == "POST" else Routing()
-        keep_alive_s = None if routing.keep_alive is None else keep_alive_seconds(routing.keep_alive)
+        keep_alive_s = None if routing.keep_alive in (None, "") else keep_alive_seconds(routing.keep_alive)
         if self._listing.only is not None:
             return self._listing.only, keep_alive_s
         query = parse_qs(scope["query_string"].decode("latin-1"))

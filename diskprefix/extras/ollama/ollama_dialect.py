@@ -10,7 +10,7 @@ from itertools import count
 from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec.structs import replace
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from diskprefix.api import fields
 from diskprefix.api.dialect import Head, Json, JsonLine
@@ -30,11 +30,13 @@ from diskprefix.api.reply import (
     logprob_reply,
     whole_choice,
 )
+from diskprefix.chat.data_uri import data_uri
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import ContentPart, Conversation, ImagePart, JsonObject, Message, TextPart
 from diskprefix.chat.output.format import ToolCallDelta
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.extras.embedding.embeddings import EmbeddingsRequest
 from diskprefix.extras.ollama.ollama_models import keep_alive_seconds, utc
 from diskprefix.store.notes import TenantNotes
 
@@ -72,9 +74,10 @@ class OllamaBody(RequestBody):
     think: Annotated[bool | Literal["low", "medium", "high", "max"], OneOf("true, false or an effort")] | None = Field(
         default=None, description="Whether to think, or with which effort. Absent: as the chat template has it."
     )
-    keep_alive: Annotated[str | int | float, OneOf("a duration or a number of seconds")] | None = Field(
-        default=None, description="How long the caller keeps a model that may be unloaded."
-    )
+    keep_alive: Annotated[
+        Annotated[str | int | float, OneOf("a duration or a number of seconds")] | None,
+        BeforeValidator(lambda sent: None if sent == "" else sent),
+    ] = Field(default=None, description="How long the caller keeps a model that may be unloaded.")
     logprobs: bool | None = Field(default=None, description="Return the log probability of every token of the reply.")
     top_logprobs: int | None = Field(default=None, ge=0, le=20, description="And of its most likely alternatives.")
 
@@ -125,7 +128,7 @@ class OllamaMessage(MessageBody):
 def _pictures(images: list[str] | None, path: str) -> list[ImagePart]:
     # The type of an image is read from its content.
     paths = (f"{path}.{index}" for index in count())
-    return [ImagePart(f"data:image/png;base64,{data}", at, at) for data, at in zip(images or (), paths, strict=False)]
+    return [ImagePart(data_uri("image/png", data), at, at) for data, at in zip(images or (), paths, strict=False)]
 
 
 class OllamaChatRequest(OllamaBody):
@@ -169,6 +172,18 @@ class OllamaGenerateRequest(OllamaBody):
         if self.raw:
             return self.prompt
         return FillIn(self.prompt, self.suffix, "suffix", special_tokens_in_text=self.special_tokens_in_text or False)
+
+
+class OllamaEmbedRequest(EmbeddingsRequest):
+    """`POST /api/embed`."""
+
+    truncate: Annotated[bool, empty_as(True)] = Field(
+        default=True, description="Cut inputs that exceed the model's positions, and list them as `truncated`."
+    )
+
+    @property
+    def truncates(self) -> bool:
+        return self.truncate
 
 
 ReplyBody: TypeAlias = OllamaChatRequest | OllamaGenerateRequest

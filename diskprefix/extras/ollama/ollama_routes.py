@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from diskprefix.api.dialect import json_text
 from diskprefix.api.fields import Body
-from diskprefix.extras.embedding.embeddings import EmbeddingsRequest, read_vectors, vector
-from diskprefix.extras.ollama.ollama_dialect import Ollama, OllamaChatRequest, OllamaGenerateRequest
+from diskprefix.extras.embedding.embeddings import read_vectors, vector
+from diskprefix.extras.ollama.ollama_dialect import Ollama, OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
 from diskprefix.extras.ollama.ollama_models import INSTEAD, VERSION, facts_of, require_served, running, shown_model, tag
 from diskprefix.model.load.memory import resident_bytes
 from diskprefix.server.answer import answer
@@ -50,12 +50,21 @@ async def generate(request: Request) -> Response:
     return await answer(request, Ollama(OllamaGenerateRequest))
 
 
-@routes.add("POST /api/embed", "Ollama: embeddings", EmbeddingsRequest)
+@routes.add("POST /api/embed", "Ollama: embeddings", OllamaEmbedRequest)
 async def embed(request: Request) -> Response:
-    """The vectors of `/v1/embeddings`, as `embeddings`."""
-    body, serving, vectors, usage = await read_vectors(request)
+    """The vectors of `/v1/embeddings`, as `embeddings`.
+
+    `truncated` lists the indices of the inputs that were cut, if there are any.
+    """
+    body, serving, vectors, usage, truncated = await read_vectors(request, OllamaEmbedRequest)
     took_ns = round(1e9 * (time.perf_counter() - log_context(request).began_at))
-    head = {"model": serving.model_name, "total_duration": took_ns, "prompt_eval_count": usage["prompt_tokens"]}
+    head: dict[str, Any] = {
+        "model": serving.model_name,
+        "total_duration": took_ns,
+        "prompt_eval_count": usage["prompt_tokens"],
+    }
+    if truncated:
+        head["truncated"] = truncated
     content = await request.app.state.daemon.threads.run_for(
         request, "writing", lambda: json_text(head | {"embeddings": [vector(row, body) for row in vectors]})
     )

@@ -107,6 +107,7 @@ def _fit_finding(settings: Settings, needs: ModelNeeds) -> Finding:
 def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
     from diskprefix.api.openai_chat import ChatRequest
     from diskprefix.chat.renderer import PromptRenderer
+    from diskprefix.chat.template_cost import template_cost
     from diskprefix.model.load.loader import load_tokenizer
 
     try:
@@ -122,8 +123,11 @@ def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
         advice = "give one with --chat-template, or use /v1/completions"
         yield Finding("template", "note", "the model has no chat template", advice)
         return
-    renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30)
     try:
+        variables = settings.template_variables
+        renderer = PromptRenderer(
+            tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30, template_variables=variables
+        )
         renderer.warm_up()
         body = {"messages": [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": "Hello."}]}
         prompt = renderer.replay(ChatRequest.model_validate(body).conversation, None).prompt
@@ -139,6 +143,8 @@ def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
         where = "; the system message ends at one" if is_end else ", none at the system message's end"
         yield Finding("template", "ok", f"{len(prompt.boundaries)} boundaries in a prompt of two messages{where}")
     yield _calls_finding(renderer.output_format.name)
+    cost = template_cost(renderer)
+    yield Finding("template cost", "note" if cost.advice else "ok", cost.line, cost.advice)
 
 
 def _calls_finding(name: str) -> Finding:

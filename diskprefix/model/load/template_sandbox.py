@@ -14,7 +14,8 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -51,7 +52,7 @@ class BoundedSandbox(sandbox.ImmutableSandboxedEnvironment):
     def write(self, template: Template, values: Mapping[str, Any]) -> str:
         """Returns what a template of this sandbox writes. Raises `TemplateError` after `LIMIT_S`, `NobodyWaits`, and
         whatever the template raises."""
-        _of_thread.ends_at = time.monotonic() + LIMIT_S
+        _of_thread.ends_at = min(time.monotonic() + LIMIT_S, getattr(_of_thread, "all_end_at", math.inf))
         try:
             return template.render(values)
         finally:
@@ -91,6 +92,16 @@ class _Generation(Extension):
 
 
 _of_thread = threading.local()
+
+
+@contextmanager
+def renders_end_after(seconds: float) -> Iterator[None]:
+    """Ends the renders of this thread that go on after so many seconds, and each that begins later."""
+    _of_thread.all_end_at = time.monotonic() + seconds
+    try:
+        yield
+    finally:
+        _of_thread.all_end_at = math.inf
 
 
 class _Limit(Extension):

@@ -9,16 +9,20 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
-from diskprefix.errors import InvalidRequest
+from diskprefix.chat.renderer import PromptRenderer
+from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.extras.embedding import embeddings
-from diskprefix.extras.embedding.model_purpose import read_purpose
+from diskprefix.extras.embedding.model_purpose import Purpose, read_purpose
+from diskprefix.model.load.read_tokenizer import read_tokenizer
 from diskprefix.settings import Settings
 from tests.agent_bodies import words
 from tests.model.tiny import write_gguf
@@ -286,3 +290,22 @@ def test_the_inputs_are_counted_and_logged_as_one_request(
     assert f" 200 · prompt {total} · restored " in line
     added = [figure(client, name) - number for name, number in zip(names, before, strict=True)]
     assert added == [1, 0, 0, total]
+
+
+@pytest.mark.parametrize("ends", ["by the tokenizer", "by the file"])
+def test_a_cut_text_keeps_the_tokens_that_begin_and_end_every_text(chat_model: Path, ends: str) -> None:
+    tokenizer = read_tokenizer(chat_model, None)
+    whole = tokenizer.encode("Name three rivers. " * 100, add_special_tokens=False)
+    if ends == "by the tokenizer":
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|im_start|> $A <|im_end|>", pair="$A $B", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
+        )
+    renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=64)
+    engine = SimpleNamespace(max_positions=64)
+    serving: Any = SimpleNamespace(renderer=renderer, engine=engine)
+    purpose = Purpose("last", end_id=2 if ends == "by the file" else None)
+    text = "Name three rivers. " * 100_000
+    with pytest.raises(ContextTooLong):
+        embeddings._prompt(serving, purpose, text, "input", special_tokens=False)
+    cut = embeddings._prompt(serving, purpose, text, "input", special_tokens=False, at_most=63).token_ids.tolist()
+    assert cut == ([1, *whole[:61], 2] if ends == "by the tokenizer" else [*whole[:62], 2])

@@ -517,3 +517,14 @@ def test_whoever_is_killed_in_a_swap_the_conversations_go_on_as_if_nothing_had_b
             with daemon.client() as client:
                 assert list(conversation(client, "ash")) == [(reply, 0) for reply in expected]
             assert daemon.stop() == 0
+
+
+def test_an_address_that_is_nearly_right_names_the_right_one_before_a_model_is_chosen(daemon: DaemonProcess) -> None:
+    for path, meant in (
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("//v1/messages", "/v1/messages"),
+        ("/health/", "/health"),
+    ):
+        answer = httpx.post(f"{daemon.url}{path}", json={"messages": []})
+        assert answer.status_code == 404
+        assert f"no such route: POST {path}; did you mean {meant}?" in answer.text

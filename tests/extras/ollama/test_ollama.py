@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,43 @@ def test_a_text_with_a_suffix_fills_the_gap_and_embeddings_are_those_of_openais_
         assert [list(one) for one in found.embeddings] == [one["embedding"] for one in wanted["data"]]
         assert found.prompt_eval_count == wanted["usage"]["prompt_tokens"]
         assert len(client.embed("coder", "rivers").embeddings) == 1
+
+
+def test_a_text_to_embed_above_the_positions_is_cut_and_said_unless_the_request_forbids_it(
+    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_chat_model(tmp_path_factory.mktemp("models") / "tiny")
+    long = "Name three rivers. " * POSITIONS
+    with (
+        real_app(folder, tmp_path_factory.mktemp("kv")) as server,
+        server.client() as plain,
+        Client(server.url) as client,
+    ):
+        for fields in ({}, {"truncate": True}, {"truncate": None}):
+            with caplog.at_level(logging.WARNING):
+                caplog.clear()
+                found = client.embed("tiny", ["short", long, "rivers"], **fields)
+            assert f"1 of 3 texts to embed were cut at {POSITIONS - 1} tokens" in caplog.text
+        sent = {"input": ["short", long, "rivers"], "encoding_format": "float"}
+        assert plain.post("/api/embed", json=sent).json()["truncated"] == [1]
+        assert "truncated" not in plain.post("/api/embed", json={"input": "short"}).json()
+        token_ids = plain.post("/tokenize", json={"content": long, "add_special": False}).json()["tokens"]
+        wanted = plain.post("/v1/embeddings", json={"input": ["short", token_ids[: POSITIONS - 1], "rivers"]}).json()
+        assert [list(one) for one in found.embeddings] == [one["embedding"] for one in wanted["data"]]
+        with pytest.raises(ResponseError, match=r"input\.1: the prompt is too long"):
+            client.embed("tiny", ["short", long], truncate=False)
+        assert plain.post("/v1/embeddings", json={"input": long}).status_code == 400
+        assert plain.post("/v1/embeddings", json={"input": long, "truncate": True}).status_code == 400
+
+
+def test_characters_at_which_the_client_ends_lines_arrive_in_a_stream(client: Client, engine: ScriptedEngine) -> None:
+    said = "a\u2028b\u2029c\u0085d\u000b\u000ce\u001cf\u201cg"
+    engine.script = saying(said)
+    for part in (client.chat("scripted", RIVERS, stream=True), client.generate("scripted", "Say it.", stream=True)):
+        lines = list(part)
+        texts = [line["message"]["content"] if "message" in line else line["response"] for line in lines]
+        assert "".join(text or "" for text in texts) == said
+        assert lines[-1].done
 
 
 @pytest.mark.parametrize("fails", [False, True])

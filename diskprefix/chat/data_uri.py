@@ -1,0 +1,58 @@
+"""Reads `data:` URIs as browsers do: the base64 in them may have line ends, no `=`, or the letters of URLs."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from urllib.parse import unquote_to_bytes
+
+from diskprefix.errors import InvalidRequest
+from diskprefix.printable import shown
+
+_SHOWN_CHARS = 40
+_SHOWN_LETTERS = 5
+_ALPHABET = re.compile(r"[A-Za-z0-9+/]*")
+_OF_URLS = str.maketrans("-_", "+/", " \t\n\r\f")
+"""Letters of base64 for URLs become those of other base64; blanks and line ends are left out."""
+
+
+def data_uri(media_type: str, data: str) -> str:
+    """Returns base64 as a `data:` URI, or `data` itself if it is one already: some clients send it where the API wants
+    the base64 alone."""
+    return data if data.lstrip()[:5].lower() == "data:" else f"data:{media_type};base64,{data}"
+
+
+def content_of(uri: str, param: str) -> bytes:
+    """Returns the content of a `data:` URI. Other URLs are never fetched: clients could read what the server can.
+    Raises `InvalidRequest`, which names `param`."""
+    scheme, _, rest = uri.partition(":")
+    if scheme.strip().lower() != "data":
+        problem = "URLs are not fetched; send the image itself, as data:image/png;base64,…"
+        raise InvalidRequest.at(param, f"{problem} (got {shown(uri, _SHOWN_CHARS)})")
+    header, comma, data = rest.partition(",")
+    if not comma or not header.lower().replace(" ", "").endswith(";base64"):
+        raise InvalidRequest.at(param, "must be a data: URI in base64 (data:image/png;base64,…)")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        return _forgiving(data, param)
+
+
+def _forgiving(data: str, param: str) -> bytes:
+    """Decodes as the algorithm "forgiving-base64 decode" of the standard for URLs in browsers (WHATWG Infra)."""
+    if "%" in data:
+        data = unquote_to_bytes(data).decode("latin-1")
+    letters = data.translate(_OF_URLS)
+    if not len(letters) % 4:
+        letters = letters.removesuffix("=").removesuffix("=")
+    if end := _ALPHABET.match(letters):
+        others = dict.fromkeys(letters[end.end() :][:1_000])
+        wrong = [letter for letter in others if not _ALPHABET.fullmatch(letter)]
+        if wrong:
+            named = ", ".join(c if c.isprintable() else f"U+{ord(c):04X}" for c in wrong[:_SHOWN_LETTERS])
+            raise InvalidRequest.at(param, f"is not valid base64: it has letters that base64 has not ({named})")
+    if len(letters) % 4 == 1:
+        problem = f"is not valid base64: {len(letters)} letters do not make whole bytes; it may be cut off"
+        raise InvalidRequest.at(param, problem)
+    return base64.b64decode(letters + "=" * (-len(letters) % 4))

@@ -1,0 +1,159 @@
+"""Tells what a chat template costs: how many tokens of a prompt stay when its conversation changes as it usually does.
+
+The state of the tokens up to the first change is reused, all others are computed again. Made-up conversations are
+rendered before and after each change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from diskprefix.chat.messages import Conversation, JsonObject, Message, Role, TextPart, ToolCall
+from diskprefix.errors import InvalidRequest
+from diskprefix.tokens import common_prefix_length
+
+if TYPE_CHECKING:
+    from diskprefix.chat.renderer import PromptRenderer
+
+_LIMIT_S = 3.0
+"""For all renderings: a template may be slow, or never end."""
+_ENOUGH = 0.8
+"""The share of a prompt that stays; if less does, the line says what can be done."""
+_CLOCK = "strftime_now"
+"""The function with which templates read the date."""
+_DATE = re.compile(r"\b(\w*(?:date|today)\w*)\s+is\s+(?:not\s+)?defined\b")
+"""A variable that a template reads instead of the date of the day."""
+_WORDS = "Water that falls on the mountains finds its way to the sea, by one river or by another. "
+
+
+class Kept(Struct, frozen=True):
+    """Of a prompt of `total` tokens, the first `kept` stay."""
+
+    kept: int
+    total: int
+
+    @property
+    def loses_much(self) -> bool:
+        return self.kept < self.total * _ENOUGH
+
+
+class TemplateCost(Struct, frozen=True):
+    """The tokens of a prompt that stay after each change; None if the template refuses a conversation."""
+
+    turn: Kept | None = None
+    """A reply and a question are added."""
+    day: Kept | None = None
+    """The same conversation on the next day."""
+    thoughts: Kept | None = None
+    """The next question after a call with thoughts, which many templates drop then."""
+    tool: Kept | None = None
+    """The client offers one more tool."""
+    advice: str = ""
+
+    @property
+    def line(self) -> str:
+        """The figures in one line, without the advice."""
+        changes = ("a turn is added", self.turn), ("a day passes", self.day), ("thoughts are dropped", self.thoughts)
+        said = [
+            f"{kept.kept} of {kept.total} when {change}"
+            for change, kept in (*changes, ("a tool is added", self.tool))
+            if kept is not None
+        ]
+        return f"tokens of three turns that stay: {', '.join(said)}" if said else "no conversation could be rendered"
+
+    @property
+    def record(self) -> JsonObject:
+        """The same for JSON."""
+        kept = {"turn": self.turn, "day": self.day, "thoughts": self.thoughts, "tool": self.tool}
+        figures = {name: None if each is None else {"kept": each.kept, "of": each.total} for name, each in kept.items()}
+        return {**figures, "advice": self.advice}
+
+
+def template_cost(renderer: PromptRenderer) -> TemplateCost:
+    """Renders the conversations. Takes 10 to 80 ms, and seconds if the template is slow."""
+    from diskprefix.model.load.template_sandbox import renders_end_after  # Here, as it imports Jinja2.
+
+    with renders_end_after(_LIMIT_S):
+        return _Trial(renderer.for_trial()).cost()
+
+
+class _Trial:
+    def __init__(self, renderer: PromptRenderer) -> None:
+        self._renderer = renderer
+
+    def cost(self) -> TemplateCost:
+        plain = _conversation([_said("system", 3), *_turns(2), _said("user", 1)])
+        grown = replace(plain, messages=[*plain.messages, _said("assistant", 1), _said("user", 1)])
+        calls = _conversation([_said("system", 3), *_turns(1), _said("user", 1), *_call()], tools=[_tool("look")])
+        asked = replace(calls, messages=[*calls.messages, _said("assistant", 1), _said("user", 1)])
+        more_tools = replace(calls, tools=[_tool("look"), _tool("write")])
+        turn, day = self._kept(plain, grown), self._over_a_day(plain, {})
+        thoughts, tool = self._kept(calls, asked), self._kept(calls, more_tools)
+        advice = self._advice(plain, turn, day)
+        return TemplateCost(turn, day, thoughts, tool, advice)
+
+    def _over_a_day(self, plain: Conversation, variables: JsonObject) -> Kept | None:
+        now = datetime.now()
+        # All that a template may write of the time differs.
+        later = now + timedelta(days=1, hours=1, minutes=1, seconds=1)
+        first, second = (
+            replace(plain, template_variables={**variables, _CLOCK: moment.strftime}) for moment in (now, later)
+        )
+        return self._kept(first, second)
+
+    def _kept(self, before: Conversation, after: Conversation) -> Kept | None:
+        prompts = []
+        for conversation in (before, after):
+            try:
+                prompts.append(self._renderer.replay(conversation, None).prompt.token_ids)
+            except InvalidRequest:
+                return None
+        return Kept(common_prefix_length(*prompts), len(prompts[0]))
+
+    def _advice(self, plain: Conversation, turn: Kept | None, day: Kept | None) -> str:
+        said = []
+        if turn is not None and turn.loses_much:
+            said.append("each question changes earlier text; another template (--chat-template FILE) may not")
+        if day is not None and day.loses_much:
+            fixed = self._without_date(plain)
+            how = f"--chat-template-kwargs '{fixed}'" if fixed else "another template (--chat-template FILE)"
+            said.append(f"the date at the beginning changes each day; {how} keeps it")
+        return "; ".join(said)
+
+    def _without_date(self, plain: Conversation) -> str:
+        """Returns the value of `--chat-template-kwargs` with which the date stays; "" without one."""
+        for name in dict.fromkeys(_DATE.findall(self._renderer.template_source)):
+            day = self._over_a_day(plain, {name: "1 January 2026"})
+            if day is not None and not day.loses_much:
+                return f'{{"{name}": "1 January 2026"}}'
+        return ""
+
+
+def _said(role: Role, num_sentences: int, **fields: Any) -> Message:
+    content = (TextPart(_WORDS * num_sentences, ""),) if num_sentences else ()
+    return Message(role=role, content=content, path="messages", **fields)
+
+
+def _turns(count: int) -> list[Message]:
+    return [_said(role, 1) for role in ("user", "assistant")] * count
+
+
+def _call() -> Sequence[Message]:
+    call = ToolCall("diskprefx", "look", {"what": "the sea"})
+    return _said("assistant", 0, reasoning=_WORDS, tool_calls=(call,)), _said("tool", 1, tool_call_id=call.id)
+
+
+def _tool(name: str) -> JsonObject:
+    what = {"type": "string", "description": _WORDS}
+    parameters = {"type": "object", "properties": {"what": what}, "required": ["what"]}
+    return {"type": "function", "function": {"name": name, "description": _WORDS, "parameters": parameters}}
+
+
+def _conversation(messages: list[Message], tools: list[JsonObject] | None = None) -> Conversation:
+    return Conversation(messages=messages, tools=tools)

@@ -1,0 +1,118 @@
+"""What a chat template costs, found with the real templates and with one that never ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diskprefix.chat import template_cost as template_cost_module
+from diskprefix.chat.renderer import PromptRenderer
+from diskprefix.chat.template_cost import Kept, TemplateCost, template_cost
+from diskprefix.model.load.read_tokenizer import read_tokenizer
+from tests.chat.families.families import folder
+from tests.chat.rendering import renderer_of
+from tests.server.chat_model import CHAT_TEMPLATE, write_tokenizer
+from tests.server.daemon_process import wait_until
+from tests.server.scripted import scripted_app
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(made)
+    return made
+
+
+def renderer_with(tokenizer_folder: Path, template: str, **variables: Any) -> PromptRenderer:
+    renderer = renderer_of(read_tokenizer(tokenizer_folder, template), template_variables=variables)
+    renderer.warm_up()
+    return renderer
+
+
+def real(name: str) -> str:
+    return (folder() / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def whole(kept: Kept | None) -> bool:
+    assert kept is not None
+    return kept.kept == kept.total
+
+
+@pytest.mark.parametrize(
+    ("name", "losses", "says"),
+    [
+        ("Qwen-Qwen2.5-7B-Instruct", set(), ""),
+        ("Qwen-Qwen3-0.6B", {"thoughts"}, ""),
+        ("mistralai-Mistral-Nemo-Instruct-2407", {"turn"}, "each question changes earlier text; another template"),
+        ("meta-llama-Llama-3.2-3B-Instruct", {"day"}, "--chat-template-kwargs '"),
+        ("openai-gpt-oss-120b", {"day", "thoughts"}, "the date at the beginning changes each day; another template"),
+    ],
+)
+def test_what_a_real_template_loses_is_found_and_what_to_do(
+    tokenizer_folder: Path, name: str, losses: set[str], says: str
+) -> None:
+    cost = template_cost(renderer_with(tokenizer_folder, real(name)))
+    for change in ("turn", "day", "thoughts"):
+        assert whole(getattr(cost, change)) == (change not in losses), (change, cost.line)
+    assert cost.tool is not None
+    assert 0 < cost.tool.kept < cost.tool.total
+    assert says in cost.advice
+    assert bool(says) == bool(cost.advice)
+    assert cost.record["turn"] == {"kept": cost.turn.kept, "of": cost.turn.total} if cost.turn else False
+    assert f"{cost.tool.kept} of {cost.tool.total} when a tool is added" in cost.line
+
+
+def test_what_is_advised_against_the_date_keeps_it(tokenizer_folder: Path) -> None:
+    template = real("meta-llama-Llama-3.2-3B-Instruct")
+    advice = template_cost(renderer_with(tokenizer_folder, template)).advice
+    found = re.search(r"--chat-template-kwargs '(.*?)'", advice)
+    assert found is not None
+    cost = template_cost(renderer_with(tokenizer_folder, template, **json.loads(found[1])))
+    assert whole(cost.day)
+    assert cost.advice == ""
+
+
+def test_a_template_that_refuses_everything_has_no_figures(tokenizer_folder: Path) -> None:
+    cost = template_cost(renderer_with(tokenizer_folder, "{{ raise_exception('no') }}"))
+    assert cost == TemplateCost()
+    assert cost.line == "no conversation could be rendered"
+
+
+NEVER_ENDS = CHAT_TEMPLATE + (
+    "{% if messages|length > 7 %}{% for i in range(30000) %}{% for j in range(30000) %}{% endfor %}{% endfor %}"
+    "{% endif %}"
+)
+
+
+def test_a_template_that_does_not_end_is_given_up_and_learned_nothing_from(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_cost_module, "_LIMIT_S", 0.2)
+    renderer = renderer_with(tokenizer_folder, NEVER_ENDS)
+    known = {name: dict(value) for name, value in vars(renderer._template).items() if isinstance(value, dict)}
+    began = time.monotonic()
+    assert template_cost(renderer).turn is None
+    assert time.monotonic() - began < 20, "a render may take 30 s"
+    assert {name: value for name, value in vars(renderer._template).items() if isinstance(value, dict)} == known
+
+
+def test_the_trial_does_not_use_up_the_warning_of_a_template_that_ignores_tools(
+    tokenizer_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    renderer = renderer_with(tokenizer_folder, "{% for message in messages %}{{ message.content }}{% endfor %}")
+    with caplog.at_level(logging.WARNING):
+        template_cost(renderer)
+    assert caplog.text == ""
+    assert not renderer._template._warned_of_tools
+
+
+def test_the_cost_is_in_the_log_once_the_model_is_loaded(chat_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), scripted_app(chat_model):
+        wait_until(lambda: "[template] tokens of three turns that stay: " in caplog.text, "the cost is logged")
+    assert [record.levelname for record in caplog.records if "[template]" in record.message] == ["INFO"]
