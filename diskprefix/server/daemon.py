@@ -181,6 +181,8 @@ class Daemon:
             notify(STATUS="stopping: writing what is not on disk yet")
             if self.hibernates:
                 await self.threads.run("stopping", serving.engine.save_idle)
+            if (speed := serving.engine.cache.cost_model.prefill_s_per_token) is not None:
+                await self.threads.run("stopping", PREFILL_SPEEDS.put, serving.model_name, speed)
             if not await self.threads.run("stopping", serving.engine.close):
                 log.warning("[disk-cache] not everything could be written in time; what was written is intact")
         self.threads.close()

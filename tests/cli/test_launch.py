@@ -24,7 +24,6 @@ from diskprefix.extras import daemon_call
 from diskprefix.extras.clients import daemon_choice, launch_command, launched_daemon, model_choice
 from diskprefix.extras.clients.recipe import Served, agents, recipe
 from diskprefix.extras.daemon_call import Answer
-from diskprefix.model.load import proposals
 from diskprefix.server.process.token_file import published_token, token_for
 from diskprefix.settings import cache_home
 from diskprefix.user_key import user_key
@@ -220,7 +219,7 @@ def test_of_several_models_one_in_memory_is_taken_or_the_one_that_is_named(run: 
             run("launch", "goose", "--url", daemon.url, "--model", name).assert_refused(2, *words)
     with small_daemon(models=[models({"id": "x", "context_length": 32_768, "capabilities": ["chat"]})]) as daemon:
         assert "not trained to call tools" in (warning := model_of()[1][0])
-        assert re.search(r"; fetch another with `diskprefix pull \S+` \(\S+ GiB of memory; ", warning)
+        assert re.search(r"; fetch another with `diskprefix pull \S+` \(\S+ GiB to fetch, \S+ GiB of memory, ", warning)
 
 
 def test_the_largest_fetched_model_that_fits_and_calls_tools_is_served(
@@ -247,20 +246,6 @@ def test_the_largest_fetched_model_that_fits_and_calls_tools_is_served(
     assert model_choice.flags_of_model(None) == []
     assert model_choice.flags_of_model("large") == []
     assert model_choice.flags_of_model("any") == ["--model", "any"]
-
-
-@pytest.mark.parametrize(
-    ("gib", "name"),
-    [
-        (1, "qwen3.5:2b` (2.7 GiB of memory; 1.0 GiB are free)"),
-        (6, "qwen3.5:4b` (5.5 GiB of memory; 6.0 GiB are free)"),
-        (14, "gpt-oss:20b` (12.8 GiB of memory; 14.0 GiB are free)"),
-        (99, "qwen3.6:35b` (23.2 GiB of memory; 99.0 GiB are free)"),
-    ],
-)
-def test_the_largest_model_that_fits_is_proposed(gib: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proposals, "available_ram_bytes", lambda: gib << 30)
-    assert proposals.proposed() == f"`diskprefix pull {name}"
 
 
 def test_what_cannot_be_launched_is_one_line_that_says_what_to_do(

@@ -14,6 +14,7 @@ from msgspec import Struct
 from diskprefix.cli.options import variable_of
 from diskprefix.cli.tooling import status
 from diskprefix.errors import NotReady, SettingsError
+from diskprefix.extras.catalogue.adviser import proposed
 from diskprefix.extras.catalogue.catalogue import Catalogue, open_catalogue, template_of
 from diskprefix.extras.catalogue.list_command import row_of
 from diskprefix.extras.catalogue.pull_command import fetch
@@ -22,7 +23,7 @@ from diskprefix.extras.daemon_call import Call, full_url, key_for, wait_ready
 from diskprefix.model.load.hub import cached_model
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.named_model import own_path, plain_name
-from diskprefix.model.load.proposals import meant_name, proposed, require_repository
+from diskprefix.model.load.proposals import meant_name, require_repository
 from diskprefix.native.compute_threads import num_cores
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
