@@ -19,6 +19,7 @@ from diskprefix.chat.normalisers import Normalisers
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
+from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.model.load.named_model import default_sampling
 from diskprefix.server.body import Bodies
 from diskprefix.server.limits import InFlight, Turns

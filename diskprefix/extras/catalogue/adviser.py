@@ -8,7 +8,7 @@ from pathlib import Path
 from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted
 from diskprefix.model.load.memory import available_ram_bytes
-from diskprefix.model.load.proposals import ShortName, short_names
+from diskprefix.model.load.proposals import ShortName, short_name, short_names
 from diskprefix.native.compute_threads import num_cores
 from diskprefix.units import format_size, rough_duration
 
@@ -70,6 +70,15 @@ def advised(free_bytes: int) -> ShortName:
     # Guesses are compared with guesses: a measured time of one model among them would favour or spoil it.
     soonest = min(small, key=_guess, default=None)
     return soonest or min(suitable, key=memory_bytes)
+
+
+def preference(name: str, file_bytes: int) -> tuple[bool, float]:
+    """Returns the sort key of a fetched model that calls tools and fits: one that could be `advised` is preferred, the
+    fastest first; of others the largest."""
+    row = short_name(name)
+    if row is not None and row.suits_agents and memory_bytes(row) <= _USABLE * available_ram_bytes():
+        return True, -_guess(row)
+    return False, float(file_bytes)
 
 
 def proposed() -> str:
