@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from diskprefix.extras.catalogue import adviser, list_command
+from diskprefix.extras.catalogue import adviser, list_command, pull_command
 from diskprefix.extras.catalogue.adviser import advised, memory_bytes, proposed, told
 from diskprefix.memo import PREFILL_SPEEDS
-from diskprefix.model.load.hub import split_name
+from diskprefix.model.load.hub import HubListing, split_name
 from diskprefix.model.load.proposals import full_name, short_name, short_names
 from diskprefix.units import rough_duration
 from tests.cli.conftest import Run
@@ -145,3 +145,12 @@ def test_what_the_benchmarks_have_fetched_is_listed_and_served_by_its_name(
     of_tools = {name: row["path"] for name, row in listed.items() if row["origin"] == "tools/bench"}
     assert of_tools == {"Coder-0.5B": str(models / "Coder-0.5B/coder-q4_k_m.gguf")}
     run("rm", "Coder-0.5B", "--yes").assert_refused(2, "Coder-0.5B belongs to tools/bench")
+
+
+def test_run_pull_and_launch_tell_download_memory_and_minutes_before_they_fetch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    row = short_names()["qwen3.5:4b"]
+    repo, quant = split_name(row.source)
+    pull_command._warn(HubListing(repo, (), {}, {"Qwen3.5-4B-Q4_K_M.gguf": 2_740_000_000}, quant))
+    assert f"qwen3.5:4b: {told(row)}" in capsys.readouterr().err
