@@ -16,6 +16,8 @@ AGENT_TOKENS, LEAST_CONTEXT = 19_000, 16_384
 """The first prompt of the agent with the longest one, and the context for which memory is counted."""
 _USABLE = 0.75
 """The part of the free memory that a model may take: other programs grow, too."""
+_QUERIES = 4
+"""The usual number of queries that share a head of keys and values."""
 _PLAIN_BYTES_S, _OTHER_BYTES_S, _AVX2 = 1e11, 6e10, 0.45
 """Bytes of weights that a core multiplies by a token of a long prompt in a second, with AVX-512 and VNNI: dense models
 with attention alone (measured: 3B), and mixtures or models with recurrent layers (measured: Qwen3.5-4B, gpt-oss-20b).
@@ -44,6 +46,12 @@ def guessed_s_per_token(used_bytes: int, *, is_plain: bool) -> float:
     with suppress(OSError):
         is_fast = "avx512_vnni" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     return used_bytes / num_cores() / (bytes_s if is_fast else bytes_s * _AVX2)
+
+
+def attention_bytes(kv_bytes: float, num_tokens: int) -> int:
+    """Returns what attention adds, as `ShortName.attended_bytes`, for a model of which only the bytes of keys and
+    values of a token are known."""
+    return int(kv_bytes / 2 * num_tokens / 2 * _QUERIES * 4.8 / 8)
 
 
 def needs_of(row: ShortName) -> ModelNeeds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
@@ -13,7 +14,9 @@ from diskprefix.cli.options import variable_of
 from diskprefix.cli.tooling import status
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.extras.catalogue.adviser import (
+    AGENT_TOKENS,
     LEAST_CONTEXT,
+    attention_bytes,
     guessed_s_per_token,
     preference,
     prefill_s_per_token,
@@ -33,6 +36,7 @@ from diskprefix.settings import Settings
 from diskprefix.units import format_size
 
 _SHOWN = 3
+_KV_PART = re.compile(r"KV memory for ([\d,]+) tokens")
 
 
 class Choice(Struct, frozen=True, kw_only=True):
@@ -135,8 +139,14 @@ def _guessed_speed(card: dict[str, Any]) -> float | None:
     them are read for a token, so a mixture is guessed too slow."""
     if (row := short_name(card["id"])) is not None:
         return prefill_s_per_token(row)[0]
-    weights_bytes = sum(num_bytes for part, num_bytes in card.get("needs", {}).items() if part.startswith("weights"))
-    return guessed_s_per_token(weights_bytes, is_plain=True) or None
+    weights_bytes = attended_bytes = 0
+    num_tokens = min(AGENT_TOKENS, card.get("context_length") or LEAST_CONTEXT)
+    for part, num_bytes in card.get("needs", {}).items():
+        if part.startswith("weights"):
+            weights_bytes += num_bytes
+        elif found := _KV_PART.fullmatch(part):
+            attended_bytes += attention_bytes(num_bytes / max(int(found[1].replace(",", "")), 1), num_tokens)
+    return guessed_s_per_token(weights_bytes + attended_bytes, is_plain=True) if weights_bytes else None
 
 
 def has_stored(call: Call, model: str, num_tokens: int) -> bool:
