@@ -55,3 +55,8 @@ class Memo:
             return {}
         is_known = isinstance(content, dict) and content.get("format") == self._version
         return records if is_known and isinstance(records := content.get("records"), dict) else {}
+
+
+PREFILL_SPEEDS = Memo("prefill-speeds", version=1)
+"""The measured seconds that a token of a long prompt takes, by the model's name or file. Daemons note them when they
+end, and commands tell them when no daemon runs."""

@@ -77,6 +77,19 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} d"
 
 
+def rough_duration(seconds: float) -> str:
+    """Returns an estimate in whole units: `a few seconds`, `about 20 s`, `about a minute`, `about 7 minutes`, `about 2
+    hours`."""
+    if seconds < 8:
+        return "a few seconds"
+    if seconds < 45:
+        return f"about {round(seconds, -1):.0f} s"
+    minutes, hours = max(1, round(seconds / 60)), round(seconds / 3600)
+    if minutes < 90:
+        return "about a minute" if minutes == 1 else f"about {minutes} minutes"
+    return f"about {hours} hours"
+
+
 def format_age(seconds: float) -> str:
     """Returns `40 s`, `3 min`, `5 h` or `3 d`, rounded down. A negative age counts as 0."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):

@@ -20,6 +20,7 @@ from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.template_cost import template_cost
 from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
+from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.model.load.named_model import default_sampling
 from diskprefix.server.body import Bodies
 from diskprefix.server.limits import InFlight, Turns
@@ -182,6 +183,8 @@ class Daemon:
             notify(STATUS="stopping: writing what is not on disk yet")
             if self.hibernates:
                 await self.threads.run("stopping", serving.engine.save_idle)
+            if (speed := serving.engine.cache.cost_model.prefill_s_per_token) is not None:
+                await self.threads.run("stopping", PREFILL_SPEEDS.put, serving.model_name, speed)
             if not await self.threads.run("stopping", serving.engine.close):
                 log.warning("[disk-cache] not everything could be written in time; what was written is intact")
         self.threads.close()

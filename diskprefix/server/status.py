@@ -115,7 +115,8 @@ def _model_props(serving: Serving) -> dict[str, Any]:
     return {
         "name": serving.model_name,
         "loaded_at": serving.loaded_at,
-        "needs_bytes": serving.engine.fit.needed_bytes,
+        "needs_bytes": engine.fit.needed_bytes,
+        "needs": dict(engine.fit.rows()),
         "max_positions": serving.engine.max_positions,
         "model_positions": serving.engine.model_positions,
         "vocab_size": serving.renderer.vocab_size,

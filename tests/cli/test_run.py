@@ -136,6 +136,16 @@ def test_ps_shows_what_is_in_memory_and_how_long_a_prompt_takes(run: Run) -> Non
         run("ps", "--url", daemon.url).assert_refused(1, "is no diskprefix daemon")
 
 
+def test_ps_says_what_is_in_the_memory_of_a_model(run: Run) -> None:
+    needs = {"weights in Q4_K": 2 << 30, "KV memory for 32,768 tokens": 384 << 20, "room to compute": 640 << 20}
+    with small_daemon(props=[(200, PROPS | {"running": [], "model": PROPS["model"] | {"needs": needs}})]) as daemon:
+        shown = run("ps", "--url", daemon.url).stdout.splitlines()
+        [row] = run("ps", "--url", daemon.url, "--json").json["models"]
+    parts = "weights in Q4_K 2.0 GiB, KV memory for 32,768 tokens 384.0 MiB, room to compute 640.0 MiB"
+    assert shown[2:] == [f"m: {parts}"]
+    assert row["memory_bytes"] == sum(row["memory"].values()) == 3 << 30
+
+
 def test_a_daemon_that_refuses_the_key_hides_no_other(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     refuses = [(403, {"error": {"message": "only admin"}})]
     with small_daemon(props=refuses) as one, small_daemon(props=[(200, PROPS)]) as other:

@@ -212,6 +212,7 @@ class ScriptedCache:
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self._engine = engine
+        self.cost_model = CostModel("auto", lambda num_tokens: 23_040 * num_tokens)
         self.is_readable = threading.Event()
         self.is_readable.set()
         self.is_waited_for = threading.Event()

@@ -27,6 +27,7 @@ from diskprefix.chat.output.choose_format import PlainText
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import Constraint, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.errors import ModelError
+from diskprefix.memo import PREFILL_SPEEDS
 from diskprefix.server import limits as reading
 from diskprefix.server import streaming
 from diskprefix.server.answer import MAX_LOGPROBS, SESSION_HEADERS
@@ -166,6 +167,16 @@ def test_a_client_that_leaves_while_the_model_loads_gives_its_place_back(
             wait_until(lambda: client.get("/health").json()["queue_depth"] == 1, "the request waits")
         wait_until(lambda: not server.daemon.num_arriving, "the place is free")
         load.go_on.set()
+
+
+@pytest.mark.usefixtures("own_places")
+def test_a_daemon_that_ends_notes_how_fast_prompts_were_computed(chat_model: Path, engine: ScriptedEngine) -> None:
+    for seconds, noted in ((None, None), (40.0, 0.02)):
+        with scripted_app(chat_model, engine) as server, server.client() as client:
+            name = client.get("/v1/models").json()["data"][0]["id"]
+            if seconds is not None:
+                engine.cache.cost_model.record_prefill(2000, seconds)
+        assert PREFILL_SPEEDS.get(name) == noted
 
 
 class Panic(BaseException):

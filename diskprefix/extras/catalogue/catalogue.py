@@ -15,6 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
+from diskprefix.extras.catalogue.adviser import none_known
 from diskprefix.extras.catalogue.models_file import read_models_file
 from diskprefix.model.load.checkpoint import checkpoint_files, require_weights, weight_files
 from diskprefix.model.load.embedded import EMBEDDED
@@ -23,7 +24,7 @@ from diskprefix.model.load.found_models import OWNERS, found_models, models_belo
 from diskprefix.model.load.gguf_file import part_paths, read_tensors
 from diskprefix.model.load.hub import cached_models
 from diskprefix.model.load.named_model import path_of, plain_name
-from diskprefix.model.load.proposals import full_name, none_known
+from diskprefix.model.load.proposals import full_name
 from diskprefix.native import build
 from diskprefix.printable import first_line, shown
 from diskprefix.settings import OF_ONE_MODEL, Settings, config_home, flag_of

@@ -14,6 +14,7 @@ import click
 from diskprefix.cli.options import build_settings, nonempty, setting_options
 from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status
 from diskprefix.errors import DiskPrefixError, ModelError, ModelNotFound
+from diskprefix.extras.catalogue.adviser import needs_of, told
 from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
 from diskprefix.extras.catalogue.catalogue import (
     Catalogue,
@@ -28,6 +29,7 @@ from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, fitted
 from diskprefix.model.load.gguf_file import QUANT, model_stem, part_paths, read_tensors
 from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.proposals import ShortName, short_name
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.printable import first_line, shown
 from diskprefix.settings import PER_MODEL, SETTINGS, Settings
@@ -46,9 +48,10 @@ _PLACES = ("models_dir", "models_file", "kv_memory")
 @setting_options(_PLACES)
 @json_option
 def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
-    """List the models in models.toml, below --models-dir and in the hub's cache, the models that Ollama, LM Studio and
-    llama.cpp have on this machine, and the embedded model if it is the default. The columns are the quantization, the
-    size of the files, the memory that the model needs, and the longest context that is served.
+    """List the models in models.toml, below --models-dir and in the hub's cache, the models that Ollama, LM Studio,
+    llama.cpp and `tools/bench models` have on this machine, and the embedded model if it is the default. The columns
+    are the quantization, the size of the files, the memory that the model needs, and the longest context that is
+    served.
 
     The quantization is named by the file's name or header, such as Q4_K_M, or else is that of most weights. Only
     headers are read. A model that does not fit into the free memory has "no" in the column fits. Models of other
@@ -101,7 +104,7 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
 @json_option
 def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
     """Show a model from `diskprefix list`, a .gguf file or a model folder: the memory that it needs by quantization,
-    its context, its template and its settings.
+    its context, its template and its settings. Of a short name that is not fetched, show what it would need.
 
     With --plan, also show what a step computes, without reading weights: the operators in order, one layer of each
     kind. Each line has the buffers that are read and written, the weights with their shapes and quantizations, and the
@@ -111,12 +114,20 @@ def show_model(name: str, plan: bool, as_json: bool, **flags: Any) -> None:
     diskprefix show unsloth/Qwen3.5-4B-GGUF:Q8_0
     diskprefix show ~/models/qwen-q4.gguf --weights native
     diskprefix show claude-haiku-4-5 --json
+    diskprefix show qwen3:8b
     diskprefix show gpt-oss:20b --plan
 
     \b
     Exit codes: 0 done; 2 wrong usage, or no such model; 3 its files cannot be read.
     """
-    known = _named(name, build_settings(flags))
+    settings = build_settings(flags)
+    try:
+        known = _named(name, settings)
+    except ModelNotFound:
+        if plan or (row_of_table := short_name(name)) is None:
+            raise
+        _show_unfetched(row_of_table, settings, as_json)
+        return
     with status("reading headers …"):
         fit = _fit(known.settings)
     if known.path is None or fit is None:
@@ -174,6 +185,27 @@ def _template_cost(known: KnownModel) -> TemplateCost | None:
     except DiskPrefixError:
         return None
     return template_cost(renderer) if renderer.template_source else None
+
+
+def _show_unfetched(model: ShortName, settings: Settings, as_json: bool) -> None:
+    """Shows what a model of the table of models would need."""
+    fit = fitted(needs_of(model), available_ram_bytes(), settings.kv_memory)
+    if as_json:
+        row = {"name": model.source, "aliases": (model.name,), "path": None, "file_bytes": model.download_bytes}
+        row |= {"needed_bytes": fit.needed_bytes, "context": fit.context, "fits": fit.is_enough}
+        print_json(row | {"positions": fit.needs.state.positions, "memory": dict(fit.rows())})
+        return
+    lines = {
+        "model": f"{model.name} ({model.source})",
+        "files": f"not fetched: `diskprefix pull {model.name}` fetches about {format_size(model.download_bytes)}",
+        "context": fit.context_line,
+        "agents": "good enough for agents" if model.suits_agents else "too small, or not trained for agents",
+        "needs": told(model),
+    }
+    for key, line in lines.items():
+        click.echo(f"{key:<9} {line}")
+    for line in ("", *fit.lines()):
+        click.echo(line)
 
 
 def _served_otherwise(settings: Settings) -> tuple[KnownModel, ...]:

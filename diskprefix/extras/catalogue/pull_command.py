@@ -14,13 +14,14 @@ import click
 from diskprefix.cli.options import nonempty
 from diskprefix.cli.tooling import confirmed, json_option, print_json, say
 from diskprefix.errors import ModelError, SettingsError
+from diskprefix.extras.catalogue.adviser import told
 from diskprefix.extras.catalogue.catalogue import KnownModel
 from diskprefix.extras.catalogue.list_command import row_of
 from diskprefix.model.load.fit import fitted
 from diskprefix.model.load.found_models import found_model
 from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
 from diskprefix.model.load.memory import available_ram_bytes
-from diskprefix.model.load.proposals import meant_name, require_repository
+from diskprefix.model.load.proposals import meant_name, require_repository, short_name
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
@@ -81,7 +82,10 @@ def fetch(name: str, flag: str) -> Path:
 
 
 def _warn(listing: HubListing) -> None:
-    """Says before the download if the model does not fit: the user may want it for another time, or machine."""
+    """Says before the download what a model of the table of models needs, and if the model does not fit: the user may
+    want it for another time, or machine."""
+    if (row := short_name(f"{listing.repo}:{listing.quant}")) is not None:
+        say(f"{row.name}: {told(row)}")
     fit = fitted(listing.needs("auto"), available_ram_bytes())
     if not fit.is_enough:
         say(f"note: {fit.refusal(listing.other_forms())}")

@@ -32,8 +32,9 @@ _PROC = Path("/proc")
 @json_option
 @click.pass_context
 def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> None:
-    """Show the models that all daemons of this user, or the one at --url, have in memory: the memory that each needs,
-    when it was loaded, and its requests. A prompt that is being computed is shown with the time left.
+    """Show the models that all daemons of this user, or the one at --url, have in memory: the memory that each needs
+    and what is in it, when it was loaded, and its requests. A prompt that is being computed is shown with the time
+    left.
 
     \b
     diskprefix ps
@@ -49,6 +50,10 @@ def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> 
         return
     titles = ("model", "memory", "context", "loaded", "requests", "daemon")
     print_table(titles, map(_cells, rows), right=("memory", "context", "requests"), wrapped=())
+    for row in rows:
+        if row["memory"]:
+            parts = ", ".join(f"{what} {format_size(num_bytes)}" for what, num_bytes in row["memory"].items())
+            click.echo(printable_only(f"{row['model']}: {parts}"))
     for row in rows:
         for running in row["running"]:
             click.echo(printable_only(_progress(running)))
@@ -104,6 +109,7 @@ def _row(url: str, slot: dict[str, Any], props: dict[str, Any] | None = None) ->
         "model": model.get("name", slot.get("model")),
         "state": slot["phase"],
         "memory_bytes": model.get("needs_bytes", slot.get("needed_bytes")),
+        "memory": model.get("needs", {}),
         "context": model.get("max_positions"),
         "loaded_at": model.get("loaded_at"),
         "requests": len(running) if props else slot.get("num_active", 0),

@@ -19,15 +19,18 @@ from msgspec.structs import replace
 from diskprefix.cli.options import api_key_option, nonempty, url_option
 from diskprefix.cli.tooling import confirmed, say
 from diskprefix.errors import SettingsError
+from diskprefix.extras.catalogue.adviser import LEAST_CONTEXT
 from diskprefix.extras.clients.agent_profile import AgentProfile
 from diskprefix.extras.clients.daemon_choice import find_daemon, shared_daemon
 from diskprefix.extras.clients.launched_daemon import LaunchedDaemon, is_ours
-from diskprefix.extras.clients.model_choice import LEAST_CONTEXT, NotServed, ask_served, flags_of_model
+from diskprefix.extras.clients.model_choice import Choice, NotServed, ask_served, flags_of_model, has_stored
 from diskprefix.extras.clients.recipe import KnownAgent, Served, agents, recipe
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.server.process.token_file import dashboard_line, token_for
-from diskprefix.units import counted, format_duration, format_size
+from diskprefix.units import counted, format_size, rough_duration
 
+_MOST = 0.5
+"""The part of a first prompt that must be stored to be called most of it."""
 _SIGNAL_EXIT_CODE = 128
 """A shell reports a process that signal N killed as 128 + N."""
 
@@ -44,6 +47,7 @@ _SIGNAL_EXIT_CODE = 128
 )
 @url_option()
 @api_key_option("The key, for a daemon with --api-keys.", otherwise="this user's key")
+@click.option("--anyway", is_flag=True, help="Start the agent even if the model does not suit agents.")
 @click.option("--print", "prints", is_flag=True, help="Show what would be done, and do nothing.")
 @click.option("--clean", is_flag=True, help="Remove what AGENT (or all agents) and launches wrote. Asks first.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
@@ -55,6 +59,7 @@ def launch(
     model: str | None,
     url: str,
     api_key: str | None,
+    anyway: bool,
     prints: bool,
     clean: bool,
     yes: bool,
@@ -64,7 +69,8 @@ def launch(
     If a daemon of yours runs and has the model (without --model: a model that suits agents), it is used. Otherwise
     `diskprefix serve --policy agent` is started with the largest fetched model that fits and calls tools, on another
     port if necessary. This daemon ends with the last agent that uses it. If the model's process dies earlier, another
-    one is started. If the launch was killed, `diskprefix stop` ends the daemon. With --url, no daemon is started.
+    one is started. A daemon whose only model does not suit agents is refused, unless --anyway or --model is given. If
+    the launch was killed, `diskprefix stop` ends the daemon. With --url, no daemon is started.
 
     Your own files are not changed: settings go into the agent's environment and into a separate profile, a folder below
     $XDG_CONFIG_HOME/diskprefix/launch. The agent's own data (conversations, trusted folders) goes there too, if the
@@ -109,6 +115,9 @@ def launch(
             choice = find_daemon(stack, url, model, api_key)
         else:
             choice = ask_served(running_daemon(own_url, api_key), own_url, model, api_key)
+        if choice.problem and model is None and not anyway:
+            raise SettingsError(f"{choice.problem}; {choice.advice}, or start {known.title} all the same: --anyway")
+        was_launched = profile.exists()
         settings = recipe(known.name, choice.served, profile)
         with shared.mutex():
             stack.enter_context(AgentProfile(folder=profile).session(settings, say))
@@ -116,14 +125,23 @@ def launch(
             say(f"warning: {choice.problem}; {choice.advice}")
         say(f"{known.title} uses {choice.served.model} at {choice.served.url}; its profile is {profile}")
         if known.first_prompt_tokens and choice.prefill_s_per_token:
-            tokens = min(known.first_prompt_tokens, choice.served.context)
-            lasts = format_duration(tokens * choice.prefill_s_per_token)
-            how = "as measured here" if choice.is_measured else "estimated from the size of the model"
-            say(f"its first prompt may have {tokens:,} tokens: about {lasts}, the first time only ({how})")
+            say(_first_prompt(known, choice, api_key, was_launched=was_launched))
         if (token := token_for(choice.served.url)) is not None:
             say(dashboard_line(choice.served.url, token))
         command = [program, *shlex.split(settings.run)[1:], *arguments]
         return agent_process.run(command, os.environ | settings.environment | _not_by_proxy(choice.served.url))
+
+
+def _first_prompt(agent: KnownAgent, choice: Choice, api_key: str | None, *, was_launched: bool) -> str:
+    """Returns how long the agent's first prompt takes. `was_launched`: the agent was started before."""
+    served = choice.served
+    tokens = min(agent.first_prompt_tokens, served.context)
+    call = running_daemon(served.url, api_key)
+    if was_launched and has_stored(call, served.model, int(tokens * _MOST)):
+        return f"its first prompt has about {tokens:,} tokens; most of it is stored, so it begins soon"
+    lasts = rough_duration(tokens * (choice.prefill_s_per_token or 0.0))
+    how = "as measured here" if choice.is_measured else "a rough guess"
+    return f"its first prompt has about {tokens:,} tokens: {lasts}, the first time only ({how})"
 
 
 def _location(agent: KnownAgent) -> str:

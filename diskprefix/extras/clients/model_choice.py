@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -14,6 +13,15 @@ from msgspec import Struct
 from diskprefix.cli.options import variable_of
 from diskprefix.cli.tooling import status
 from diskprefix.errors import NotReady, SettingsError
+from diskprefix.extras.catalogue.adviser import (
+    AGENT_TOKENS,
+    LEAST_CONTEXT,
+    attention_bytes,
+    guessed_s_per_token,
+    preference,
+    prefill_s_per_token,
+    proposed,
+)
 from diskprefix.extras.catalogue.catalogue import Catalogue, open_catalogue, template_of
 from diskprefix.extras.catalogue.list_command import row_of
 from diskprefix.extras.catalogue.pull_command import fetch
@@ -22,18 +30,13 @@ from diskprefix.extras.daemon_call import Call, full_url, key_for, wait_ready
 from diskprefix.model.load.hub import cached_model
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.named_model import own_path, plain_name
-from diskprefix.model.load.proposals import meant_name, proposed, require_repository
-from diskprefix.native.compute_threads import num_cores
+from diskprefix.model.load.proposals import meant_name, require_repository, short_name
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
 
-LEAST_CONTEXT = 16_384
-"""In tokens. The first prompts of agents have 2 000 to 19 000 tokens."""
 _SHOWN = 3
-_BYTES_A_S, _FAST_BYTES_A_S = 4.5e10, 1e11
-"""Bytes of weights that a core multiplies by a token of a long prompt in a second, with AVX2, and with AVX-512 and
-bfloat16: measured for dense models of 0.5 and 3 billion parameters in 4 bits."""
+_KV_PART = re.compile(r"KV memory for ([\d,]+) tokens")
 
 
 class Choice(Struct, frozen=True, kw_only=True):
@@ -98,7 +101,7 @@ def _chosen(cards: list[dict[str, Any]], model: str | None, url: str) -> dict[st
     sound = [card for card in cards if not card.get("problem")]
     if not sound:
         raise NotReady(f"the daemon at {url} has no model; fetch one with {proposed()}")
-    return max(sound, key=lambda card: (bool(card.get("loaded")), (card.get("context_length") or 0) >= LEAST_CONTEXT))
+    return max(sound, key=lambda card: (not _problem(card), bool(card.get("loaded")), "context_length" in card))
 
 
 def _problem(card: dict[str, Any]) -> str:
@@ -132,17 +135,31 @@ def _measured_speed(call: Call, model: str) -> float | None:
 
 
 def _guessed_speed(card: dict[str, Any]) -> float | None:
-    weights_bytes = sum(num_bytes for part, num_bytes in card.get("needs", {}).items() if part.startswith("weights"))
-    with suppress(OSError):
-        is_fast = "avx512_vnni" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-        return weights_bytes / num_cores() / (_FAST_BYTES_A_S if is_fast else _BYTES_A_S) or None
-    return None
+    """Returns the guess for a model in the table of models. Of others the weights' bytes are known, but not how many of
+    them are read for a token, so a mixture is guessed too slow."""
+    if (row := short_name(card["id"])) is not None:
+        return prefill_s_per_token(row)[0]
+    weights_bytes = attended_bytes = 0
+    num_tokens = min(AGENT_TOKENS, card.get("context_length") or LEAST_CONTEXT)
+    for part, num_bytes in card.get("needs", {}).items():
+        if part.startswith("weights"):
+            weights_bytes += num_bytes
+        elif found := _KV_PART.fullmatch(part):
+            attended_bytes += attention_bytes(num_bytes / max(int(found[1].replace(",", "")), 1), num_tokens)
+    return guessed_s_per_token(weights_bytes + attended_bytes, is_plain=True) if weights_bytes else None
+
+
+def has_stored(call: Call, model: str, num_tokens: int) -> bool:
+    """Returns whether the daemon has stored prompts of `model` that are so long, as far as it tells its caller."""
+    answer = call("GET", f"/dashboard/entries?model={quote(model, safe='')}", None)
+    entries = answer.body.get("entries", ()) if answer.status == 200 and isinstance(answer.body, dict) else ()
+    return any(entry["model"] == model and entry["num_tokens"] >= num_tokens for entry in entries)
 
 
 def flags_of_model(model: str | None, *, fetches: bool = True) -> list[str]:
-    """Returns the flags with which `serve` has `model`: without a name the largest fetched model that fits and calls
-    tools, and no flags if the daemon's settings name models. Raises `SettingsError`, which proposes a model, if there
-    is none."""
+    """Returns the flags with which `serve` has `model`. Without a name it is the fetched model that fits, calls tools
+    and is preferred by the adviser, and there are no flags if the daemon's settings name models. Raises
+    `SettingsError`, which proposes a model, if there is none."""
     catalogue = open_catalogue(Settings())
     names = [name for known in catalogue.models() for name in (known.name, *known.aliases)] if catalogue else []
     if model is not None:
@@ -158,7 +175,7 @@ def flags_of_model(model: str | None, *, fetches: bool = True) -> list[str]:
             "no model that calls tools and fits is on this machine; fetch one with "
             f"{proposed()}, or name any with --model"
         )
-    return ["--model", max(fit, key=lambda row: int(row["file_bytes"]))["name"]]
+    return ["--model", max(fit, key=lambda row: preference(row["name"], row["file_bytes"]))["name"]]
 
 
 def _find_model(model: str, *, fetches: bool) -> str:

@@ -23,6 +23,7 @@ from starlette.responses import Response
 
 from diskprefix.api.error_forms import HttpError, no_such_route, one_line, tidied_path
 from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, ModelNotFound, NotReady, SettingsError
+from diskprefix.extras.catalogue.adviser import none_known
 from diskprefix.extras.catalogue.catalogue import listed
 from diskprefix.extras.front import passing
 from diskprefix.extras.front.front_messages import Routing, read_routing, refusal
@@ -33,7 +34,6 @@ from diskprefix.extras.front.swaps import Phase, Swaps
 from diskprefix.extras.front.workers import MAX_UNLOAD_S, ModelWorker, Workers, exit_text
 from diskprefix.extras.ollama.ollama_models import keep_alive_seconds
 from diskprefix.model.load.memory import available_ram_bytes, trim_heap
-from diskprefix.model.load.proposals import none_known
 from diskprefix.printable import shown
 from diskprefix.server.guards import BrowserGuard, caller_of
 from diskprefix.server.keys import ApiKeys, Caller, OwnerToken

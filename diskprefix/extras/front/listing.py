@@ -14,12 +14,12 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from diskprefix.errors import DiskPrefixError, ModelError
+from diskprefix.extras.catalogue.adviser import none_known
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, file_bytes, listed, needs, offered_by
 from diskprefix.extras.ollama.ollama_models import facts_of
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
 from diskprefix.model.load.found_models import models_below
 from diskprefix.model.load.gguf_file import forget_headers
-from diskprefix.model.load.proposals import none_known
 from diskprefix.printable import first_line, shown
 from diskprefix.settings import Settings
 from diskprefix.units import format_size

@@ -16,7 +16,6 @@ from diskprefix.api.fields import Body
 from diskprefix.extras.embedding.embeddings import read_vectors, vector
 from diskprefix.extras.ollama.ollama_dialect import Ollama, OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
 from diskprefix.extras.ollama.ollama_models import INSTEAD, VERSION, facts_of, require_served, running, shown_model, tag
-from diskprefix.model.load.memory import resident_bytes
 from diskprefix.server.answer import answer
 from diskprefix.server.log_context import log_context
 from diskprefix.server.model_routes import card
@@ -100,10 +99,11 @@ async def tags(request: Request) -> JSONResponse:
 
 @routes.add("GET /api/ps", "Ollama: models in memory")
 async def loaded(request: Request) -> JSONResponse:
-    """`models` has the served model once it is loaded, with the memory of the process."""
+    """`models` has the served model once it is loaded, with the memory that it needs, as `diskprefix ps` shows it."""
     if (serving := request.app.state.daemon.serving) is None:
         return JSONResponse({"models": []})
-    return JSONResponse({"models": [running(card(serving), await _facts(request, serving), resident_bytes() or 0)]})
+    needed_bytes = serving.engine.fit.needed_bytes
+    return JSONResponse({"models": [running(card(serving), await _facts(request, serving), needed_bytes)]})
 
 
 @routes.add("GET /api/version", "Ollama: version")

@@ -7,6 +7,7 @@ and writing have one each, because a bucket that is full or read-only can still 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -30,6 +31,17 @@ _WRITE_S = 60.0
 _MAX_PATHS = 4_000_000
 """As many bundles have some 10 TB."""
 _FLAG = "--remote-tier"
+_REFUSED = {"PermissionDeniedError": 403, "UnauthenticatedError": 401}
+_STATUS = re.compile(r"\bstatus:? (40[0-3]|407|501)\b")
+"""The statuses of servers that refuse the caller, which no further try changes."""
+_CHECK = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""The environment variables with the credentials, by the scheme of a URL."""
+_PROBE = "diskprefix-probe"
+"""The path of an object that is never written."""
 _Result = TypeVar("_Result")
 
 
@@ -46,6 +58,8 @@ class ObjectStore:
         seconds. With `makes_folder`, a missing folder is created. Raises `SettingsError`; see `prepare_folder`."""
         self.url, self._obstore = url, _import()
         self.breaker, self.write_breaker = Breaker(), Breaker()
+        self.problem = ""
+        """Why the last request was refused, with what to check; "" if it was not."""
         try:
             folder = _folder_of(url)
             if folder is not None:
@@ -76,6 +90,11 @@ class ObjectStore:
     def has(self, path: str) -> bool:
         """Returns whether an object exists, without reading it."""
         return self._call(lambda: self._obstore.head(self._store, path)) is not None
+
+    def probe(self) -> None:
+        """Makes one request, so that `problem` is known and logged before the first prompt. Never raises."""
+        with suppress(RemoteUnavailable):
+            self.has(_PROBE)
 
     def put(self, path: str, data: bytes) -> None:
         """Writes an object atomically."""
@@ -132,13 +151,24 @@ class ObjectStore:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in obstore is no `Exception`
-            if breaker.failed():
+            self._note_refusal(error)
+            if breaker.failed() and not self.problem:
                 log.warning("[remote] going on without %s: %s", self.url, escaped(first_line(error)))
             raise RemoteUnavailable(f"{self.url}: {escaped(first_line(error))}") from error
-        if breaker.is_failing:
+        if breaker.is_failing or self.problem:
             log.info("[remote] %s answers again", self.url)
+        self.problem = ""
         breaker.succeeded()
         return result
+
+    def _note_refusal(self, error: BaseException) -> None:
+        """Keeps and logs why the server refuses the caller, once until a request succeeds."""
+        text = first_line(error)
+        status = _REFUSED.get(type(error).__name__) or ((found := _STATUS.search(text)) and found[1])
+        if status and not self.problem:
+            variables = _CHECK.get(urlsplit(self.url).scheme, "the credentials in the environment")
+            self.problem = f"the bucket {self.url} answers {status}: check {variables}"
+            log.warning("[remote] %s; going on without it (%s)", self.problem, escaped(text))
 
 
 def _import() -> Any:

@@ -38,7 +38,8 @@ _FLUSH_SHARE = 0.8
 
 
 def open_tier(settings: Settings) -> RemoteTier:
-    """Returns the tier of `--remote-tier`. Does not connect. Raises `SettingsError`."""
+    """Returns the tier of `--remote-tier`. A thread makes one request, so that a refusal is known at the start; this
+    does not wait for it. Raises `SettingsError`."""
     assert settings.remote_tier is not None, "the caller has looked"
     assert settings.namespace_key_file is not None, "the caller has looked"
     key = NamespaceKey.read(settings.namespace_key_file)
@@ -148,11 +149,18 @@ class RemoteTier:
 
     def stats(self) -> dict[str, Any]:
         """Returns the figures for `/props` and `/metrics`: counts of this process."""
-        is_failing = self.objects.breaker.is_failing or self._late_breaker.is_failing
+        problem = self.objects.problem
+        is_failing = bool(problem) or self.objects.breaker.is_failing or self._late_breaker.is_failing
         with self._lock:
             offered = len(self._uploads) + self._is_uploading
         state = "failing" if is_failing else "ok"
-        return {"url": self.objects.url, "state": state, "offered": offered, **self.counted.as_dict()}
+        return {
+            "url": self.objects.url,
+            "state": state,
+            "problem": problem,
+            "offered": offered,
+            **self.counted.as_dict(),
+        }
 
     def counts(self) -> Counter[str]:
         """See `SharedTier.counts`."""
@@ -201,6 +209,7 @@ class RemoteTier:
         )
 
     def _write_uploads(self) -> None:
+        self.objects.probe()
         while True:
             with self._has_upload:
                 self._is_uploading = False

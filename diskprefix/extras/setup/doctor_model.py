@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from diskprefix.errors import DiskPrefixError
+from diskprefix.extras.catalogue.adviser import proposed
 from diskprefix.extras.catalogue.catalogue import needs
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.model.load.named_model import path_of
-from diskprefix.model.load.proposals import proposed
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
 

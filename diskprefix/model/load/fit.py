@@ -51,6 +51,8 @@ _KV_SHARE = 0.5
 _BUFFER_SHARE = 0.5
 """The part of what KV leaves that state may take while it waits to be written."""
 _LEAST_BUFFER_BYTES = 64 * 1024**2
+_TELLING = 0.02
+"""The part of the weights from which their form has a row of its own."""
 _LEAST_CONTEXT = 2048
 _BLOCK_SIZE = 256
 _UNNAMED_POSITIONS = 1 << 17
@@ -144,8 +146,13 @@ class Fit(Struct, frozen=True):
         return self.needed_bytes <= self.free_bytes
 
     def rows(self) -> list[tuple[str, int]]:
-        """Returns the sum as a table: what, and its bytes."""
-        found = [(f"weights in {form}", num_bytes) for form, num_bytes in self.needs.weights.items()]
+        """Returns the sum as a table: what, and its bytes. Forms of few weights, such as norms in bfloat16, are counted
+        with the form of most."""
+        weights = dict(self.needs.weights)
+        most = max(weights, key=weights.__getitem__, default="")
+        for form in [form for form, num_bytes in weights.items() if num_bytes < _TELLING * self.needs.weights_bytes]:
+            weights[most] += weights.pop(form)
+        found = [(f"weights in {form}", num_bytes) for form, num_bytes in weights.items()]
         return [*found, (f"KV memory for {self.context:,} tokens", self.kv_bytes), ("room to compute", ROOM_BYTES)]
 
     def lines(self) -> list[str]:

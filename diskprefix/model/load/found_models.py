@@ -12,14 +12,17 @@ from pathlib import Path
 from diskprefix.model.load.gguf_file import model_stem
 from diskprefix.model.load.hub import cached_models, gguf_models_in, is_model_folder
 from diskprefix.model.load.manifests import FoundModel, llama_cpp_models, ollama_models
+from diskprefix.settings import cache_home
 
-OWNERS = ("Ollama", "LM Studio", "llama.cpp")
+_TOOLS = "tools/bench"
+OWNERS = ("Ollama", "LM Studio", "llama.cpp", _TOOLS)
 _OF_OLLAMAS_SERVICE = "/usr/share/ollama/.ollama/models"
 _MOST_DEPTH = 4
 
 
 def found_models() -> Iterator[FoundModel]:
-    """Yields the models of Ollama, LM Studio and llama.cpp. A name may come twice: the first has it."""
+    """Yields the models of Ollama, LM Studio, llama.cpp and `tools/bench models`. A name may come twice: the first has
+    it."""
     for root in (os.environ.get("OLLAMA_MODELS") or "~/.ollama/models", _OF_OLLAMAS_SERVICE):
         for model in ollama_models(_path(root)):
             model.names += [name.removesuffix(":latest") for name in model.names if name.endswith(":latest")]
@@ -36,6 +39,11 @@ def found_models() -> Iterator[FoundModel]:
         loose = [(model_stem(path), path) for path in gguf_models_in(folder) if path not in named]
         for name, path in (*loose, *cached_models(folder)):
             yield FoundModel(owner="llama.cpp", names=[name], parts=[path])
+    with suppress(OSError):
+        for folder in sorted((cache_home() / "models").iterdir()):
+            # Others are made of these, or are the embedded model.
+            if folder.name[0] != "." and len(files := gguf_models_in(folder)) == 1 and "=" not in folder.name:
+                yield FoundModel(owner=_TOOLS, names=[folder.name], parts=files)
 
 
 def found_model(name: str) -> FoundModel | None:

@@ -254,6 +254,10 @@ def test_models_are_listed_as_ollamas_clients_read_them(real: Client, daemon: Da
     assert shown.modelinfo[f"{shown.modelinfo['general.architecture']}.context_length"] == POSITIONS
     assert {"completion", "tools"} <= {*(shown.capabilities or ())}
     [running] = real.ps().models
+    with daemon.client() as client:
+        own, [card] = client.get("/props").json()["model"], client.get("/v1/models").json()["data"]
+    assert running.size == own["needs_bytes"] == card["needs_bytes"] == sum(own["needs"].values())
+    assert own["needs"] == card["needs"]
     assert (running.name, running.context_length, running.digest) == (MODEL, POSITIONS, listed.digest)
     assert (running.size or 0) > 0
     version = httpx.get(f"{daemon.url}/api/version").json()["version"]

@@ -9,8 +9,13 @@ import pytest
 
 from diskprefix.errors import SettingsError
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
+from diskprefix.extras.remote.remote_tier import open_tier
 from diskprefix.extras.remote.signing import ObjectRefused, signed, verified
+from diskprefix.extras.watch.dashboard.problems import problems as problems_of
+from diskprefix.settings import Settings
 from tests.extras.remote.made import KEY
+from tests.object_server import SECRET_KEY, object_server
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -60,6 +65,57 @@ def test_what_an_object_store_says_is_no_control_of_a_terminal(
     with pytest.raises(RemoteUnavailable) as caught:
         objects.has("a")
     assert caught.value.message.isprintable()
+
+
+@pytest.mark.parametrize("secret", [SECRET_KEY, "WRONG0123456789"])
+def test_a_bucket_that_refuses_the_credentials_is_told_at_the_start(
+    secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "diskprefix")
+    (key := tmp_path / "namespace.key").write_text("0123456789abcdef" * 2)
+    key.chmod(0o600)
+    with object_server(tmp_path / "server") as server:
+        for name, value in (server.environment | {"AWS_SECRET_ACCESS_KEY": secret}).items():
+            monkeypatch.setenv(name, value)
+        tier = open_tier(Settings(remote_tier=server.url, namespace_key_file=key))
+        try:
+            wait_for(lambda: server.num_requests == 1 and (secret == SECRET_KEY or tier.stats()["problem"]))
+            tier.objects.probe()
+            stats = tier.stats()
+        finally:
+            tier.close(5.0)
+        told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        problems = [problem.what for problem in problems_of({"state": "ok", "remote": stats}, [], [])]
+        if secret == SECRET_KEY:
+            assert (stats["state"], stats["problem"], told, problems) == ("ok", "", [], [])
+            return
+        refusal = f"the bucket {server.url} answers 403: check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
+        assert stats["state"] == "failing"
+        assert stats["problem"].startswith(refusal)
+        assert len(told) == 1, "it is said once"
+        assert refusal in told[0]
+        assert problems[0] == f"nothing is shared: {stats['problem']}"
+        # The user's key was mended: the next request clears it.
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+        mended = ObjectStore(server.url)
+        mended.problem = stats["problem"]
+        mended.probe()
+        assert mended.problem == ""
+
+
+@pytest.mark.parametrize(
+    ("raised", "is_refused"),
+    [("Client error with status 403 Forbidden", True), ("status 503 SlowDown after 4031 ms", False)],
+)
+def test_only_a_refusal_is_a_problem(
+    raised: str, is_refused: bool, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Any:
+        raise OSError(raised)
+
+    monkeypatch.setattr(objects._obstore, "head", fail)
+    objects.probe()
+    assert bool(objects.problem) == is_refused
 
 
 def test_a_listing_that_is_too_long_to_be_true_is_not_read_to_its_end(

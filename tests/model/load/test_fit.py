@@ -155,6 +155,16 @@ def test_the_context_of_q8_is_told_where_it_is_longer() -> None:
     assert fitted(ModelNeeds(name="x", state=TokenState(64)), 0, 64 * 2048).context_line == "2,048 of 131,072 tokens"
 
 
+def test_few_weights_of_a_form_have_no_row_of_their_own_and_the_sum_stays() -> None:
+    weights = {"bfloat16": 70 << 10, "Q4_1": 90 * MIB, "Q6_K": 2 * MIB}
+    found = fitted(ModelNeeds(name="x", weights=weights, state=TokenState(64, positions=1024)), 1 << 40)
+    rows = dict(found.rows())
+    assert [what for what in rows if what.startswith("weights")] == ["weights in Q4_1", "weights in Q6_K"]
+    assert sum(rows.values()) == found.needed_bytes
+    assert rows["weights in Q4_1"] == (90 * MIB) + (70 << 10)
+    assert weights["bfloat16"] == 70 << 10, "the needs stay"
+
+
 def test_kv_memory_and_context_follow_from_what_is_free() -> None:
     needs = ModelNeeds(name="x", weights={"Q4_0": 100 * MIB}, state=TokenState(MIB, positions=100_000))
     for left, context in ((0, 2048), (4607, 2048), (4608, 2304), (8192, 4096)):

@@ -83,7 +83,9 @@ def _cache_problems(cache: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _remote_problems(remote: dict[str, Any]) -> Iterator[Problem]:
-    if remote.get("state") == "failing":
+    if problem := remote.get("problem"):
+        yield Problem("error", f"nothing is shared: {problem}", "start the daemon again with the right credentials")
+    elif remote.get("state") == "failing":
         todo = "look at the network, the endpoint and the access keys; the daemon's log names the failure"
         yield Problem("warning", f"{remote['url']} does not answer, and is left alone for a while", todo)
     if refused := {reason: count for reason, count in remote.get("refused", {}).items() if count}:

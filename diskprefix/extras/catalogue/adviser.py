@@ -1,0 +1,116 @@
+"""Advises a model of the hub: the README's table, `doctor`, `launch`, `show` and `run` all ask here."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from diskprefix.memo import PREFILL_SPEEDS
+from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted
+from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.proposals import ShortName, short_name, short_names
+from diskprefix.native.compute_threads import num_cores
+from diskprefix.units import format_size, rough_duration
+
+AGENT_TOKENS, LEAST_CONTEXT = 19_000, 16_384
+"""The first prompt of the agent with the longest one, and the context for which memory is counted."""
+_USABLE = 0.75
+"""The part of the free memory that a model may take: other programs grow, too."""
+_QUERIES = 4
+"""The usual number of queries that share a head of keys and values."""
+_PLAIN_BYTES_S, _OTHER_BYTES_S, _AVX2 = 1e11, 6e10, 0.45
+"""Bytes of weights that a core multiplies by a token of a long prompt in a second, with AVX-512 and VNNI: dense models
+with attention alone (measured: 3B), and mixtures or models with recurrent layers (measured: Qwen3.5-4B, gpt-oss-20b).
+The last number is the part of it with AVX2."""
+
+
+def prefill_s_per_token(row: ShortName) -> tuple[float, bool]:
+    """Returns the seconds that a token of a long prompt takes on this machine, and whether they were measured: for this
+    model by a daemon, or else guessed from its size."""
+    for name in (row.source, row.name):
+        if isinstance(noted := PREFILL_SPEEDS.get(name), float) and noted > 0:
+            return noted, True
+    return _guess(row), False
+
+
+def _guess(row: ShortName) -> float:
+    num_bytes = row.used_bytes + row.attended_bytes(AGENT_TOKENS)
+    return guessed_s_per_token(num_bytes, is_plain=row.is_plain)
+
+
+def guessed_s_per_token(used_bytes: int, *, is_plain: bool) -> float:
+    """Returns a guess, within a factor of two, of the seconds that a token of a long prompt takes, for a model of which
+    so many bytes are read for it."""
+    bytes_s = _PLAIN_BYTES_S if is_plain else _OTHER_BYTES_S
+    is_fast = False
+    with suppress(OSError):
+        is_fast = "avx512_vnni" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    return used_bytes / num_cores() / (bytes_s if is_fast else bytes_s * _AVX2)
+
+
+def attention_bytes(kv_bytes: float, num_tokens: int) -> int:
+    """Returns what attention adds, as `ShortName.attended_bytes`, for a model of which only the bytes of keys and
+    values of a token are known."""
+    return int(kv_bytes / 2 * num_tokens / 2 * _QUERIES * 4.8 / 8)
+
+
+def needs_of(row: ShortName) -> ModelNeeds:
+    """Returns the memory that a model will need, from its shape: nothing has to be fetched."""
+    weights = {row.source.rpartition(":")[2]: row.weights_bytes + row.widened_bytes}
+    if row.encoder_bytes:
+        weights["bfloat16"] = row.encoder_bytes
+    state = TokenState(2 * row.kv, 2 * row.windowed, row.window, positions=row.positions)
+    return ModelNeeds(name=row.name, weights=weights, state=state, takes_pictures=bool(row.encoder_bytes))
+
+
+def memory_bytes(row: ShortName) -> int:
+    """Returns the memory that a model needs for a context of `LEAST_CONTEXT` tokens."""
+    needs = needs_of(row)
+    kv_bytes = needs.state.num_bytes(min(LEAST_CONTEXT, row.positions))
+    return fitted(needs, 0, kv_bytes).needed_bytes
+
+
+def advised(free_bytes: int) -> ShortName:
+    """Returns the model to fetch: of those that are good enough for agents and leave a quarter of the memory free, the
+    one that computes an agent's first prompt soonest. If none is small enough, the one that needs the least memory."""
+    suitable = [row for row in short_names().values() if row.suits_agents]
+    small = [row for row in suitable if memory_bytes(row) <= _USABLE * free_bytes]
+    # Guesses are compared with guesses: a measured time of one model among them would favour or spoil it.
+    soonest = min(small, key=_guess, default=None)
+    return soonest or min(suitable, key=memory_bytes)
+
+
+def preference(name: str, file_bytes: int) -> tuple[bool, float]:
+    """Returns the sort key of a fetched model that calls tools and fits: one that could be `advised` is preferred, the
+    fastest first; of others the largest."""
+    row = short_name(name)
+    if row is not None and row.suits_agents and memory_bytes(row) <= _USABLE * available_ram_bytes():
+        return True, -_guess(row)
+    return False, float(file_bytes)
+
+
+def proposed() -> str:
+    """Returns the command that fetches the advised model, and why this one: its sizes, and the time of an agent's first
+    prompt."""
+    free_bytes = available_ram_bytes()
+    row = advised(free_bytes)
+    memory = memory_bytes(row)
+    if memory <= _USABLE * free_bytes:
+        reason = "the fastest that is good enough for agents and leaves a quarter of that free"
+    else:
+        reason = "the smallest that is good enough for agents: free some memory first"
+    return f"`diskprefix pull {row.name}` ({told(row)}; {format_size(free_bytes)} are free, and it is {reason})"
+
+
+def told(row: ShortName) -> str:
+    """Returns the download, the memory and the time of an agent's first prompt, for people."""
+    seconds, is_measured = prefill_s_per_token(row)
+    how = "measured here" if is_measured else "a rough guess"
+    lasts = f"an agent's first prompt takes {rough_duration(seconds * AGENT_TOKENS)}, {how}"
+    return f"{format_size(row.download_bytes)} to fetch, {format_size(memory_bytes(row))} of memory, {lasts}"
+
+
+def none_known() -> str:
+    """Returns that no model is known, and what to do."""
+    fetching = f"fetch one with {proposed()}, or put a .gguf file below --models-dir"
+    return f"no model is known: {fetching}; the daemon looks again at SIGHUP and at its next start"

