@@ -156,7 +156,7 @@ def answering(*texts: str) -> Callable[[Route], None]:
 
 def test_a_reply_that_repeats_itself_is_stopped_and_a_running_prefill_has_a_line(browser: Browser) -> None:
     page = lone_page(browser)
-    for repeated, others in ((["It is ", "closed on Sundays. "] * 30, ["Yes. "]), (["- "] * 250, [])):
+    for repeated, others in ((["It is ", "closed on Sundays. "] * 30, ["Yes. "]), (["= "] * 250, [])):
         page.route("**/v1/chat/completions", answering(*others, *repeated))
         page.fill("#text", "When?")
         page.press("#text", "Enter")

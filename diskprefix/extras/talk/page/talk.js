@@ -50,7 +50,7 @@ function drawChat() {
   find("#temperature").value = chat.temperature ?? "";
   find("#length").value = chat.length ?? "";
   for (const { done } of chat.messages) if (done) learn(done);
-  find("#log").replaceChildren(...chat.messages.map((message) => article(message, perToken)));
+  find("#log").replaceChildren(...chat.messages.map(articleOf));
   drawExamples();
   drawButtons();
 }
@@ -83,18 +83,37 @@ function drawButtons() {
   for (const id of ["#which", "#new", "#forget"]) find(id).disabled = running !== null;
 }
 
+// What is shown of each message.
+const articles = new WeakMap();
+
+function articleOf(message) {
+  if (!articles.has(message)) articles.set(message, new ShownMessage(message));
+  const shown = articles.get(message);
+  shown.show({ isRunning: running !== null && message === chat.messages.at(-1), perToken });
+  return shown.node;
+}
+
+let isDrawing = false;
+
+// Draws what came at most once for each picture of the screen.
+function drawSoon() {
+  if (isDrawing) return;
+  isDrawing = true;
+  requestAnimationFrame(() => {
+    isDrawing = false;
+    if (running) drawLast();
+  });
+}
+
 function drawLast() {
-  const log = find("#log"), last = chat.messages[chat.messages.length - 1];
   const isAtEnd = innerHeight + scrollY > document.body.scrollHeight - 80;
-  const drawn = article(last, perToken), open = log.lastChild.querySelector("details")?.open;
-  if (open !== undefined && !last.content && drawn.querySelector("details")) drawn.querySelector("details").open = open;
-  log.lastChild.replaceWith(drawn);
+  articleOf(chat.messages.at(-1));
   if (isAtEnd) scrollTo(0, document.body.scrollHeight);
 }
 
 function add(message) {
   chat.messages.push(message);
-  find("#log").append(article(message, perToken));
+  find("#log").append(articleOf(message));
   scrollTo(0, document.body.scrollHeight);
 }
 
@@ -118,8 +137,8 @@ function body() {
 
 async function answer(mayRepeat = false) {
   const reply = { role: "assistant", model: find("#model").value, content: "", reasoning: "", calls: [] }, began = performance.now();
-  add(reply);
   running = new AbortController();
+  add(reply);
   drawExamples();
   drawButtons();
   try {
@@ -154,6 +173,7 @@ function repeatsItself(text) {
 }
 
 function take(reply, chunk, began) {
+  const isFirst = !reply.content && !reply.reasoning;
   if (chunk.error) reply.error = chunk.error.message;
   if (chunk.prompt_progress) {
     reply.from ??= chunk.prompt_progress;
@@ -174,7 +194,9 @@ function take(reply, chunk, began) {
     learn(reply.done);
   }
   if (reply.content || reply.reasoning) setText(find("#doing"), "");
-  drawLast();
+  // The first word comes with what was restored, even where the browser is slow.
+  if (isFirst) drawLast();
+  else drawSoon();
 }
 
 // Yields the data of each event of an answer, until it ends.
