@@ -59,7 +59,7 @@ CHAT_PAGE = WebPage(
     styles=(_DASHBOARD / "base.css", _TALK / "talk.css"),
     scripts=(
         *(_DASHBOARD / name for name in ("format.js", "daemon.js")),
-        *(_TALK / name for name in ("document.js", "markdown.js", "markup.js", "talk.js")),
+        *(_TALK / name for name in ("document.js", "markdown.js", "markup.js", "attached.js", "talk.js")),
     ),
     libraries=tuple(_TALK / "vendored" / name for name in ("marked.umd.js", "purify.min.js", "highlight.min.js")),
 )

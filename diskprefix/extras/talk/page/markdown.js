@@ -169,11 +169,15 @@ function openFence(tokens, nodes) {
   return { code, ends: (text, from) => closing.test(text.slice(text.lastIndexOf("\n", from - 1) + 1)) };
 }
 
-// What a person wrote, as typed; text between ``` is a block of code, and text between ` is inline code.
+// What a person wrote, as typed; text between lines of ``` is a block of code, and text between ` is inline code.
 function asTyped(text) {
-  return text.split(/^```(.*)\n?/m).flatMap((part, index, all) => {
-    if (index % 4 === 2) return [codeBlock(part.replace(/\n$/, ""), all[index - 1].trim())];
-    if (index % 2) return [];
-    return part.split("`").map((piece, at) => (at % 2 ? make("code", {}, piece) : document.createTextNode(piece)));
-  });
+  const parts = [];
+  let at = 0;
+  for (const found of text.matchAll(/^(`{3,})(.*)\n([^]*?)(?:\n?^\1`*[ \t]*$\n?|(?![^]))/gm)) {
+    parts.push(...inline(text.slice(at, found.index)), codeBlock(found[3], found[2].trim()));
+    at = found.index + found[0].length;
+  }
+  return [...parts, ...inline(text.slice(at))];
 }
+
+const inline = (text) => text.split("`").map((piece, at) => (at % 2 ? make("code", {}, piece) : document.createTextNode(piece)));

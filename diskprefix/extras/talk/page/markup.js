@@ -26,7 +26,7 @@ class ShownMessage {
   constructor(message) {
     this.message = message;
     this.reply = message.role === "user" ? null : new GrowingReply();
-    this.said = this.reply?.node ?? make("div", { class: "said" }, ...asTyped(message.content));
+    this.said = this.reply?.node ?? make("div", { class: "said" }, ...asTyped(message.content), ...(message.pictures ?? []).map(({ name, url }) => make("img", { src: url, alt: name })));
     this.thought = make("div");
     this.summary = make("summary");
     this.thinking = make("details", { open: "" }, this.summary, this.thought);
@@ -35,7 +35,7 @@ class ShownMessage {
     this.shownRest = null;
   }
 
-  show({ isRunning = false, perToken = null, buttons = [] } = {}) {
+  show({ isRunning = false, perToken = null, onEdit = null } = {}) {
     const { message } = this, { content, reasoning = "" } = message, isOver = content || !isRunning;
     this.thinking.hidden = !reasoning;
     // It folds by itself once.
@@ -43,13 +43,39 @@ class ShownMessage {
     setText(this.summary, isOver ? "Thought" : "Thinking …");
     this.thought.append(reasoning.slice(this.thoughtLength ?? 0));
     this.thoughtLength = reasoning.length;
-    this.said.hidden = !content;
+    this.said.hidden = !content && !message.pictures;
     this.reply?.show(content, !isRunning);
     const lines = linesOf(message, perToken), shown = JSON.stringify([lines.map(({ textContent }) => textContent), isRunning]);
     if (this.shownRest === shown) return;
     this.shownRest = shown;
-    if (!isRunning && content) lines.push(make("div", { class: "row" }, ...buttons, make("button", { type: "button", class: "copy", onclick: ({ target }) => copy(content, this.said, target) }, "Copy")));
+    const edit = onEdit ? [make("button", { type: "button", class: "copy edit", onclick: onEdit }, "Edit")] : [];
+    if (!isRunning && content) lines.push(make("div", { class: "row" }, ...edit, make("button", { type: "button", class: "copy", onclick: ({ target }) => copy(content, this.said, target) }, "Copy")));
     this.rest.replaceChildren(...lines);
+  }
+
+  // Shows a field with the message instead of it. `onSend` gets the new text.
+  edit(onSend) {
+    const field = make("textarea", { rows: 3, "aria-label": "Message" });
+    field.value = this.message.content;
+    const close = () => {
+      form.replaceWith(this.said);
+      this.rest.hidden = false;
+      this.rest.querySelector(".edit")?.focus();
+    };
+    const onsubmit = (event) => {
+      event.preventDefault();
+      const text = field.value.trim();
+      if (text) onSend(text);
+    };
+    const form = make("form", { onsubmit }, field, make("p", { class: "quiet" }, "What follows this message is replaced."),
+      make("div", { class: "row" }, make("button", { type: "submit" }, "Send"), make("button", { type: "button", onclick: close }, "Cancel")));
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") close();
+      sendOnEnter(event, form);
+    });
+    this.said.replaceWith(form);
+    this.rest.hidden = true;
+    field.focus();
   }
 }
 
@@ -61,4 +87,10 @@ function linesOf(message, perToken) {
   if (message.stopped) figures.push(`${figures.length ? " · " : ""}${message.stopped}`);
   if (figures.length) lines.push(make("p", { class: "figures" }, ...figures));
   return lines;
+}
+
+function sendOnEnter(event, form) {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  form.requestSubmit();
 }
