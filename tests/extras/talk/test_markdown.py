@@ -17,7 +17,7 @@ from tests.extras.talk.test_page import answering, lone_page, say
 from tests.test_project import ROOT
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Dialog, Page
 
 PAGE = ROOT / "diskprefix/extras/talk/page"
 LIBRARIES = sorted((PAGE / "vendored").glob("*.js"))
@@ -180,10 +180,15 @@ def test_a_reply_s_markdown_is_drawn(browser: Browser, viewport: Any, scheme: An
 def test_a_hostile_reply_runs_nothing_and_requests_nothing(browser: Browser) -> None:
     page = lone_page(browser)
     asked: list[str] = []
-    ran: list[None] = []
-    page.expose_function("ran", lambda: ran.append(None))
+    ran: list[str] = []
+    page.expose_function("ran", lambda: ran.append("a script"))
     page.on("request", lambda request: asked.append(request.url))
-    page.on("dialog", lambda dialog: ran.append(dialog.dismiss()))
+
+    def dismiss(dialog: Dialog) -> None:
+        ran.append(dialog.message)
+        dialog.dismiss()
+
+    page.on("dialog", dismiss)
     # By itself and in the middle of a reply, as it grows.
     replied(page, *(f"{one}\n\n" for one in HOSTILE), "x", *"".join(HOSTILE))
     # What the parser let through, the sanitiser stops.

@@ -243,7 +243,8 @@ def asking(page: Page, *texts: str) -> list[Any]:
     asked: list[Any] = []
 
     def reply(route: Route) -> None:
-        asked.append(route.request.post_data_json["messages"])
+        body: Any = route.request.post_data_json
+        asked.append(body["messages"])
         answering(texts[len(asked) - 1])(route)
 
     page.route("**/v1/chat/completions", reply)
@@ -353,6 +354,11 @@ def test_dropped_texts_and_pictures_go_with_the_next_message(browser: Browser, t
     assert page.locator("article.user pre").inner_text() == notes.strip()
     assert page.locator("#attached li").count() == 0
     assert violations(page) == []
+    page.click("#about summary")
+    for name, kind, content in (("a.txt", "text/plain", b"A text."), ("a.zip", "application/zip", b"PK\0\xff")):
+        page.set_input_files("#file", {"name": name, "mimeType": kind, "buffer": content})
+    page.locator("#kept", has_text="a.zip: it is no text in UTF-8").wait_for()
+    assert page.input_value("#system") == "a.txt:\nA text."
     page.context.close()
 
 

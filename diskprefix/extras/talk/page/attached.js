@@ -5,16 +5,23 @@ const LONGEST_TEXT_BYTES = 1 << 20, LARGEST_PICTURE_BYTES = 8 << 20, PICTURES = 
 let attached = [];
 
 async function attach(files, takesPictures) {
-  const problems = [];
+  const [found, problems] = await read(files, (file) => (PICTURES.includes(file.type) ? pictureOf(file, takesPictures) : textOf(file)));
+  attached.push(...found);
+  drawAttached();
+  setText(find("#kept"), problems);
+}
+
+// Reads files. Returns what `readOne` made of them, and a line about those that it refused.
+async function read(files, readOne) {
+  const found = [], problems = [];
   for (const file of files) {
     try {
-      attached.push(PICTURES.includes(file.type) ? await pictureOf(file, takesPictures) : await textOf(file));
+      found.push(await readOne(file));
     } catch (problem) {
       problems.push(`${file.name}: ${problem.message}`);
     }
   }
-  drawAttached();
-  setText(find("#kept"), problems.join("; "));
+  return [found, problems.join("; ")];
 }
 
 async function pictureOf(file, takesPictures) {

@@ -41,7 +41,7 @@ function store() {
   }
 }
 
-const titleOf = (chat) => (chat.messages[0]?.content ?? "New conversation").replace(/\s+/g, " ").slice(0, 60);
+const titleOf = ({ messages: [first] }) => (first ? first.content || first.pictures[0].name : "New conversation").replace(/\s+/g, " ").slice(0, 60);
 
 // The conversations that have the words of the search field.
 function drawList() {
@@ -389,11 +389,13 @@ for (const name of ["temperature", "length"])
     chat[name] = target.value === "" ? null : Number(target.value);
     store();
   });
-find("#file").addEventListener("change", async () => {
-  for (const file of find("#file").files) chat.system += `${chat.system ? "\n\n" : ""}${file.name}:\n${await file.text()}`;
-  find("#file").value = "";
+find("#file").addEventListener("change", async ({ target }) => {
+  const [texts, problems] = await read([...target.files], textOf);
+  chat.system = [chat.system, ...texts.map(({ name, text }) => `${name}:\n${text}`)].filter(Boolean).join("\n\n");
+  target.value = "";
   find("#system").value = chat.system;
   store();
+  if (problems) setText(find("#kept"), problems);
   drawExamples();
 });
 
