@@ -72,6 +72,11 @@ def test_a_conversation_goes_on_after_the_daemon_was_killed(browser: Browser, ch
         with DaemonProcess(*flags, "--port", str(urlsplit(daemon.url).port)) as second:
             second.wait_ready()
             assert re.search(r"\d+ of \d+ tokens restored from disk", say(page, "And mountains?"))
+            page.locator("article.user .edit").last.click()
+            page.locator("article.user textarea").fill("And lakes?")
+            page.locator("article.user textarea").press("Enter")
+            page.locator("article.user .said", has_text="And lakes?").wait_for()
+            assert re.search(r"\d+ of \d+ tokens restored from", figures(page))
             # It is there after the page is loaded anew, and goes when it is deleted.
             page.reload()
             assert page.locator("article").count() == 4
