@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -42,7 +43,8 @@ class CompileOperators(BuildHookInterface):  # type: ignore[misc]
 
     def _bill_of_materials(self, build: ModuleType) -> str:
         """Returns the list of the wheel's parts, in the form of CycloneDX. What pip installs beside it is no part."""
-        license = [{"license": {"id": self.metadata.core.license_expression}}]
+        license = [{"license": {"id": "Apache-2.0"}}]
+        scripts = scripts_of_others(Path(self.root, "diskprefix/extras/talk/page/vendored/README.md"))
         made = hashlib.sha256(build.LIBRARY.read_bytes()).hexdigest()
         name, version = self.metadata.core.raw_name, self.metadata.version
         whole = f"pkg:pypi/{name}@{version}"
@@ -58,7 +60,7 @@ class CompileOperators(BuildHookInterface):  # type: ignore[misc]
                     "name": name,
                     "version": version,
                     "purl": whole,
-                    "licenses": license,
+                    "licenses": [{"expression": self.metadata.core.license_expression}],
                 },
             },
             "components": [
@@ -69,8 +71,32 @@ class CompileOperators(BuildHookInterface):  # type: ignore[misc]
                     "version": build.digest(),
                     "hashes": [{"alg": "SHA-256", "content": made}],
                     "licenses": license,
-                }
+                },
+                *scripts,
             ],
-            "dependencies": [{"ref": whole, "dependsOn": [library]}, {"ref": library}],
+            "dependencies": [
+                {"ref": whole, "dependsOn": [library, *(script["bom-ref"] for script in scripts)]},
+                {"ref": library},
+                *({"ref": script["bom-ref"]} for script in scripts),
+            ],
         }
         return json.dumps(parts, indent=2) + "\n"
+
+
+_ROW = re.compile(r"^\| \S+ \| \[([^]]+)\]\(\S+\) ([\d.]+), \S+ \| (\S+) \(\S+\) \| `(\w+)` \|$", re.MULTILINE)
+
+
+def scripts_of_others(page: Path) -> list[dict[str, Any]]:
+    """Returns the components that the table in `page` lists: packages of npm with their version, licence and digest."""
+    return [
+        {
+            "type": "library",
+            "bom-ref": f"pkg:npm/{name.replace('@', '%40')}@{version}",
+            "name": name,
+            "version": version,
+            "purl": f"pkg:npm/{name.replace('@', '%40')}@{version}",
+            "hashes": [{"alg": "SHA-256", "content": digest}],
+            "licenses": [{"license": {"id": licence}}],
+        }
+        for name, version, licence, digest in _ROW.findall(page.read_text(encoding="utf-8"))
+    ]

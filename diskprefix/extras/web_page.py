@@ -17,13 +17,14 @@ _TALK = Path(__file__).with_name("talk") / "page"
 
 class WebPage(Struct, frozen=True):
     """A document: its `title`, a `link` to the other page, the content in `index`, and the styles and scripts in their
-    order. It has no data of the daemon."""
+    order. It has no data of the daemon. `libraries` are scripts of others, which run before its own."""
 
     title: str
     link: str
     index: Path
     styles: tuple[Path, ...]
     scripts: tuple[Path, ...]
+    libraries: tuple[Path, ...] = ()
 
     def response(self, *, is_several: bool = False) -> Response:
         """Returns the page. Its policy allows only its own script, and connections only to its own address.
@@ -35,6 +36,8 @@ class WebPage(Struct, frozen=True):
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
             "Vary": "Accept",
+            # Else browsers look up the hosts of links that a reply shows.
+            "X-DNS-Prefetch-Control": "off",
         }
         return Response(html, media_type="text/html", headers=headers)
 
@@ -56,8 +59,9 @@ CHAT_PAGE = WebPage(
     styles=(_DASHBOARD / "base.css", _TALK / "talk.css"),
     scripts=(
         *(_DASHBOARD / name for name in ("format.js", "daemon.js")),
-        *(_TALK / name for name in ("document.js", "markup.js", "talk.js")),
+        *(_TALK / name for name in ("document.js", "markdown.js", "markup.js", "attached.js", "talk.js")),
     ),
+    libraries=tuple(_TALK / "vendored" / name for name in ("marked.umd.js", "purify.min.js", "highlight.min.js")),
 )
 
 
@@ -68,18 +72,22 @@ def wants_page(headers: Headers) -> bool:
 
 @cache
 def _document(page: WebPage, is_several: bool) -> tuple[bytes, str]:
-    """Returns the document and its Content-Security-Policy, which names style and script by their hashes."""
+    """Returns the document and its Content-Security-Policy, which names style and scripts by their hashes. Elements are
+    made from text by DOMPurify alone."""
     style = "".join(map(_read, page.styles))
-    script = "\n".join(["'use strict';", *map(_read, page.scripts)])
+    scripts = [*map(_read, page.libraries), "\n".join(["'use strict';", *map(_read, page.scripts)])]
     html = _read(_DASHBOARD / "frame.html")
     parts = {"<!--title-->": page.title, "<!--link-->": page.link, "<!--content-->": _read(page.index)}
-    for place, text in (parts | {"/*style*/": style, "/*script*/": script}).items():
+    written = "\n".join(f"<script>{script}</script>" for script in scripts)
+    for place, text in (parts | {"/*style*/": style, "<!--scripts-->": written}).items():
         html = html.replace(place, text)
     if is_several:
         html = html.replace("<html ", "<html data-several ")
+    hashes = " ".join(f"'{_hash(script)}'" for script in scripts)
     policy = (
-        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src {hashes}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types dompurify"
     )
     return html.encode(), policy
 

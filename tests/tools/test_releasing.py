@@ -16,6 +16,7 @@ from tools.releasing.debian_root import own_sources
 from tools.releasing.environment import ReleaseError
 from tools.releasing.release import (
     LIBRARY,
+    LICENCES,
     TARGETS,
     check_parts,
     give_address,
@@ -36,19 +37,21 @@ READY = {
 
 def wheel(folder: Path, **changes: bytes | None) -> Path:
     """A wheel with the parts that one must have, but for the `changes`, by their last name; None leaves one out."""
-    listed = {"components": [{"hashes": [{"content": hashlib.sha256(OPERATORS).hexdigest()}]}]}
+    made = {"name": LIBRARY, "hashes": [{"content": hashlib.sha256(OPERATORS).hexdigest()}]}
+    listed = {"components": [made, {"name": "marked"}]}
     parts: dict[str, bytes] = {
         LIBRARY: OPERATORS,
         "diskprefix/presets/agent.toml": b"",
         "diskprefix/service_units/diskprefix.service": b"",
         f"{INFO}/METADATA": b"",
-        f"{INFO}/licenses/LICENSE": b"",
+        **{f"{INFO}/licenses/{name}": b"" for name in LICENCES},
         f"{INFO}/sboms/diskprefix.cdx.json": json.dumps(listed).encode(),
     }
     path = folder / "diskprefix-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in parts.items():
-            changed = changes.get(Path(name).stem, content)
+            last = Path(name).name if "/vendored/" in name else Path(name).stem
+            changed = changes.get(last, content)
             if changed is not None:
                 archive.writestr(name, changed)
     return path
@@ -58,7 +61,7 @@ def test_a_wheel_with_all_parts_is_accepted(tmp_path: Path) -> None:
     check_parts(wheel(tmp_path), "1.0", TARGETS[0])
 
 
-@pytest.mark.parametrize("part", ["_operators", "agent", "LICENSE", "METADATA"])
+@pytest.mark.parametrize("part", ["_operators", "agent", "METADATA", *(Path(name).name for name in LICENCES)])
 def test_a_wheel_without_a_part_is_refused(tmp_path: Path, part: str) -> None:
     with pytest.raises(ReleaseError, match="lacks"):
         check_parts(wheel(tmp_path, **{part: None}), "1.0", TARGETS[0])

@@ -31,6 +31,11 @@ GLIBC = (2, 28)
 FRAMEWORK = frozenset({"torch", "transformers", "accelerate"})
 """What a model that has a plan does not need: gigabytes."""
 LIBRARY = "diskprefix/native/_operators.so"
+LICENCES = (
+    "LICENSE",
+    *(f"diskprefix/extras/talk/page/vendored/LICENSE.{name}" for name in ("dompurify", "highlight", "marked")),
+)
+"""Of the project, and of the scripts of others in the chat page."""
 _VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
 """A link to a file of the project, or its picture."""
@@ -173,11 +178,11 @@ def check_parts(wheel: Path, version: str, target: Target) -> None:
     bill, parts = f"{info}/sboms/diskprefix.cdx.json", ("diskprefix/presets/", "diskprefix/service_units/", LIBRARY)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        wanted = (*parts, bill, f"{info}/METADATA", f"{info}/licenses/LICENSE")
+        wanted = (*parts, bill, f"{info}/METADATA", *(f"{info}/licenses/{name}" for name in LICENCES))
         absent = [part for part in wanted if not any(name.startswith(part) for name in names)]
         if absent:
             raise ReleaseError(f"{wheel.name} lacks {', '.join(absent)}")
-        (listed,) = json.loads(archive.read(bill))["components"]
+        [listed] = [part for part in json.loads(archive.read(bill))["components"] if part["name"] == LIBRARY]
         library = archive.read(LIBRARY)
     if listed["hashes"][0]["content"] != hashlib.sha256(library).hexdigest():
         raise ReleaseError(f"the list of parts in {wheel.name} has another digest of {LIBRARY}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import signal
@@ -71,11 +72,16 @@ def test_a_conversation_goes_on_after_the_daemon_was_killed(browser: Browser, ch
         with DaemonProcess(*flags, "--port", str(urlsplit(daemon.url).port)) as second:
             second.wait_ready()
             assert re.search(r"\d+ of \d+ tokens restored from disk", say(page, "And mountains?"))
+            page.locator("article.user .edit").last.click()
+            page.locator("article.user textarea").fill("And lakes?")
+            page.locator("article.user textarea").press("Enter")
+            page.locator("article.user .said", has_text="And lakes?").wait_for()
+            assert re.search(r"\d+ of \d+ tokens restored from", figures(page))
             # It is there after the page is loaded anew, and goes when it is deleted.
             page.reload()
             assert page.locator("article").count() == 4
             page.once("dialog", lambda dialog: dialog.accept())
-            page.click("#forget")
+            page.click("#chats .forget")
             assert page.locator("article").count() == 0
     page.context.close()
 
@@ -156,7 +162,7 @@ def answering(*texts: str) -> Callable[[Route], None]:
 
 def test_a_reply_that_repeats_itself_is_stopped_and_a_running_prefill_has_a_line(browser: Browser) -> None:
     page = lone_page(browser)
-    for repeated, others in ((["It is ", "closed on Sundays. "] * 30, ["Yes. "]), (["- "] * 250, [])):
+    for repeated, others in ((["It is ", "closed on Sundays. "] * 30, ["Yes. "]), (["= "] * 250, [])):
         page.route("**/v1/chat/completions", answering(*others, *repeated))
         page.fill("#text", "When?")
         page.press("#text", "Enter")
@@ -177,14 +183,18 @@ def test_a_reply_that_repeats_itself_is_stopped_and_a_running_prefill_has_a_line
     page.context.close()
 
 
-def lone_page(browser: Browser, **options: Any) -> Page:
+def lone_page(browser: Browser, path: str = "/chat", *, takes: tuple[str, ...] = ("text",), **options: Any) -> Page:
+    """The page without a daemon. `takes`: what its only model reads."""
     page = browser.new_context(**options).new_page()
     page.route("**/health", lambda route: route.fulfill(json={"status": "ok"}))
-    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "tiny"}]}))
+    card = {"id": "tiny", "architecture": {"input_modalities": takes}}
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [card]}))
     chat = CHAT_PAGE.response()
-    page.route("**/chat", lambda route: route.fulfill(body=bytes(chat.body), headers=dict(chat.headers)))
-    page.goto("http://localhost:8642/chat")
-    page.wait_for_selector("#try:visible")
+    page.route(
+        re.compile("/chat(\\?.*)?$"), lambda route: route.fulfill(body=bytes(chat.body), headers=dict(chat.headers))
+    )
+    page.goto(f"http://localhost:8642{path}")
+    page.wait_for_selector("#say:visible")
     return page
 
 
@@ -230,4 +240,147 @@ def test_who_comes_for_the_first_time_finds_something_to_try(browser: Browser, v
     assert page.evaluate("() => navigator.clipboard.readText()") == "From 9 to 4."
     assert violations(page) == []
     assert page.evaluate("() => document.documentElement.scrollWidth") <= viewport["width"]
+    page.context.close()
+
+
+def asking(page: Page, *texts: str) -> list[Any]:
+    """Answers with the texts, one for each request, and returns the list that gets the messages of the requests."""
+    asked: list[Any] = []
+
+    def reply(route: Route) -> None:
+        body: Any = route.request.post_data_json
+        asked.append(body["messages"])
+        answering(texts[len(asked) - 1])(route)
+
+    page.route("**/v1/chat/completions", reply)
+    return asked
+
+
+def test_an_edited_message_replaces_what_followed_it(browser: Browser) -> None:
+    page = lone_page(browser)
+    asked = asking(page, "First.", "Second.", "Third.")
+    for text in ("One", "Two"):
+        say(page, text)
+    page.locator("article.user .edit").first.click()
+    page.get_by_role("button", name="Cancel").click()
+    assert page.locator("article").count() == 4
+    page.locator("article.user .edit").last.click()
+    assert violations(page) == []
+    field = page.locator("article.user textarea")
+    assert field.input_value() == "Two"
+    field.fill("Two and a half")
+    field.press("Enter")
+    page.locator("article", has_text="Third.").wait_for()
+    assert "50 tokens computed" in figures(page)
+    assert [message["content"] for message in asked[2]] == ["One", "First.", "Two and a half"]
+    assert asked[2][:-1] == asked[1][:-1], "the prompt begins as the one before"
+    assert page.locator("article .said").all_inner_texts() == ["One", "First.", "Two and a half", "Third."]
+    page.context.close()
+
+
+def test_the_address_may_fill_the_box_and_sends_nothing(browser: Browser) -> None:
+    hostile = "%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E"
+    page = lone_page(browser, f"/chat?prompt=What%20is%20a%20prefix%3F%0A{hostile}#token=x")
+    asked = asking(page, "Unasked")
+    page.wait_for_timeout(200)
+    assert asked == []
+    assert page.input_value("#text") == "What is a prefix?\n<img src=x onerror=alert(1)>"
+    assert page.url == "http://localhost:8642/chat", "loading it anew does not fill it again"
+    assert page.locator("article").count() == 0
+    page.context.close()
+
+
+@pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
+def test_conversations_are_found_by_their_words(browser: Browser, viewport: Any, scheme: Any) -> None:
+    page = lone_page(browser, viewport=viewport, color_scheme=scheme)
+    asking(page, "It is a lamp.", "Under the sea.")
+
+    def show_list() -> None:
+        if viewport is PHONE:
+            page.click("#more")
+
+    say(page, "What is a lighthouse?")
+    show_list()
+    page.click("#new")
+    say(page, "Where are the corals?")
+    show_list()
+    titles = page.locator("#chats .open")
+    assert set(titles.all_inner_texts()) == {"What is a lighthouse?", "Where are the corals?"}
+    page.fill("#search", "LAMP")
+    assert titles.all_inner_texts() == ["What is a lighthouse?"]
+    assert violations(page) == []
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= viewport["width"]
+    titles.first.click()
+    assert page.locator("article .said").last.inner_text() == "It is a lamp."
+    show_list()
+    page.fill("#search", "whale")
+    assert page.inner_text("#none") == "No conversation has these words."
+    page.fill("#search", "sea")
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.click("#chats .forget")
+    page.fill("#search", "")
+    assert titles.all_inner_texts() == ["What is a lighthouse?"]
+    assert page.locator("article .said").last.inner_text() == "It is a lamp.", "another one was deleted"
+    page.context.close()
+
+
+DROP = """(files) => {
+  const data = new DataTransfer();
+  for (const [name, type, bytes] of files) data.items.add(new File([new Uint8Array(bytes)], name, { type }));
+  find("#log").dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));
+}"""
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+@pytest.mark.parametrize("takes", [("text",), ("text", "image")])
+def test_dropped_texts_and_pictures_go_with_the_next_message(browser: Browser, takes: tuple[str, ...]) -> None:
+    page = lone_page(browser, takes=takes)
+    asked = asking(page, "I see.", "Again.")
+    notes = "# Notes\n```\ncode\n```\n"
+    files = [["notes.md", "text/markdown", [*notes.encode()]], ["p.png", "image/png", [*PNG]]]
+    page.evaluate(DROP, [*files, ["a.zip", "application/zip", [80, 75, 0, 255]]])
+    page.locator("#kept", has_text="a.zip: it is no text in UTF-8").wait_for()
+    refused = "p.png: this model takes no pictures"
+    assert (refused in page.inner_text("#kept")) is ("image" not in takes)
+    assert page.locator("#attached li").count() == len(takes)
+    assert violations(page) == []
+    say(page, "What is this?")
+    text = f"notes.md:\n````\n{notes}````\n\nWhat is this?"
+    [sent] = asked[0]
+    if "image" in takes:
+        picture = {"url": f"data:image/png;base64,{base64.b64encode(PNG).decode()}"}
+        assert sent["content"] == [{"type": "image_url", "image_url": picture}, {"type": "text", "text": text}]
+        assert page.locator("article img").evaluate("(one) => one.decode().then(() => one.naturalWidth)") == 1
+        assert page.locator("article img").get_attribute("alt") == "p.png"
+    else:
+        assert sent["content"] == text
+    assert page.locator("article.user pre").inner_text() == notes.strip()
+    assert page.locator("#attached li").count() == 0
+    assert violations(page) == []
+    page.click("#about summary")
+    for name, kind, content in (("a.txt", "text/plain", b"A text."), ("a.zip", "application/zip", b"PK\0\xff")):
+        page.set_input_files("#file", {"name": name, "mimeType": kind, "buffer": content})
+    page.locator("#kept", has_text="a.zip: it is no text in UTF-8").wait_for()
+    assert page.input_value("#system") == "a.txt:\nA text."
+    page.context.close()
+
+
+@pytest.mark.parametrize("begun", ["Half an", ""])
+def test_a_reply_that_breaks_off_says_so_and_what_came_of_it_is_no_error(browser: Browser, begun: str) -> None:
+    page = lone_page(browser)
+    chunk = json.dumps({"choices": [{"delta": {"content": begun}}]})
+    page.route("**/v1/chat/completions", lambda r: r.fulfill(body=f"data: {chunk}\n\n") if begun else r.abort())
+    page.fill("#text", "Go")
+    page.press("#text", "Enter")
+    page.wait_for_selector("#again:visible")
+    last = page.locator("article").last
+    assert "“Answer again” asks once more when it is ready" in last.inner_text()
+    assert last.locator(".error").count() == (0 if begun else 1)
+    assert violations(page) == []
+    page.route("**/v1/chat/completions", answering("A whole answer."))
+    page.click("#again")
+    page.locator("article .said", has_text="A whole answer.").wait_for()
+    assert page.locator("article.assistant").count() == 1
     page.context.close()

@@ -41,16 +41,50 @@ function store() {
   }
 }
 
-const titleOf = (chat) => (chat.messages[0]?.content ?? "New conversation").slice(0, 60);
+const titleOf = ({ messages: [first] }) => (first ? first.content || first.pictures[0].name : "New conversation").replace(/\s+/g, " ").slice(0, 60);
+
+// The conversations that have the words of the search field.
+function drawList() {
+  const wanted = find("#search").value.trim().toLowerCase();
+  const found = chats.filter((one) => [one.system, ...one.messages.map(({ content }) => content)].join("\n").toLowerCase().includes(wanted));
+  const isBusy = running !== null;
+  find("#chats").replaceChildren(...found.map((one) => make("li", {},
+    make("button", { type: "button", class: "open", "aria-current": one === chat ? "true" : null, disabled: isBusy, onclick: () => open(one) }, titleOf(one)),
+    ...(isEmpty(one) ? [] : [make("button", { type: "button", class: "forget", "aria-label": `Delete: ${titleOf(one)}`, disabled: isBusy, onclick: () => forget(one) }, "✕")]))));
+  setText(find("#none"), found.length ? "" : "No conversation has these words.");
+}
+
+function open(other) {
+  chat = other;
+  showList(false);
+  drawChat();
+  find("#text").focus();
+}
+
+function forget(other) {
+  if (!confirm(`Delete “${titleOf(other)}” from the browser?`)) return;
+  try {
+    localStorage.removeItem(STORED + other.id);
+  } catch {
+    // Nothing was stored.
+  }
+  chats = chats.filter((one) => one !== other);
+  if (chat === other) chat = chats[0] ?? newChat();
+  drawChat();
+}
+
+// On a phone, the list covers the conversation until one is chosen.
+function showList(isShown) {
+  find("#more").setAttribute("aria-expanded", isShown);
+  find("#all").classList.toggle("listing", isShown);
+}
 
 function drawChat() {
-  find("#which").replaceChildren(...chats.map((other) => make("option", { value: other.id }, titleOf(other))));
-  find("#which").value = chat.id;
   find("#system").value = chat.system;
   find("#temperature").value = chat.temperature ?? "";
   find("#length").value = chat.length ?? "";
   for (const { done } of chat.messages) if (done) learn(done);
-  find("#log").replaceChildren(...chat.messages.map((message) => article(message, perToken)));
+  find("#log").replaceChildren(...chat.messages.map(articleOf));
   drawExamples();
   drawButtons();
 }
@@ -64,7 +98,7 @@ function drawExamples() {
   setText(find("#try-says"), !has ? "The long document shows what the cache is for: it is computed for the first question, and restored for the next ones."
     : isNew ? "The first answer takes a while: the document is computed." : "The next answer begins at once: the document is restored. Restart the daemon and ask again: then it is read from the disk.");
   const examples = has ? questions : EXAMPLES;
-  find("#examples").replaceChildren(...examples.map((text) => make("button", { type: "button", onclick: () => send(text, SHORT_REPLY) }, text)),
+  find("#examples").replaceChildren(...examples.map((text) => make("button", { type: "button", onclick: () => send({ role: "user", content: text, limit: SHORT_REPLY }) }, text)),
     ...(has ? [] : [make("button", { type: "button", id: "long", onclick: useDocument }, "A long document: the handbook of a library")]));
 }
 
@@ -80,21 +114,52 @@ function drawButtons() {
   find("#send").hidden = running !== null;
   find("#stop").hidden = running === null;
   find("#again").hidden = running !== null || last?.role !== "assistant";
-  for (const id of ["#which", "#new", "#forget"]) find(id).disabled = running !== null;
+  find("#new").disabled = running !== null;
+  drawList();
+}
+
+// What is shown of each message.
+const articles = new WeakMap();
+
+function articleOf(message) {
+  if (!articles.has(message)) articles.set(message, new ShownMessage(message));
+  const shown = articles.get(message);
+  shown.show({ isRunning: running !== null && message === chat.messages.at(-1), perToken, onEdit: message.role === "user" ? () => edit(message) : null });
+  return shown.node;
+}
+
+// Sends a message with another text: what came after it is dropped, and its prompt begins as the one before.
+function edit(message) {
+  if (running) return;
+  articles.get(message).edit((text) => {
+    if (running) return;
+    chat.messages.length = chat.messages.indexOf(message);
+    drawChat();
+    send({ ...message, content: text });
+  });
+}
+
+let isDrawing = false;
+
+// Draws what came at most once for each picture of the screen.
+function drawSoon() {
+  if (isDrawing) return;
+  isDrawing = true;
+  requestAnimationFrame(() => {
+    isDrawing = false;
+    if (running) drawLast();
+  });
 }
 
 function drawLast() {
-  const log = find("#log"), last = chat.messages[chat.messages.length - 1];
   const isAtEnd = innerHeight + scrollY > document.body.scrollHeight - 80;
-  const drawn = article(last, perToken), open = log.lastChild.querySelector("details")?.open;
-  if (open !== undefined && !last.content && drawn.querySelector("details")) drawn.querySelector("details").open = open;
-  log.lastChild.replaceWith(drawn);
+  articleOf(chat.messages.at(-1));
   if (isAtEnd) scrollTo(0, document.body.scrollHeight);
 }
 
 function add(message) {
   chat.messages.push(message);
-  find("#log").append(article(message, perToken));
+  find("#log").append(articleOf(message));
   scrollTo(0, document.body.scrollHeight);
 }
 
@@ -108,7 +173,7 @@ const limit = () => chat.length ?? chat.messages[chat.messages.length - 2].limit
 // The body of a request. Each turn's prompt begins with the prompt of the turn before.
 function body() {
   const system = chat.system.trim() ? [{ role: "system", content: chat.system }] : [];
-  const messages = chat.messages.slice(0, -1).filter(({ content }) => content).map(({ role, content, reasoning }) => ({ role, content, ...(reasoning ? { reasoning_content: reasoning } : {}) }));
+  const messages = chat.messages.slice(0, -1).filter(({ content, pictures }) => content || pictures).map(({ role, content, pictures, reasoning }) => ({ role, content: pictures ? partsOf(content, pictures) : content, ...(reasoning ? { reasoning_content: reasoning } : {}) }));
   return {
     model: find("#model").value, messages: [...system, ...messages], stream: true, return_progress: true,
     stream_options: { include_usage: true }, prefix_cache: { scope: "full" }, max_tokens: limit(),
@@ -116,10 +181,12 @@ function body() {
   };
 }
 
+const partsOf = (text, pictures) => [...pictures.map(({ url }) => ({ type: "image_url", image_url: { url } })), ...(text ? [{ type: "text", text }] : [])];
+
 async function answer(mayRepeat = false) {
   const reply = { role: "assistant", model: find("#model").value, content: "", reasoning: "", calls: [] }, began = performance.now();
-  add(reply);
   running = new AbortController();
+  add(reply);
   drawExamples();
   drawButtons();
   try {
@@ -130,10 +197,11 @@ async function answer(mayRepeat = false) {
       reply.stopped = "stopped: the reply repeats itself; “Answer again” lets it go on";
       break;
     }
-    if (!reply.done && !reply.stopped) reply.error ??= "the connection ended before the reply did";
+    if (!reply.done && !reply.stopped && !reply.error) brokenOff(reply);
   } catch (error) {
     if (error.name === "AbortError") reply.stopped ??= "stopped";
-    else reply.error = error instanceof TypeError ? "no answer: the daemon was not there" : error.message;
+    else if (error instanceof TypeError) brokenOff(reply);
+    else reply.error = error.message;
     if (error.status === 401) askForKey(error);
   }
   running = null;
@@ -141,7 +209,14 @@ async function answer(mayRepeat = false) {
   drawLast();
   drawButtons();
   store();
-  if (reply.error && !reply.done) waitForDaemon();
+  if (!reply.done && (reply.error || reply.isBroken)) waitForDaemon();
+}
+
+// The connection ended. What came of the reply is no error.
+function brokenOff(reply) {
+  reply.isBroken = true;
+  if (reply.content || reply.reasoning) reply.stopped = "the daemon stopped here; “Answer again” asks once more when it is ready";
+  else reply.error = "The daemon does not answer. “Answer again” asks once more when it is ready.";
 }
 
 // True if a text ends with the same piece four times, or more often if it has no letters, as lines of tables.
@@ -154,6 +229,7 @@ function repeatsItself(text) {
 }
 
 function take(reply, chunk, began) {
+  const isFirst = !reply.content && !reply.reasoning;
   if (chunk.error) reply.error = chunk.error.message;
   if (chunk.prompt_progress) {
     reply.from ??= chunk.prompt_progress;
@@ -174,7 +250,9 @@ function take(reply, chunk, began) {
     learn(reply.done);
   }
   if (reply.content || reply.reasoning) setText(find("#doing"), "");
-  drawLast();
+  // The first word comes with what was restored, even where the browser is slow.
+  if (isFirst) drawLast();
+  else drawSoon();
 }
 
 // Yields the data of each event of an answer, until it ends.
@@ -221,7 +299,9 @@ async function untilReady(since) {
   try {
     await readModels();
     setStatus("", "ready");
+    const isNew = find("#all").hidden;
     find("#all").hidden = false;
+    if (isNew && find("#text").value) find("#text").focus();
     find("#login").hidden = true;
   } catch (error) {
     if (error.status === 401) askForKey(error);
@@ -229,9 +309,15 @@ async function untilReady(since) {
   }
 }
 
+// The names of the models that take pictures.
+let takingPictures = new Set();
+
 async function readModels() {
   const chosen = find("#model").value;
-  const names = (await ask("GET", "/v1/models")).data.map(({ id }) => id);
+  const cards = (await ask("GET", "/v1/models")).data, names = cards.map(({ id }) => id);
+  takingPictures = new Set(cards.filter(({ architecture }) => architecture?.input_modalities?.includes("image")).map(({ id }) => id));
+  find("#choose").hidden = names.length < 2;
+  setText(find("#served"), names.length === 1 ? names[0] : "");
   find("#model").replaceChildren(...names.map((name) => make("option", { value: name }, name)));
   if (names.includes(chosen)) find("#model").value = chosen;
 }
@@ -246,24 +332,40 @@ function askForKey(error) {
 find("#say").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = find("#text").value.trim();
-  if (!text || running) return;
+  if ((!text && !attached.length) || running) return;
   find("#text").value = "";
-  send(text);
+  send({ role: "user", ...takeAttached(text) });
 });
 
-function send(text, limit) {
+function send(message) {
   // An empty reply is not part of the conversation.
-  if (chat.messages.length && !chat.messages[chat.messages.length - 1].content) chat.messages.pop();
-  if (chat.messages[chat.messages.length - 1]?.role === "user") chat.messages.pop();
-  add({ role: "user", content: text, limit });
+  if (chat.messages.at(-1)?.role === "assistant" && !chat.messages.at(-1).content) chat.messages.pop();
+  if (chat.messages.at(-1)?.role === "user") chat.messages.pop();
+  drawChat();
+  add(message);
   answer().then(drawChat).then(() => scrollTo(0, document.body.scrollHeight));
 }
 
-find("#text").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  find("#say").requestSubmit();
+const attachAll = (files) => attach(files, takingPictures.has(find("#model").value));
+find("#attach").addEventListener("click", () => find("#attachment").click());
+find("#attachment").addEventListener("change", async ({ target }) => {
+  await attachAll([...target.files]);
+  target.value = "";
+  find("#text").focus();
 });
+find("#text").addEventListener("paste", (event) => {
+  if (!event.clipboardData.files.length) return;
+  event.preventDefault();
+  attachAll([...event.clipboardData.files]);
+});
+// The browser would show a file that is dropped beside the box.
+for (const name of ["dragover", "drop"])
+  addEventListener(name, (event) => {
+    if (!event.dataTransfer.types.includes("Files")) return;
+    event.preventDefault();
+    if (name === "drop" && !find("#all").hidden) attachAll([...event.dataTransfer.files]);
+  });
+find("#text").addEventListener("keydown", (event) => sendOnEnter(event, find("#say")));
 find("#stop").addEventListener("click", () => running?.abort());
 find("#again").addEventListener("click", () => {
   const mayRepeat = /repeats/.test(chat.messages.pop().stopped);
@@ -271,25 +373,11 @@ find("#again").addEventListener("click", () => {
   answer(mayRepeat);
 });
 find("#new").addEventListener("click", () => {
-  chat = chats.find(({ messages, system }) => !messages.length && !system) ?? newChat();
-  drawChat();
-  find("#text").focus();
+  find("#search").value = "";
+  open(emptyChat());
 });
-find("#forget").addEventListener("click", () => {
-  if (!confirm("Delete this conversation from the browser?")) return;
-  try {
-    localStorage.removeItem(STORED + chat.id);
-  } catch {
-    // Nothing was stored.
-  }
-  chats = chats.filter((other) => other !== chat);
-  chat = chats[0] ?? newChat();
-  drawChat();
-});
-find("#which").addEventListener("change", () => {
-  chat = chats.find(({ id }) => String(id) === find("#which").value);
-  drawChat();
-});
+find("#search").addEventListener("input", drawList);
+find("#more").addEventListener("click", () => showList(!isOpen(find("#more"))));
 find("#system").addEventListener("change", () => {
   chat.system = find("#system").value;
   store();
@@ -301,13 +389,29 @@ for (const name of ["temperature", "length"])
     chat[name] = target.value === "" ? null : Number(target.value);
     store();
   });
-find("#file").addEventListener("change", async () => {
-  for (const file of find("#file").files) chat.system += `${chat.system ? "\n\n" : ""}${file.name}:\n${await file.text()}`;
-  find("#file").value = "";
+find("#file").addEventListener("change", async ({ target }) => {
+  const [texts, problems] = await read([...target.files], textOf);
+  chat.system = [chat.system, ...texts.map(({ name, text }) => `${name}:\n${text}`)].filter(Boolean).join("\n\n");
+  target.value = "";
   find("#system").value = chat.system;
   store();
+  if (problems) setText(find("#kept"), problems);
   drawExamples();
 });
+
+const isEmpty = ({ messages, system }) => !messages.length && !system;
+const emptyChat = () => chats.find(isEmpty) ?? newChat();
+
+// The address may have a message, which the user sends or not.
+function takePrompt() {
+  const prompt = new URLSearchParams(location.search).get("prompt");
+  if (prompt === null) return;
+  history.replaceState(null, "", location.pathname);
+  chat = emptyChat();
+  find("#text").value = prompt;
+}
+
 onLogin(waitForDaemon);
+takePrompt();
 drawChat();
 waitForDaemon();

@@ -31,7 +31,7 @@ async function exchange(key) {
 function takeKey() {
   const key = new URLSearchParams(location.hash.slice(1)).get("token");
   if (key === null) return;
-  history.replaceState(null, "", location.pathname);
+  history.replaceState(null, "", location.pathname + location.search);
   return unlock(key);
 }
 takeKey();
