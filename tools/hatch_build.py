@@ -30,8 +30,8 @@ class CompileOperators(BuildHookInterface):  # type: ignore[misc]
         assert spec.loader is not None
         build = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(build)
-        build.main()
-        if build.is_current():
+        build.main(for_every_cpu=True)
+        if build.is_complete(for_every_cpu=True):
             build_data["pure_python"] = False
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["tag"] = f"py3-none-{platform}"

@@ -1,28 +1,35 @@
 """Compiles the operators in `source/`, once for each kind of CPU, into one library beside this file.
 
 It needs a C++ compiler and nothing else. This module imports the standard library only, as it also runs while the
-package is installed. `python diskprefix/native/build.py` builds what is missing or out of date. The compiler says for
-which CPU it compiles, so `CXX=aarch64-linux-gnu-g++` builds a library for ARM64.
+package is installed. `python diskprefix/native/build.py` builds what is missing or out of date: the variants that this
+CPU can run. A wheel has those of every CPU (`tools/hatch_build.py`). The compiler says for which CPU it compiles, so
+`CXX=aarch64-linux-gnu-g++` builds a library for ARM64, with all of its variants.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
+import platform
 import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "source"
 _CONTROL_GROUPS = Path(__file__).parent.parent / "control_groups.py"
 LIBRARY = Path(__file__).parent / "_operators.so"
 _DIGEST_AT = b"diskprefix source "
-"""The text before the digest in the library."""
+"""The text before the digest in the library. After the digest stand the variants that were compiled, and those that the
+compiler is too old for."""
+_TICK_S = 4.0
+"""The longest time without a word while the operators are compiled."""
 
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -59,17 +66,46 @@ def digest() -> str:
 
 def is_current() -> bool:
     """Returns whether the library is there, made from these sources."""
-    try:
-        return _DIGEST_AT + digest().encode() in LIBRARY.read_bytes()
-    except OSError:
+    return _tried() is not None
+
+
+def is_complete(*, for_every_cpu: bool = False) -> bool:
+    """Returns whether the library is there, made from these sources, with all variants that this CPU can run, or
+    `for_every_cpu` of its kind."""
+    tried = _tried()
+    if tried is None:
         return False
+    known = [*_VARIANTS.get(_kind(platform.machine()), {}), "baseline"]
+    return set(known if for_every_cpu else _runnable(known, LIBRARY)) <= set(tried)
 
 
-def build() -> None:
-    """Compiles the library. Raises `BuildError`."""
+def _tried() -> list[str] | None:
+    """Returns the variants that the library was made of; None without a library of these sources."""
+    begin = _DIGEST_AT + digest().encode()
+    try:
+        _, found, rest = LIBRARY.read_bytes().partition(begin)
+    except OSError:
+        return None
+    return rest.partition(b"\0")[0].decode(errors="replace").split() if found else None
+
+
+def _runnable(names: Sequence[str], library: Path) -> list[str]:
+    """Returns which of the variants this CPU can run, as a library says that was made from `library.cpp`; all of them
+    if it cannot be loaded."""
+    try:
+        can_run = ctypes.CDLL(str(library)).diskprefix_can_run
+    except (OSError, AttributeError):
+        return list(names)
+    return [name for name in names if can_run(name.encode())]
+
+
+def build(*, for_every_cpu: bool = False, say: Callable[[str], None] = lambda _: None) -> None:
+    """Compiles the library: the variants that this CPU can run, or `for_every_cpu` of the kind that the compiler
+    compiles for. `say` is told how far it is every few seconds. Raises `BuildError`."""
     compiler = _compiler()
     with tempfile.TemporaryDirectory(prefix=".build-", dir=LIBRARY.parent) as folder:
-        objects = _compiled(compiler, Path(folder))
+        names = _wanted(compiler, Path(folder), for_every_cpu)
+        objects = _compiled(compiler, Path(folder), names, say)
         found = Path(folder, LIBRARY.name)
         _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(found)])
         # The linker takes the umask. Whoever may write to the library runs code in this process.
@@ -85,32 +121,60 @@ def _compiler() -> list[str]:
     raise BuildError(f"no C++ compiler was found ({' '.join(named) or 'c++, g++, clang++'})")
 
 
-def _compiled(compiler: Sequence[str], folder: Path) -> list[Path]:
+def _wanted(compiler: Sequence[str], folder: Path, for_every_cpu: bool) -> list[str]:
+    """Returns the names of the variants to compile. The features of this CPU are asked for by the code that chooses a
+    variant at run time, compiled without any."""
+    known = [*_VARIANTS.get(_target(compiler), {}), "baseline"]
+    if for_every_cpu or _target(compiler) != _kind(platform.machine()):
+        return known
+    probe = folder / "probe.so"
+    defined = ["-DVARIANTS=", '-DCOMPILER=""', '-DSOURCE=""', "-shared"]
+    done = _done([*compiler, *_FLAGS, *defined, str(SOURCES / "library.cpp"), "-o", str(probe)])
+    return known if done.returncode else _runnable(known, probe)
+
+
+def _compiled(compiler: Sequence[str], folder: Path, wanted: Sequence[str], say: Callable[[str], None]) -> list[Path]:
     """Returns the object files. A variant that the compiler is too old for is left out, but for the last one."""
-    wanted = {**_VARIANTS.get(_target(compiler), {}), "baseline": ()}
+    flags = {**_VARIANTS.get(_target(compiler), {}), "baseline": ()}
 
     def compile_variant(name: str) -> subprocess.CompletedProcess[bytes]:
-        own = [*wanted[name], f"-DVARIANT={name}"]
+        own = [*flags[name], f"-DVARIANT={name}"]
         return _done(_command(compiler, "variant.cpp", folder / f"{name}.o", own))
 
     # Each takes up to 400 MiB of memory.
     with ThreadPoolExecutor(runpy.run_path(str(_CONTROL_GROUPS))["num_cpus"]()) as pool:
-        done = dict(zip(wanted, pool.map(compile_variant, wanted), strict=True))
+        running = {name: pool.submit(compile_variant, name) for name in wanted}
+        _watch(list(running.values()), say)
+    done = {name: future.result() for name, future in running.items()}
     names = [name for name, process in done.items() if process.returncode == 0]
     if "baseline" not in names:
         raise BuildError(_first_error(done["baseline"].stderr.decode(errors="replace")))
     described = "".join(char for char in _first_line_of(compiler, "--version") if char not in '"\\')
     variants = " ".join(f"V({name})" for name in names)
-    defined = [f"-DVARIANTS={variants}", f'-DCOMPILER="{described}"', f'-DSOURCE="{_DIGEST_AT.decode()}{digest()}"']
+    source = f"{_DIGEST_AT.decode()}{digest()} {' '.join(wanted)}"
+    defined = [f"-DVARIANTS={variants}", f'-DCOMPILER="{described}"', f'-DSOURCE="{source}"']
     _run(_command(compiler, "library.cpp", folder / "library.o", defined))
     _run(_command(compiler, "team.cpp", folder / "team.o", []))
     return [folder / f"{name}.o" for name in [*names, "library", "team"]]
 
 
+def _watch(running: Sequence[Future[subprocess.CompletedProcess[bytes]]], say: Callable[[str], None]) -> None:
+    """Returns when all are done."""
+    began, left = time.monotonic(), set(running)
+    while left:
+        seconds = round(time.monotonic() - began)
+        say(f"compiling the operators, {len(running) - len(left)} of {len(running)}, {seconds} s")
+        left = wait(left, timeout=_TICK_S, return_when=FIRST_COMPLETED).not_done
+
+
 def _target(compiler: Sequence[str]) -> str:
     """Returns the kind of CPU that the compiler compiles for."""
-    found = _first_line_of(compiler, "-dumpmachine").partition("-")[0]
-    return {"arm64": "aarch64"}.get(found, found)
+    return _kind(_first_line_of(compiler, "-dumpmachine").partition("-")[0])
+
+
+def _kind(machine: str) -> str:
+    """Returns the kind of a CPU as `_VARIANTS` names it."""
+    return {"arm64": "aarch64", "AMD64": "x86_64"}.get(machine, machine)
 
 
 def _first_line_of(compiler: Sequence[str], question: str) -> str:
@@ -138,14 +202,21 @@ def _first_error(messages: str) -> str:
     return next((line for line in lines if "error" in line), lines[0] if lines else "the compiler failed")
 
 
-def main() -> int:
+def main(*, for_every_cpu: bool = False) -> int:
     """Builds if that is needed. Without it everything works, with torch's kernels: it is no error."""
-    if is_current():
+    if is_complete(for_every_cpu=for_every_cpu):
         return 0
+    on_terminal = sys.stderr.isatty()
+
+    def say(text: str) -> None:
+        print(f"\r\033[K{text}" if on_terminal else text, end="" if on_terminal else "\n", file=sys.stderr, flush=True)
+
     try:
-        build()
+        build(for_every_cpu=for_every_cpu, say=say)
+        ended = ""
     except (BuildError, OSError) as error:
-        print(f"the C++ operators were not compiled, torch's take their place: {error}", file=sys.stderr)
+        ended = f"the C++ operators were not compiled, torch's take their place: {error}\n"
+    print(f"\r\033[K{ended}" if on_terminal else ended, end="", file=sys.stderr)
     return 0
 
 

@@ -118,7 +118,7 @@ _MAX_BYTES = 1 << 20
 _MAX_TOKENS = 1 << 20
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Body, json_schema_extra={"example": {"content": "Hello!", "with_pieces": True}}):
     """`POST /tokenize`."""
 
     content: str = Field(description=f"The text, {format_size(_MAX_BYTES)} at most.")
@@ -127,7 +127,7 @@ class TokenizeRequest(Body):
     with_pieces: bool = Field(default=False, description="With the text of each token.")
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(Body, json_schema_extra={"example": {"tokens": [19556, 17]}}):
     """`POST /detokenize`."""
 
     tokens: list[int] = Field(max_length=_MAX_TOKENS, description="Token ids.")

@@ -92,7 +92,21 @@ def _errors(statuses: Iterable[int]) -> dict[str, Any]:
     return {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
 
 
-_STYLE = "body { max-width: 50rem; margin: auto } pre { white-space: pre-wrap; overflow-wrap: anywhere }"
+_STYLE = """
+:root { color-scheme: light dark; --line: light-dark(#d8dde3, #343b45); --quiet: light-dark(#57606c, #a3adb9);
+  --card: light-dark(#ffffff, #1c2128); }
+body { max-width: 60rem; margin: auto; padding: 1rem; font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere;
+  background: light-dark(#f6f7f9, #14171c); color: light-dark(#1b2128, #e4e8ed); }
+a { color: light-dark(#0b6e63, #43c7b4); }
+section { border: 1px solid var(--line); border-radius: 8px; padding: 0 1rem .5rem; margin: 1rem 0;
+  background: var(--card); }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; font-family: ui-monospace, monospace } h3 { font-size: 1rem }
+table { width: 100%; border-collapse: collapse } td { border-top: 1px solid var(--line); padding: .3rem .5rem .3rem 0;
+  vertical-align: top } td:first-child { width: 32% }
+code, pre { font-family: ui-monospace, monospace; font-size: .9em } pre { white-space: pre-wrap; border-radius: 6px;
+  padding: .6rem; background: light-dark(#f3f5f8, #20262e) }
+small { display: block; color: var(--quiet) }
+"""
 _STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 PAGE_POLICY = (
     f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -101,22 +115,93 @@ PAGE_POLICY = (
 
 
 def page_of(document: dict[str, Any]) -> str:
-    """Returns the document as a page of HTML, which loads nothing: the routes in words, and all of it as JSON."""
+    """Returns the document as a page of HTML for people, which loads nothing: each route with what it does, an example
+    and its fields, and then the objects that fields hold."""
     routes = [
         (f"{method.upper()} {path}", operation)
         for path, methods in document["paths"].items()
         for method, operation in methods.items()
     ]
-    rows = [
-        f"<h2>{escape(route)}</h2><p>{escape(operation['description'])}"
-        f"<p>{escape(operation['responses']['200']['description'])}"
-        for route, operation in routes
-    ]
+    schemas = document["components"]["schemas"]
+    bodies = {_body_name(operation) for _, operation in routes}
     title = f"{document['info']['title']} {document['info']['version']}"
+    contents = "".join(
+        f'<tr><td><a href="#{operation["operationId"]}"><code>{escape(route)}</code></a>'
+        f"<td>{escape(operation['summary'])}"
+        for route, operation in routes
+    )
+    sections = [_section_of_route(route, operation, schemas) for route, operation in routes]
+    objects = [
+        f'<section id="{name}"><h2>{name}</h2>{_prose(schema.get("description", ""))}{_table(schema)}</section>'
+        for name, schema in schemas.items()
+        if name not in bodies
+    ]
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}: routes</title>\n'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n'
-        f"<p>{escape(document['info']['description'])}\n{''.join(rows)}\n"
-        f'<h2>Fields</h2><p>As in <a href="openapi.json">openapi.json</a>:\n'
-        f"<pre>{escape(json.dumps(document, indent=1, ensure_ascii=False), quote=False)}</pre></body></html>\n"
+        f"{_prose(document['info']['description'])}"
+        '<p>For programs: <a href="openapi.json">openapi.json</a>.\n'
+        f"<table>{contents}</table>\n{''.join(sections)}\n<h1>Objects in fields</h1>\n{''.join(objects)}"
+        "</body></html>\n"
     )
+
+
+def _section_of_route(route: str, operation: dict[str, Any], schemas: dict[str, Any]) -> str:
+    does, returns = operation["description"], operation["responses"]["200"]["description"]
+    parts = [f'<section id="{operation["operationId"]}"><h2>{escape(route)}</h2>', _prose(does)]
+    if returns != does:
+        parts.append(_prose(returns))
+    if parameters := operation.get("parameters"):
+        rows = (_row(one["name"], one["schema"], one["required"], f"in the {one['in']}; ") for one in parameters)
+        parts.append(f"<h3>Parameters</h3><table>{''.join(rows)}</table>")
+    if name := _body_name(operation):
+        if example := schemas[name].get("example"):
+            path = route.partition(" ")[2]
+            shown = f"curl http://127.0.0.1:8642{path} -d '{json.dumps(example, ensure_ascii=False)}'"
+            parts.append(f"<h3>Example</h3><pre>{escape(shown, quote=False)}</pre>")
+        parts.append(f"<h3>Fields</h3>{_table(schemas[name])}")
+    return "".join([*parts, "</section>\n"])
+
+
+def _body_name(operation: dict[str, Any]) -> str:
+    """Returns the name of the schema of a route's body; nothing without a body."""
+    if "requestBody" not in operation:
+        return ""
+    reference: str = operation["requestBody"]["content"][JSON]["schema"]["$ref"]
+    return reference.rpartition("/")[2]
+
+
+def _table(schema: dict[str, Any]) -> str:
+    required = schema.get("required", [])
+    rows = [_row(name, field, name in required, "") for name, field in schema.get("properties", {}).items()]
+    return f"<table>{''.join(rows)}</table>" if rows else ""
+
+
+def _row(name: str, schema: dict[str, Any], is_required: bool, place: str) -> str:
+    needed = ", required" if is_required else ""
+    described = _with_code(schema.get("description", ""))
+    return f"<tr><td><code>{escape(name)}</code><small>{place}{_type(schema)}{needed}</small><td>{described}"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """Returns the type of a value as HTML, with links to the objects in it."""
+    if name := schema.get("$ref", "").rpartition("/")[2]:
+        return f'<a href="#{name}">{name}</a>'
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(dict.fromkeys(_type(one) for one in options if one.get("type") != "null"))
+    if values := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
+        return ", ".join(f"<code>{escape(json.dumps(value))}</code>" for value in values)
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    least, most = (schema.get(name) for name in ("minimum", "maximum"))
+    limits = [f"from {least}"] * (least is not None) + [f"to {most}"] * (most is not None)
+    return " ".join([escape(str(schema.get("type", "any value"))), *limits])
+
+
+def _prose(text: str) -> str:
+    return "".join(f"<p>{_with_code(part)}" for part in text.split("\n\n") if part)
+
+
+def _with_code(text: str) -> str:
+    """Returns a text as HTML, in which what stands between backticks is code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))

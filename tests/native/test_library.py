@@ -203,9 +203,11 @@ def test_a_compiler_that_fails_is_told_by_its_error(
 ) -> None:
     use_compiler(folder, monkeypatch, refused="-O3")
     assert build.main() == 0
-    assert capsys.readouterr().err == (
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "compiling the operators, 0 of 7, 0 s"
+    assert last == (
         "the C++ operators were not compiled, torch's take their place: "
-        "cc1plus: error: unrecognized command-line option\n"
+        "cc1plus: error: unrecognized command-line option"
     )
     assert not build.LIBRARY.exists()
 
@@ -223,6 +225,38 @@ def test_a_library_of_other_sources_is_out_of_date(folder: Path) -> None:
     assert build.is_current()
     (folder / "source" / "vector.h").write_text("// changed", encoding="utf-8")
     assert not build.is_current()
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists() or platform.machine() != "x86_64", reason="Linux says it")
+def test_in_a_clone_every_variant_is_compiled_that_this_cpu_can_run_and_no_other(tmp_path: Path) -> None:
+    flags = set(next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line).split())
+    known = build._wanted(build._compiler(), tmp_path, for_every_cpu=True)
+    assert known == [name for name in NEEDED_FLAGS if not name.startswith("neon")]
+    expected = [name for name in known if NEEDED_FLAGS[name] <= flags]
+    assert build._wanted(build._compiler(), tmp_path, for_every_cpu=False) == expected
+    assert sorted(of_this_cpu()) == sorted(expected)
+    assert build.is_complete()
+
+
+@pytest.mark.parametrize(("cpu", "runnable"), [("x86_64", ["avx2", "baseline"]), ("riscv64", ["baseline"])])
+def test_a_library_for_one_cpu_is_made_again_for_a_wheel_and_for_a_cpu_with_more(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cpu: str, runnable: list[str]
+) -> None:
+    use_compiler(folder, monkeypatch, refused="-mamx-tile", cpu=cpu)
+    monkeypatch.setattr(platform, "machine", lambda: cpu)
+    monkeypatch.setattr(build, "_runnable", lambda _names, _library: runnable)
+    assert build.main() == 0
+    compiled = (folder / "calls").read_text()
+    assert {name for name in NEEDED_FLAGS if f"-DVARIANT={name} " in compiled} == set(runnable)
+    assert f'-DSOURCE="diskprefix source {build.digest()} {" ".join(runnable)}"' in compiled
+    build.LIBRARY.write_bytes(f"diskprefix source {build.digest()} {' '.join(runnable)}\0".encode())
+    assert build.is_complete()
+    assert build.is_complete(for_every_cpu=True) == (cpu == "riscv64")
+    monkeypatch.setattr(build, "_runnable", lambda names, _library: list(names))
+    assert build.is_complete() == (cpu == "riscv64")
+    (folder / "calls").write_text("")
+    assert build.main(for_every_cpu=True) == 0
+    assert ("-DVARIANT=avx512" in (folder / "calls").read_text()) == (cpu == "x86_64")
 
 
 def test_the_cpus_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,15 +196,30 @@ def test_the_docs_load_nothing_from_elsewhere(client: httpx.Client) -> None:
     [style] = re.findall("<style>(.*?)</style>", page, re.DOTALL)
     assert base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() in policy
     assert not re.search("<(?:script|link|img)|src=|url[(]", page)
-    assert re.findall('href="([^"]+)"', page) == ["openapi.json"]
+    links = re.findall('href="([^"]+)"', page)
+    assert {link for link in links if not link.startswith("#")} == {"openapi.json"}
+    assert {link[1:] for link in links if link.startswith("#")} <= {*re.findall('id="([^"]+)"', page)}
 
 
-def test_the_docs_have_every_route_and_every_field(client: httpx.Client) -> None:
+def test_the_docs_have_every_route_and_every_field_in_words(client: httpx.Client) -> None:
     document, page = client.get("/openapi.json").json(), client.get("/docs").text
+    section_of = dict(re.findall('<section id="([^"]+)">(.*?)</section>', page, re.DOTALL))
+    schemas = document["components"]["schemas"]
     for path, methods in document["paths"].items():
-        assert all(f"<h2>{method.upper()} {path}</h2>" in page for method in methods)
-    [fields] = re.findall("<pre>(.*)</pre>", page, re.DOTALL)
-    assert json.loads(unescape(fields)) == document
+        for method, operation in methods.items():
+            section = section_of.pop(operation["operationId"])
+            assert f"<h2>{method.upper()} {path}</h2>" in section
+            assert all(f"<code>{one['name']}</code>" in section for one in operation.get("parameters", ()))
+            if "requestBody" in operation:
+                body = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+                section_of.setdefault(body, "")
+                section_of[body] += section
+                [example] = re.findall("<pre>curl \\S+ -d '(.*)'</pre>", section) or [f"no example of {path}"]
+                assert json.loads(unescape(example)) == schemas[body]["example"]
+    assert {*section_of} == {*schemas}
+    for name, schema in schemas.items():
+        assert all(f"<code>{field}</code>" in section_of[name] for field in schema.get("properties", ()))
+    assert "`" not in re.sub("<pre>.*?</pre>", "", page, flags=re.DOTALL)
 
 
 def test_a_parameter_is_described_and_a_wrong_one_is_refused_by_its_name(client: httpx.Client) -> None:

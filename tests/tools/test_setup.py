@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,11 +22,16 @@ case "$*" in
         echo installed >>calls
         echo "$*" >arguments
         echo "Collecting what is needed"
+        if [[ -e slow ]]; then sleep "$(cat slow)"; fi
         if [[ -e no-network ]]; then echo "NewConnectionError: refused" >&2; exit 1; fi
         if [[ -e broken ]]; then echo "ERROR: no such version" >&2; exit 1; fi
         if [[ -e killed ]]; then kill -9 $PPID; fi
         ;;
-    diskprefix/native/build.py) echo compiled >>compiled ;;
+    diskprefix/native/build.py)
+        echo compiled >>compiled
+        echo "compiling the operators, 2 of 6, 3 s" >&2
+        if [[ -e no-compiler ]]; then echo "the C++ operators were not compiled" >&2; fi
+        ;;
     *ensurepip*) [[ ! -e no-venv-module ]] ;;
 esac
 """
@@ -61,7 +67,7 @@ def test_the_first_run_makes_the_venv_and_the_second_only_compiles(
     assert setup(project).returncode == 0
     assert calls(project) == ["made", "installed"]
     again = setup(project)
-    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "compiling the operators, 2 of 6, 3 s\n")
     assert calls(project) == ["made", "installed"]
     assert (project / "compiled").read_text(encoding="utf-8").split() == ["compiled", "compiled"]
 
@@ -79,6 +85,22 @@ def test_to_run_the_demo_a_users_own_installation_is_left_alone_and_the_tests_co
 def test_a_new_installation_to_run_has_the_client_of_the_demo(project: Path) -> None:
     assert setup(project, "--to-run").returncode == 0
     assert "--editable . httpx" in (project / "arguments").read_text()
+
+
+@pytest.mark.slow
+def test_while_pip_and_the_compiler_work_a_line_every_few_seconds_says_how_far_they_are(project: Path) -> None:
+    (project / "slow").write_text("9")
+    lines = [line for line in setup(project).stderr.splitlines() if "compiling the operators" in line]
+    assert len(lines) >= 2
+    assert re.fullmatch(r"setup: \d+ s; compiling the operators, 2 of 6, 3 s; Collecting what is needed", lines[0])
+    assert lines[0] != lines[1]
+
+
+def test_why_the_operators_were_not_compiled_is_said_once_and_how_far_they_were_is_not(project: Path) -> None:
+    (project / "no-compiler").touch()
+    said = setup(project).stderr
+    assert said.count("the C++ operators were not compiled") == 1
+    assert "2 of 6" not in said
 
 
 def test_what_pip_prints_is_shown_only_when_it_fails(project: Path) -> None:

@@ -55,6 +55,8 @@ class OllamaOptions(SamplingFields):
 
 def _without_sampling(schema: Json) -> None:
     schema["properties"] = {name: schema["properties"][name] for name in _outside_options(schema["properties"])}
+    asked = {"role": "user", "content": "Hello!"}
+    schema["example"] = {"messages": [asked]} if "messages" in schema["properties"] else {"prompt": "Hello!"}
 
 
 def _outside_options(names: Any) -> list[str]:

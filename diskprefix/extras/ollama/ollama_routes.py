@@ -25,7 +25,7 @@ from diskprefix.server.serving import Serving
 routes = Routes("ollama")
 
 
-class ShowRequest(Body):
+class ShowRequest(Body, json_schema_extra={"example": {"model": "SmolLM2-135M-Instruct"}}):
     """`POST /api/show`."""
 
     model: str | None = Field(default=None, description="Name of the served model. Absent: the served model.")

@@ -115,7 +115,7 @@ class PictureReader:
             if is_out_of_memory(error):
                 raise
             if not is_vision_available():
-                return cls(problem="Pillow is not installed: pip install 'diskprefix[pictures]'")
+                return cls(problem="Pillow is not installed: pip install pillow")
             return cls(problem=f"its processor cannot be used: {first_line(error)}")
         if reader.problem is None:
             model.read_encoder()

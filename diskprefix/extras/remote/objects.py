@@ -175,7 +175,7 @@ def _import() -> Any:
     try:
         import obstore
     except ImportError as error:
-        raise SettingsError(f"{_FLAG} needs obstore; install the extra: pip install 'diskprefix[remote]'") from error
+        raise SettingsError(f"{_FLAG} needs obstore; pip install obstore") from error
     return obstore
 
 

@@ -24,17 +24,13 @@ VARIANTS
 
 namespace {
 
-enum Level {
-  baseline_level,
-  avx2_level,
-  avx2_vnni_level,
-  avx512_level,
-  avx512_vnni_level,
-  avx512_bf16_level,
-  amx_level,
-  neon_dot_level,
-  neon_bf16_level
-};
+// From the oldest to the newest of each kind of CPU.
+#define LEVELS(L)                                                                                     \
+  L(baseline) L(avx2) L(avx2_vnni) L(avx512) L(avx512_vnni) L(avx512_bf16) L(amx) L(neon_dot) L(neon_bf16)
+
+#define L(name) name##_level,
+enum Level { LEVELS(L) };
+#undef L
 
 #if defined(__x86_64__)
 
@@ -137,6 +133,15 @@ EXPORTED void diskprefix_maker(char (*to)[13]) {
   uint32_t a, parts[3];
   if (__get_cpuid(0, &a, &parts[0], &parts[2], &parts[1])) memcpy(to, parts, sizeof parts);
 #endif
+}
+
+// Returns whether this CPU can compute a variant of its kind, compiled or not.
+EXPORTED int diskprefix_can_run(const char* name) {
+#define L(level) \
+  if (!strcmp(name, #level)) return diskprefix::can_run(diskprefix::level##_level);
+  LEVELS(L)
+#undef L
+  return 0;
 }
 
 // Returns the operators of this name. Null if this CPU cannot compute them.

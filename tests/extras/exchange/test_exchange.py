@@ -265,8 +265,8 @@ OTHER = identity_of(weights="w2", torch_version="2.14")
 @pytest.mark.parametrize(
     ("served", "words"),
     [
-        ({}, "but this store has seen no model yet"),
-        ({"unreadable": "?"}, "but this store has seen no model yet"),
+        ({}, "but this store has seen no model yet, as a new daemon needs some seconds"),
+        ({"unreadable": "?"}, "but this store has seen no model yet, as a new daemon needs some seconds"),
         ({"tiny": OTHER}, "which differs from 'tiny' here in torch_version, weights_digest"),
         (
             {"tiny": OTHER, "near\x1b[2J": identity_of(torch_version="2.14")},

@@ -362,7 +362,7 @@ def test_without_pillow_a_model_takes_text_and_says_what_to_install(
     monkeypatch.setattr("transformers.utils.is_vision_available", lambda: False)
     processor = load(folder).processor
     assert processor is not None
-    assert processor.problem == "Pillow is not installed: pip install 'diskprefix[pictures]'"
+    assert processor.problem == "Pillow is not installed: pip install pillow"
 
 
 def test_processor_and_encoder_are_read_for_the_first_picture_but_not_of_other_files(

@@ -469,15 +469,22 @@ def crowded_trees(entries: dict[str, Any]) -> dict[str, Any]:
     return entries | {"trees": [tree, *(tree | other for other in others)]}
 
 
-def test_the_tree_of_the_served_model_is_shown_first(browser: Browser, daemon: DaemonProcess) -> None:
+def test_the_tree_of_the_served_model_with_the_most_hits_is_shown_first(
+    browser: Browser, daemon: DaemonProcess
+) -> None:
     ask(daemon, "a prompt of the served model, which is long enough to be saved and to have a trunk. " * 3)
     daemon.wait_saved()
     with daemon.client() as client, opened(browser, daemon) as page:
         page.wait_for_selector("#icicle button")
         shown = client.get("/dashboard/entries").json()
-        shown["trees"] = [shown["trees"][0] | {"root": "other", "model": "another"}, *shown["trees"]]
+        shown["trees"] = [shown["trees"][0] | {"root": "other", "model": "another", "tenant": ""}, *shown["trees"]]
+        busy = [node | {"hits": node["hits"] + 9} for node in shown["trees"][1]["nodes"]]
+        shown["trees"].append(shown["trees"][1] | {"root": "busy", "tenant": "0123456789abcdef", "nodes": busy})
         held(page).evaluate("shown => given.showEntries(shown, state.now.model.name)", shown)
-        assert page.locator("#tree-of").input_value() == "1"
+        assert page.locator("#tree-of").input_value() == "2"
+        labels = page.locator("#tree-of option").all_inner_texts()
+        assert labels[0] == "another, no key"
+        assert labels[2].endswith(", key 01234567")
 
 
 def test_a_crowded_page_is_no_wider_than_a_telephone(browser: Browser, daemon: DaemonProcess) -> None:

@@ -4,15 +4,16 @@ const LANE = 22, FEW_LANES = 10, MOST_LANES = 60, NARROWEST = 16;
 
 const tree = { found: null, chosen: 0, selected: null, lanes: [], byId: new Map() };
 
-// `served` is the name of the served model, whose tree comes first.
+// `served` is the name of the served model. Its tree with the most hits is shown first.
 function showEntries(found, served) {
   tree.found = found;
   const choice = find("#tree-of");
   whenChanged("trees", found.trees.map(({ root, model, tenant }) => [root, model, tenant]), () => {
     choice.replaceChildren(
-      ...found.trees.map(({ model, tenant }, index) => make("option", { value: index }, [model, tenant && `tenant ${tenant.slice(0, 8)}`].filter(Boolean).join(", "))),
+      ...found.trees.map(({ model, tenant }, index) => make("option", { value: index }, `${model}, ${tenant ? `key ${tenant.slice(0, 8)}` : "no key"}`)),
     );
-    tree.chosen = Math.max(0, found.trees.findIndex(({ model }) => model === served));
+    const hits = found.trees.map(({ model, nodes }) => (model === served ? nodes.reduce((sum, node) => sum + node.hits, 0) : -1));
+    tree.chosen = Math.max(0, hits.indexOf(Math.max(...hits)));
     choice.value = tree.chosen;
   });
   find("#tree-choice").hidden = found.trees.length < 2;
