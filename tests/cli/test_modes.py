@@ -86,7 +86,7 @@ def test_a_daemon_and_each_command_write_what_only_the_user_may_read(
         daemon.wait_saved()
         wait_for(lambda: any(path.is_file() for path in bucket.rglob("*")))
         run("dashboard", "--url", daemon.url)
-        run("launch", "claude", "--url", daemon.url)
+        run("launch", "claude", "--anyway", "--url", daemon.url)
         during = written(place)
         assert exposed(place) == {}
         daemon.stop()
@@ -108,6 +108,6 @@ def test_a_daemon_and_each_command_write_what_only_the_user_may_read(
     assert exposed(place) == {}
     names = {Path(name).name for name in (*during, *written(place))}
     assert names >= {
-        *("data.mdb", "lock.mdb", "diskprefix.lock", "requests.jsonl", "about", "key", "token", "dashboard.html"),
+        *("data.mdb", "lock.mdb", "diskprefix.lock", "requests.jsonl", "about", "key", "dashboard.html"),
         *("entry.safetensors", "service.toml", "diskprefix.service", "session.lock", "written.json", "crash.log"),
     }, names
