@@ -302,6 +302,9 @@ class _ExactRules:
         self._num_chars = 0
         self._definitions, self._references = definitions_of(schema), _references(schema)
         self._options: JsonSchema = schema.get("x-guidance") or {}
+        # Written once, as it is repeated for each part.
+        self._shared = self._definitions | {"x-guidance": self._options}
+        self._shared_text = schema_text(self._shared)
         self._named: dict[str, str] = {}
         """The names of the rules of references."""
         blank = self._options.get("whitespace_pattern", "[ \\t\\n\\r]{0,40}")
@@ -321,8 +324,7 @@ class _ExactRules:
         if "type" in around and isinstance(schema, dict):
             part = {"type": around["type"]} | part
         if not holds:
-            whole = part | self._definitions | {"x-guidance": self._options}
-            return self._rule(f"%json {schema_text(whole)}")
+            return self._rule(f"%json {self._whole(part)}")
         keys = {key for key in part if key not in _SAY_NOTHING and (key == "$ref" or key[:1] not in "$x")}
         keys -= {"definitions"}
         if keys == {"$ref"}:
@@ -346,8 +348,12 @@ class _ExactRules:
         number = self._terminal(schema.rule)
         if schema.types is not None and {*schema.types} <= {"integer", "number"}:
             return number
-        others = schema_text({**schema, **self._definitions, "x-guidance": self._options})
-        return f"({number} | {self._rule(f'%json {others}')})"
+        return f"({number} | {self._rule(f'%json {self._whole(schema)}')})"
+
+    def _whole(self, part: JsonSchema) -> str:
+        """Returns JSON text of a part with the definitions and options of the whole schema."""
+        own = {key: value for key, value in part.items() if key not in self._shared}
+        return f"{schema_text(own)[:-1]}, {self._shared_text[1:]}" if own else self._shared_text
 
     def _terminal(self, expression: str) -> str:
         self._rule(expression)

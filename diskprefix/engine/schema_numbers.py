@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 from msgspec import Struct
@@ -110,11 +109,9 @@ def spelled(value: float) -> str | None:
     Its parser (serde_json without `float_roundtrip`) rounds twice: digits to a double, then the product with a power of
     ten. So the shortest text of a double with 16 or 17 digits may be read as its neighbour, and another text is sought.
     """
-    # Not cached: as a key, -0.0 is 0.0.
     return _spelled(value) if value else repr(value)
 
 
-@lru_cache(1024)
 def _spelled(value: float) -> str | None:
     digits, exponent = _parts_of(value)
     if _read(digits, exponent) == abs(value):
@@ -458,7 +455,6 @@ def _is_seen(low: float | None, high: float | None, step: float) -> bool:
     return low is None or high is None or math.ceil(low / step) * step <= math.floor(high / step) * step
 
 
-@lru_cache(256)
 def _factor(step: Fraction) -> float | None:
     """Returns the double that llguidance takes for a step as a decimal; None if there is none. It multiplies by ten
     until nothing is behind the point, and rounds each time."""

@@ -101,7 +101,7 @@ def _runnable(names: Sequence[str], library: Path) -> list[str]:
 
 def build(*, for_every_cpu: bool = False, say: Callable[[str], None] = lambda _: None) -> None:
     """Compiles the library: the variants that this CPU can run, or `for_every_cpu` of the kind that the compiler
-    compiles for. `say` is told how far it is every few seconds. Raises `BuildError`."""
+    compiles for. Tells `say` how far it is every few seconds. Raises `BuildError`."""
     compiler = _compiler()
     with tempfile.TemporaryDirectory(prefix=".build-", dir=LIBRARY.parent) as folder:
         names = _wanted(compiler, Path(folder), for_every_cpu)
