@@ -250,6 +250,8 @@ def test_what_has_expired_is_not_saved(
     )
     one = request(tokens(67, 1))
     run_request(engine, replace(one, cache=replace(one.cache, ttl_s=ttl_s)))
+    # A read that is open now would have hung for a minute.
+    wait_for(lambda: not engine.cache.store.reads._open)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
     engine.save_idle()
