@@ -92,9 +92,10 @@ class ObjectStore:
         return self._call(lambda: self._obstore.head(self._store, path)) is not None
 
     def probe(self) -> None:
-        """Makes one request, so that `problem` is known and logged before the first prompt. Never raises."""
+        """Makes one request, so that `problem` is known and logged before the first prompt. It counts for no breaker:
+        prompts may come meanwhile. Never raises."""
         with suppress(RemoteUnavailable):
-            self.has(_PROBE)
+            self._call(lambda: self._obstore.head(self._store, _PROBE), Breaker())
 
     def put(self, path: str, data: bytes) -> None:
         """Writes an object atomically."""
